@@ -1,0 +1,47 @@
+# Every target sets up what it needs: on a fresh machine with Python and make, `make demo` and `make test` just run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/python -m ssla.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_imports.py
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready-bench
+	$(BIN)/python benchmarks/predict_speed.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, in exactly the pinned version, so that nothing else chooses one
+$(VENV)/.ready-torch: constraints.txt | $(VENV)/bin/python
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.ready-%: pyproject.toml constraints.txt $(VENV)/.ready-torch
+	$(PIP) -e '.[$*]'
+	@touch $@
+
+# laplace-torch and what it imports declare torchvision, which breaks here and which none of them needs: hence --no-deps
+$(VENV)/.ready-bench: $(VENV)/.ready-dev benchmarks/requirements-peers.txt benchmarks/requirements-peers-nodeps.txt
+	$(PIP) -r benchmarks/requirements-peers.txt
+	$(PIP) --no-deps -r benchmarks/requirements-peers-nodeps.txt
+	@touch $@

@@ -1,0 +1,26 @@
+"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
+
+from ssla import likelihoods, metrics, priors
+from ssla._checks import NotFittedError
+from ssla.expansion import Increments
+from ssla.fitting import fit
+from ssla.posterior import Marginal, Posterior
+from ssla.predictive import Predictive
+from ssla.refit import NoRefit, OutputRefit, PlugIn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Increments",
+    "Marginal",
+    "NoRefit",
+    "NotFittedError",
+    "OutputRefit",
+    "PlugIn",
+    "Posterior",
+    "Predictive",
+    "fit",
+    "likelihoods",
+    "metrics",
+    "priors",
+]

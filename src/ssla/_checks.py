@@ -1,0 +1,61 @@
+"""Errors, worded once: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class NotFittedError(RuntimeError):
+    """A result was asked for before there was one."""
+
+
+def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
+    """The text of an error for a name that is not in a list, with the nearest one that is."""
+    names = list(valid)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"Unknown {kind} {name!r}.{hint} Valid: {', '.join(map(repr, names))}."
+
+
+def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
+    """`name`, if it is in the list."""
+    names = list(valid)
+    if name not in names:
+        raise ValueError(unknown_name(kind, name, names))
+    return name
+
+
+def finite(what: str, values: Tensor, remedy: str) -> None:
+    """Refuse NaN and infinity, naming the first bad row."""
+    if not (values.is_floating_point() or values.is_complex()):
+        return
+    if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
+        return
+    bad = ~torch.isfinite(values)
+    if not bool(bad.any()):  # the sum overflowed, the values did not
+        return
+    first = [int(i) for i in bad.nonzero()[0]]
+    raise ValueError(
+        f"{what} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
+        f"infinite (first at index {first}). {remedy}"
+    )
+
+
+def positive(what: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:
+    """Refuse anything but finite values above zero."""
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        shown = values.flatten()[:4].tolist()
+        raise ValueError(f"{what} must be positive and finite, but is {shown}. {remedy}")
+
+
+def level(value: float) -> float:
+    """A probability strictly between 0 and 1."""
+    number = float(value)
+    if not 0.0 < number < 1.0:
+        hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
+        raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")
+    return number

@@ -1,0 +1,176 @@
+"""Data as it comes: loaders, arrays, iterables -> batches of (inputs, targets, row weights).
+
+Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
+
+  * (x, y) or (x, y, weights), where x may itself be a tuple or a dict, or
+  * a dict with a key "y" (or "labels", "target"), optionally "weights", the rest being inputs.
+
+Rows are counted as they are seen; nothing here asks a loader for its length but to draw a bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Inputs = Any
+"""Tensor | tuple of Tensors | dict of Tensors."""
+
+TARGET_KEYS = ("y", "labels", "target", "targets")
+WEIGHT_KEYS = ("weights", "weight", "sample_weight")
+ARRAY_ROWS = 8192
+EXPECTED = "Give a DataLoader, a tuple (X, y) or (X, y, weights) of tensors or arrays, or an iterable of such batches."
+
+
+class Batch(NamedTuple):
+    """One batch, as tensors, uncast."""
+
+    x: Inputs
+    y: Tensor
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A way to iterate over batches, once or often."""
+
+    iterate: Callable[[], Iterator[Batch]]
+    repeatable: bool
+    length: int | None  # batches, if known
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.iterate()
+
+
+def open_source(data: Any) -> Source:
+    """Recognise what the user gave."""
+    if isinstance(data, tuple | list) and len(data) in (2, 3) and all(_is_array(part) for part in data[1:]):
+        whole = as_batch(tuple(data))
+        rows = row_count(whole.x)
+        return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS))
+    if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
+        raise TypeError(f"data is a {type(data).__name__}, from which inputs and targets cannot be told apart. {EXPECTED}")
+    try:
+        length: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        length = None
+    return Source(lambda: (as_batch(item) for item in data), not isinstance(data, Iterator), length)
+
+
+def as_batch(item: Any) -> Batch:
+    """One item of the user's iterable -> Batch, with its rows counted and compared."""
+    if isinstance(item, Mapping):
+        target = next((key for key in TARGET_KEYS if key in item), None)
+        if target is None:
+            raise TypeError(f"A dict batch needs the key 'y' (or 'labels', 'target'), but has {', '.join(map(repr, item))}.")
+        weight = next((key for key in WEIGHT_KEYS if key in item), None)
+        rest = {key: value for key, value in item.items() if key not in (target, weight)}
+        x: Any = rest["x"] if set(rest) == {"x"} else rest
+        parts: tuple[Any, ...] = (x, item[target]) if weight is None else (x, item[target], item[weight])
+    elif isinstance(item, tuple | list) and len(item) in (2, 3):
+        parts = tuple(item)
+    else:
+        what = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+        raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but came as {what}. {EXPECTED}")
+    x = as_inputs(parts[0])
+    y = as_tensor(parts[1])
+    weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
+    rows = row_count(x)
+    if y.dim() == 0 or y.shape[0] != rows:
+        raise ValueError(f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each observation.")
+    if weights is not None:
+        weights = _checked_weights(weights, rows)
+    return Batch(x, y, weights)
+
+
+def _checked_weights(weights: Tensor, rows: int) -> Tensor:
+    if weights.dim() == 2 and weights.shape[1] == 1:
+        weights = weights.squeeze(1)
+    if weights.shape != (rows,):
+        raise ValueError(f"Row weights must have shape ({rows},), one for each row, but have {tuple(weights.shape)}.")
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError("Row weights must be finite and not negative. A row of weight 2 counts as if it were there twice.")
+    return weights
+
+
+def as_inputs(x: Any) -> Inputs:
+    """The user's x -> tensors in the same nesting."""
+    if isinstance(x, Mapping):
+        return {key: as_tensor(value) for key, value in x.items()}
+    if isinstance(x, tuple) or (isinstance(x, list) and x and _is_array(x[0])):
+        return tuple(as_tensor(value) for value in x)
+    return as_tensor(x)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor, array, data frame or list of numbers -> Tensor (shared memory where it can be)."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"dtype {array.dtype}")
+        return torch.from_numpy(np.array(array) if not array.flags.writeable else np.ascontiguousarray(array))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Expected numbers (a tensor, an array or a data frame of numbers), but got {type(value).__name__}: {error}. "
+            "Encode text and categories as numbers first."
+        ) from None
+
+
+def leaves(x: Inputs) -> list[Tensor]:
+    """The tensors of an input."""
+    if isinstance(x, Tensor):
+        return [x]
+    return list(x.values()) if isinstance(x, Mapping) else list(x)
+
+
+def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
+    """Apply to every tensor, keep the nesting."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        return {key: function(value) for key, value in x.items()}
+    return tuple(function(value) for value in x)
+
+
+def row_count(x: Inputs) -> int:
+    """The number of rows that all tensors of an input share."""
+    parts = leaves(x)
+    if not parts or any(part.dim() == 0 for part in parts):
+        raise ValueError("x must have at least one dimension, the rows. A single input needs a leading dimension: x[None].")
+    counts = {part.shape[0] for part in parts}
+    if len(counts) > 1:
+        raise ValueError(
+            f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row for each observation."
+        )
+    return counts.pop()
+
+
+def slice_inputs(x: Inputs, rows: slice) -> Inputs:
+    return map_inputs(lambda part: part[rows], x)
+
+
+def split(batch: Batch, size: int) -> Iterator[Batch]:
+    """A batch in pieces of at most `size` rows."""
+    rows = row_count(batch.x)
+    if rows <= size:
+        yield batch
+        return
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
+        yield Batch(slice_inputs(batch.x, part), batch.y[part], None if batch.weights is None else batch.weights[part])
+
+
+def _slices(whole: Batch, rows: int) -> Iterator[Batch]:
+    if rows:
+        yield from split(whole, ARRAY_ROWS)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, type))

@@ -1,0 +1,178 @@
+"""The heart: log p(y|x,D) as three increments, for any y, from f̂ and K alone.
+
+    log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
+
+The rungs differ in f̃ (method.md section 2). Everything is written in whitened coordinates: K = R Rᵀ and
+f̃ = f̂ + R v, so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks
+(test points × candidate y) are solved at once; there is no loop over either.
+
+Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla import linalg
+from ssla.likelihoods import Likelihood, Started
+
+OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
+TOLERANCE = 1e-7  # of the ascent: standard deviations of f from the mode
+CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
+
+
+@dataclass(frozen=True)
+class Increments:
+    """The three increments of an un-normalised log predictive density, and their total.
+
+    likelihood: of the data and the new observation; prior: of log π; curvature: −½ of the log determinant's.
+    """
+
+    likelihood: Tensor
+    prior: Tensor
+    curvature: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.likelihood + self.prior + self.curvature
+
+
+class Expanded(NamedTuple):
+    """One evaluation of M tasks."""
+
+    fit: Tensor  # log p(y|f̃) (M,)
+    shift: Tensor  # −½‖v‖²: what data and prior lose together (M,)
+    curvature: Tensor  # −½ log|I + ΛK| (M,)
+    pull: Tensor  # u with f̃ − f̂ = K u (M, C)
+    fallback: Tensor  # Fisher in place of an indefinite observed precision (M,) bool
+    converged: Tensor  # (M,) bool
+
+    @property
+    def total(self) -> Tensor:
+        return self.fit + self.shift + self.curvature
+
+
+Rule = Callable[[Likelihood, Tensor, Tensor, Tensor], Expanded]
+"""(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Expanded."""
+
+
+def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+    """log p(y|f̂): as if f were known."""
+    fit = likelihood.log_prob(y, f)
+    no = torch.zeros_like(fit, dtype=torch.bool)
+    return Expanded(fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no)
+
+
+def without_refit(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, *, curvature: str) -> Expanded:
+    """θ̃ = θ̂ (ASSLA): log p(y|f̂) − ½ log|I + ΛK|."""
+    base = plug_in(likelihood, y, f, R)
+    if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
+        white = linalg.upper_times(R, likelihood.score(y, f))
+        return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
+    precision = likelihood.fisher(f) if curvature == FISHER else likelihood.precision(y, f)
+    factor, fallback = _safe_factor(likelihood, f, R, precision)
+    return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
+
+
+def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value."""
+    log_prob, score, precision = likelihood.derivatives(y, f)
+    factor, fallback = _safe_factor(likelihood, f, R, precision)
+    white = linalg.upper_times(R, score)
+    v = factor.solve(white)
+    gain = linalg.dot(white, v)  # gᵀδ with δ = R v
+    shift = -0.5 * linalg.dot(v, v)
+    # the quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖²
+    fit = log_prob + 0.5 * gain - shift
+    used = (
+        torch.where(fallback[:, None, None], likelihood.fisher(f).expand_as(precision), precision)
+        if bool(fallback.any())
+        else precision
+    )
+    delta = linalg.lower_times(R, v)
+    pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
+    return Expanded(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
+
+
+def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+    """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
+
+    At a mode I + RᵀΛR is positive semi-definite by the second-order condition.
+    """
+    v = likelihood.start(y, f, R) if isinstance(likelihood, Started) else None
+    if v is None:
+        return _climb(likelihood, y, f, R, torch.zeros_like(f))
+    here, gradient = _finish(likelihood, y, f, R, v)
+    done = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
+    rows = (~(done & ~here.fallback)).nonzero().squeeze(-1)
+    if rows.numel() == 0:
+        return here
+    part = _Tasks(likelihood, y, f, R).take(rows)
+    rest = _climb(likelihood, *part, linalg.take(v, rows))
+    return Expanded(*(whole.index_copy(0, rows, some) for whole, some in zip(here, rest, strict=True)))
+
+
+def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor) -> Expanded:
+    """Newton ascent from `start`, which need not be near (nor good: where it is worse than v = 0, that is taken)."""
+    tasks = _Tasks(likelihood, y, f, R)
+    zero = torch.zeros_like(start)
+    value, origin = tasks.value(start), tasks.value(zero)
+    start = torch.where((value >= origin).unsqueeze(-1), start, zero)
+    ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
+    return _finish(likelihood, y, f, R, ascent.point)[0]._replace(converged=ascent.converged)
+
+
+def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Expanded, Tensor]:
+    """The expansion at f̂ + Rv and the gradient of the objective there."""
+    end = f + linalg.lower_times(R, v)
+    log_prob, score, precision = likelihood.derivatives(y, end)
+    factor, fallback = _safe_factor(likelihood, end, R, precision)
+    found = Expanded(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
+    return found, linalg.upper_times(R, score) - v
+
+
+def _safe_factor(likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor) -> tuple[linalg.IdentityPlus, Tensor]:
+    """I + RᵀΛR, with the Fisher for Λ in the tasks where the given one makes it indefinite."""
+    factor = linalg.identity_plus(R, precision)
+    bad = ~factor.positive
+    if bool(bad.any()):
+        fisher = likelihood.fisher(f).expand_as(precision)
+        factor = linalg.identity_plus(R, torch.where(bad[:, None, None], fisher, precision))
+    return factor, bad
+
+
+@dataclass(eq=False)
+class _Tasks:
+    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, whole or in part."""
+
+    likelihood: Likelihood
+    y: Tensor
+    f: Tensor
+    R: Tensor
+    rows: Tensor | None = None
+    part: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def value(self, v: Tensor) -> Tensor:
+        """The objective alone; −∞ where it is not a number."""
+        value = self.likelihood.log_prob(self.y, self.f + linalg.lower_times(self.R, v)) - 0.5 * linalg.dot(v, v)
+        return torch.nan_to_num(value, nan=-torch.inf)
+
+    def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if rows is None:
+            return self.y, self.f, self.R
+        if self.part is None or self.rows is not rows:
+            R = self.R.movedim(0, -1).index_select(-1, rows).movedim(-1, 0)
+            self.rows, self.part = rows, (self.y[rows], linalg.take(self.f, rows), R)
+        return self.part
+
+    def evaluate(self, v: Tensor, rows: Tensor | None) -> linalg.Evaluation:
+        y, f, R = self.take(rows)
+        here = f + linalg.lower_times(R, v)
+        log_prob, score, precision = self.likelihood.derivatives(y, here)
+        factor, _ = _safe_factor(self.likelihood, here, R, precision)
+        return linalg.Evaluation(log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve)

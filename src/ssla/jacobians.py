@@ -1,0 +1,171 @@
+"""J = ∂f/∂θ of a batch, by what can be done with it.
+
+Structures never ask for the entries of J. They ask for four contractions, and each kind of J answers
+in the cheapest way it has: a last layer's J is φ ⊗ I and is never built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Jacobian(Protocol):
+    """J (B, C, P), perhaps implicit."""
+
+    @property
+    def outputs(self) -> int:
+        """C."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """P."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def double(self) -> Jacobian:
+        """The same in float64."""
+        ...
+
+    def push(self, direction: Tensor) -> Tensor:
+        """J d.  (P,) -> (B, C)."""
+        ...
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
+        ...
+
+    def gram(self, precision: Tensor) -> Tensor:
+        """Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
+        ...
+
+    def gram_diagonal(self, precision: Tensor) -> Tensor:
+        """The diagonal of `gram`.  (B, C, C) -> (P,)."""
+        ...
+
+    def quadratic(self, whitener: Tensor) -> Tensor:
+        """J WᵀW Jᵀ for lower triangular W (P, P).  -> (B, C, C)."""
+        ...
+
+    def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        """J diag(v) Jᵀ.  (P,) -> (B, C, C)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Features:
+    """J = φᵀ ⊗ I: outputs are linear in θ (C, F), φ (B, F).
+
+    With `bias`, φ ends in a column of ones that is not stored.
+    """
+
+    phi: Tensor  # (B, F), or (B, F − 1) with bias
+    outputs: int
+    bias: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.width
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.phi.shape[1] + self.bias
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.phi.dtype
+
+    def double(self) -> Features:
+        phi = self.phi.double()
+        return Features(torch.cat([phi, torch.ones_like(phi[:, :1])], 1) if self.bias else phi, self.outputs)
+
+    def _times(self, matrix: Tensor) -> Tensor:
+        """φ Mᵀ for M (·, F)."""
+        return torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT) if self.bias else self.phi @ matrix.mT
+
+    def push(self, direction: Tensor) -> Tensor:
+        return self._times(direction.view(self.outputs, -1).to(self.phi.dtype))
+
+    def pull(self, g: Tensor) -> Tensor:
+        weights = g.mT @ self.phi
+        return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
+
+    def gram(self, precision: Tensor) -> Tensor:
+        phi = self.double().phi
+        C, F = self.outputs, self.width
+        out = torch.empty(C, F, C, F, dtype=phi.dtype)
+        for a in range(C):
+            for b in range(a + 1):
+                block = (phi * precision[:, a, b, None]).mT @ phi
+                out[a, :, b, :] = block
+                out[b, :, a, :] = block.mT
+        return out.reshape(C * F, C * F)
+
+    def gram_diagonal(self, precision: Tensor) -> Tensor:
+        phi = self.double().phi
+        return (precision.diagonal(dim1=-2, dim2=-1).mT @ (phi * phi)).flatten()
+
+    def quadratic(self, whitener: Tensor) -> Tensor:
+        # Output a's weights are the columns of block a of W, which is lower triangular: rows from a·F on.
+        C, F = self.outputs, self.width
+        W = whitener.to(self.phi.dtype)
+        white = [self._times(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
+        K = torch.empty(C, C, self.phi.shape[0], dtype=self.phi.dtype)
+        for a in range(C):
+            for b in range(a):
+                K[a, b] = K[b, a] = torch.linalg.vecdot(white[a], white[b][:, (a - b) * F :])
+            K[a, a] = torch.linalg.vecdot(white[a], white[a])
+        return K.movedim(-1, 0)
+
+    def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        v = variances.view(self.outputs, -1).to(self.phi.dtype)
+        return torch.diag_embed(Features(self.phi * self.phi, self.outputs, self.bias)._times(v))
+
+
+@dataclass(frozen=True)
+class DenseJacobian:
+    """J held as it is."""
+
+    values: Tensor  # (B, C, P)
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def size(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def double(self) -> DenseJacobian:
+        return DenseJacobian(self.values.double())
+
+    def push(self, direction: Tensor) -> Tensor:
+        return self.values @ direction.to(self.values.dtype)
+
+    def pull(self, g: Tensor) -> Tensor:
+        return self.values.flatten(0, 1).mT @ g.flatten()
+
+    def gram(self, precision: Tensor) -> Tensor:
+        weighted = precision @ self.values
+        return self.values.flatten(0, 1).mT @ weighted.flatten(0, 1)
+
+    def gram_diagonal(self, precision: Tensor) -> Tensor:
+        return (self.values * (precision @ self.values)).sum((0, 1))
+
+    def quadratic(self, whitener: Tensor) -> Tensor:
+        white = self.values @ whitener.to(self.values.dtype).mT
+        return white @ white.mT
+
+    def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        return (self.values * variances.to(self.values.dtype)) @ self.values.mT

@@ -1,0 +1,127 @@
+"""Classes: Bernoulli on one logit, Categorical on C logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs
+from ssla.likelihoods.support import Classes, Support
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """y ∈ {0, 1}, one output f = logit P(y = 1).  With p = σ(f): g = y − p, Λ = p(1−p) (= fisher)."""
+
+    @property
+    def support(self) -> Support:
+        return Classes(2)
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    linear_domain = True
+
+    def support_for(self, outputs: int) -> Support:
+        need_outputs("Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical")
+        return Classes(2)
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Every f is allowed."""
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        y, a = event(y, f).to(f.dtype), f[..., 0]
+        return logsigmoid((2 * y - 1) * a)
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        sign = 2 * event(y, f).to(f.dtype) - 1
+        return (sign * torch.sigmoid(-sign * f[..., 0])).unsqueeze(-1)
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        y, a = event(y, f), f[..., 0]
+        value = torch.sigmoid(a) * torch.sigmoid(-a)
+        return value.expand(torch.broadcast_shapes(y.shape, a.shape))[..., None, None]
+
+    def fisher(self, f: Tensor) -> Tensor:
+        return (torch.sigmoid(f) * torch.sigmoid(-f)).unsqueeze(-1)
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return torch.sigmoid(f[..., 0])
+
+    def variance(self, f: Tensor) -> Tensor:
+        return torch.sigmoid(f[..., 0]) * torch.sigmoid(-f[..., 0])
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        p = self.mean(f)
+        return torch.bernoulli(p.expand(n, *p.shape), generator=generator).long()
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """y ∈ {0 … C−1}, C ≥ 2 outputs f = logits.  With p = softmax(f): g = e_y − p, Λ = diag(p) − ppᵀ (= fisher)."""
+
+    @property
+    def support(self) -> Support:
+        return Classes(2)
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    linear_domain = True
+
+    def support_for(self, outputs: int) -> Support:
+        if outputs < 2:
+            raise ValueError(
+                "Categorical needs a network with one logit for each class, at least two, but this one has one output. "
+                "For one logit use Bernoulli()."
+            )
+        return Classes(outputs)
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Every f is allowed."""
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        logs = torch.log_softmax(f, -1)
+        y = y.long()
+        shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        # column y as −Σ_{c≠y} p_c: no 1 − p_y, so a sure answer keeps its digits
+        p = torch.softmax(f, -1)
+        hit = torch.nn.functional.one_hot(y.long(), f.shape[-1]).bool()
+        others = torch.where(hit, torch.zeros_like(p), p)
+        return torch.where(hit, others.sum(-1, keepdim=True), -others)
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        return self.fisher(f).expand(*shape, -1, -1)
+
+    def fisher(self, f: Tensor) -> Tensor:
+        p = torch.softmax(f, -1)
+        outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
+        diagonal = -(outer.sum(-1) - outer.diagonal(dim1=-2, dim2=-1))  # rows sum to zero exactly
+        return outer - torch.diag_embed(outer.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(diagonal)
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return torch.softmax(f, -1)
+
+    def variance(self, f: Tensor) -> Tensor:
+        p = torch.softmax(f, -1)
+        return p * (1 - p)
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        p = torch.softmax(f, -1)
+        draws = torch.multinomial(p.reshape(-1, p.shape[-1]), n, replacement=True, generator=generator)
+        return draws.mT.reshape(n, *f.shape[:-1])

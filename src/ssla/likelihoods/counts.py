@@ -1,0 +1,148 @@
+"""Counts: Poisson and negative binomial."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ssla._checks import one_of, positive
+from ssla.likelihoods.base import Derivatives, Likelihood, capped_exp, event, need_outputs
+from ssla.likelihoods.support import Counts, Support
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """y ~ Poisson(λ), one output: f = log λ (link "log") or f = λ > 0 (link "identity").
+
+    log:       g = y − λ,    Λ = λ (= fisher)
+    identity:  g = y/λ − 1,  Λ = y/λ², fisher = 1/λ
+    """
+
+    link: str = "log"
+
+    def __post_init__(self) -> None:
+        one_of("link", self.link, ("log", "identity"))
+
+    @property
+    def support(self) -> Support:
+        return Counts()
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    @property
+    def linear_domain(self) -> bool:
+        return self.link == "log"
+
+    def support_for(self, outputs: int) -> Support:
+        need_outputs("Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate")
+        return Counts()
+
+    def check_outputs(self, f: Tensor) -> None:
+        if not self.linear_domain and bool((f <= 0).any()):
+            raise ValueError(
+                f"Poisson(link='identity') needs positive outputs (the rate), but the network gives {float(f.min()):.4g}. "
+                "Use link='log', which allows every output, or end the network in a positive function."
+            )
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        y, a = event(y, f).to(f.dtype), f[..., 0]
+        if self.linear_domain:
+            return y * a - capped_exp(a) - torch.lgamma(y + 1)
+        value = torch.xlogy(y, a.clamp_min(0)) - a - torch.lgamma(y + 1)
+        return torch.where(a > 0, value, torch.full_like(value, -math.inf))
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        y, a = event(y, f).to(f.dtype), f[..., 0]
+        return (y - capped_exp(a) if self.linear_domain else y / a - 1).unsqueeze(-1)
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        y, a = event(y, f).to(f.dtype), f[..., 0]
+        value = capped_exp(a).expand(torch.broadcast_shapes(y.shape, a.shape)) if self.linear_domain else y / (a * a)
+        return value[..., None, None]
+
+    def fisher(self, f: Tensor) -> Tensor:
+        return (capped_exp(f) if self.linear_domain else 1 / f).unsqueeze(-1)
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return capped_exp(f[..., 0]) if self.linear_domain else f[..., 0]
+
+    def variance(self, f: Tensor) -> Tensor:
+        return self.mean(f)
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        rate = self.mean(f)
+        return torch.poisson(rate.expand(n, *rate.shape).contiguous(), generator=generator)
+
+
+@dataclass(frozen=True)
+class NegativeBinomial:
+    """Counts with mean μ = e^f and variance μ + dispersion·μ²; one output, the log mean.
+
+    With r = 1/dispersion, p = μ/(μ + r): g = y(1−p) − rp, Λ = (y + r)p(1−p), fisher = rp.
+    dispersion → 0 is Poisson.
+    """
+
+    dispersion: float
+
+    def __post_init__(self) -> None:
+        positive("NegativeBinomial dispersion", torch.tensor(float(self.dispersion)), "For no extra spread use Poisson().")
+
+    @property
+    def support(self) -> Support:
+        return Counts()
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    linear_domain = True
+
+    def support_for(self, outputs: int) -> Support:
+        need_outputs("NegativeBinomial", outputs, 1, "the log mean")
+        return Counts()
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Every f is allowed."""
+
+    def _logit(self, f: Tensor) -> Tensor:
+        """log μ/r."""
+        return f[..., 0] + math.log(self.dispersion)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        y, z, r = event(y, f).to(f.dtype), self._logit(f), 1 / self.dispersion
+        return torch.lgamma(y + r) - math.lgamma(r) - torch.lgamma(y + 1) - r * softplus(z) - y * softplus(-z)
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        y, z = event(y, f).to(f.dtype), self._logit(f)
+        return (y * torch.sigmoid(-z) - torch.sigmoid(z) / self.dispersion).unsqueeze(-1)
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        y, z = event(y, f).to(f.dtype), self._logit(f)
+        return ((y + 1 / self.dispersion) * torch.sigmoid(z) * torch.sigmoid(-z))[..., None, None]
+
+    def fisher(self, f: Tensor) -> Tensor:
+        return (torch.sigmoid(self._logit(f)) / self.dispersion)[..., None, None]
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return capped_exp(f[..., 0])
+
+    def variance(self, f: Tensor) -> Tensor:
+        mean = self.mean(f)
+        return mean + self.dispersion * mean * mean
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        mean = self.mean(f).expand(n, *f.shape[:-1])
+        rate = torch._standard_gamma(torch.full_like(mean, 1 / self.dispersion), generator=generator)
+        return torch.poisson(rate * self.dispersion * mean, generator=generator)

@@ -1,0 +1,167 @@
+"""A Gaussian whose mean and variance are both outputs of the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssla._checks import one_of
+from ssla.likelihoods.base import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
+from ssla.likelihoods.support import Real, Support
+from ssla.linalg import stack_last, stack_square
+
+MEAN_LOG_VARIANCE = "mean_log_variance"
+NATURAL = "natural"
+PROFILE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class HeteroscedasticGaussian:
+    """y ~ N(μ, σ²) with two outputs f.
+
+    parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
+    Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; its Fisher is diag(e⁻ˢ, ½).
+
+    parameters = "natural": f = (η₁, η₂) = (μ/σ², −1/(2σ²)), η₂ < 0. The log likelihood is concave,
+    so the observed precision does not depend on y and equals the Fisher.
+    """
+
+    parameters: str = MEAN_LOG_VARIANCE
+
+    def __post_init__(self) -> None:
+        one_of("parameters", self.parameters, (MEAN_LOG_VARIANCE, NATURAL))
+
+    @property
+    def support(self) -> Support:
+        return Real()
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    @property
+    def linear_domain(self) -> bool:
+        return self.parameters == MEAN_LOG_VARIANCE
+
+    def support_for(self, outputs: int) -> Support:
+        meaning = "mean and log variance" if self.linear_domain else "η₁ = μ/σ² and η₂ = −1/(2σ²)"
+        need_outputs("HeteroscedasticGaussian", outputs, 2, meaning)
+        return Real()
+
+    def check_outputs(self, f: Tensor) -> None:
+        if not self.linear_domain and bool((f[..., 1] >= 0).any()):
+            raise ValueError(
+                "HeteroscedasticGaussian(parameters='natural') needs a negative second output η₂ = −1/(2σ²), but the "
+                f"network gives values up to {float(f[..., 1].max()):.4g}. Train it to stay below zero, or use "
+                "parameters='mean_log_variance', which allows every output."
+            )
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        y = event(y, f)
+        a, b = f[..., 0], f[..., 1]
+        if self.linear_domain:
+            r = y - a
+            return -0.5 * (LOG_2PI + b + r * r * capped_exp(-b))
+        width = torch.where(b < 0, -2 * b, torch.nan)  # 1/σ²; outside the domain: no density
+        r = y - a / width
+        value = 0.5 * (width.log() - LOG_2PI - width * r * r)
+        return torch.nan_to_num(value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        return self.derivatives(y, f).score
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        return self.derivatives(y, f).precision
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        y = event(y, f)
+        a, b = f[..., 0], f[..., 1]
+        if not self.linear_domain:
+            m, v = -a / (2 * b), -1 / (2 * b)
+            score = stack_last([y - m, (y - m) * (y + m) - v])
+            return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
+        r = y - a
+        w = capped_exp(-b)
+        rw = r * w
+        half = 0.5 * r * rw
+        return Derivatives(
+            -0.5 * (LOG_2PI + b) - half,
+            stack_last([rw, half - 0.5]),
+            stack_square([[w.expand_as(rw), rw], [rw, half]]),
+        )
+
+    def fisher(self, f: Tensor) -> Tensor:
+        if self.linear_domain:
+            w = capped_exp(-f[..., 1])
+            zero = torch.zeros_like(w)
+            return stack_square([[w, zero], [zero, torch.full_like(w, 0.5)]])
+        v, m = -1 / (2 * f[..., 1]), self.mean(f)
+        cross = 2 * m * v
+        return stack_square([[v, cross], [cross, 2 * v * v + 4 * m * m * v]])
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f[..., 0] if self.linear_domain else -f[..., 0] / (2 * f[..., 1])
+
+    def variance(self, f: Tensor) -> Tensor:
+        return capped_exp(f[..., 1]) if self.linear_domain else -1 / (2 * f[..., 1])
+
+    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        if self.linear_domain:
+            return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
+        m, v = self.mean(f), self.variance(f)
+        slope = stack_last([v, 2 * m * v])  # ∂μ/∂η
+        return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
+
+    def start(self, y: Tensor, f: Tensor, R: Tensor) -> Tensor | None:
+        """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one dimension is left.
+
+        With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+            h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
+            c·h'  = c(βt + ½t²E − ½) − d
+            −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
+        and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
+        """
+        if not self.linear_domain:
+            return None
+        a, b, low = R[..., 0, 0], R[..., 1, 0], R[..., 1, 1]
+        r, s = event(y, f) - f[..., 0], f[..., 1]
+        c = torch.addcmul(b * b, low, low)
+        share = a / c.clamp_min(torch.finfo(c.dtype).tiny)
+        beta, q = share * b, torch.where(c > 0, share * a * low * low, a * a)
+        rough = [part.float() for part in (r, s, c, beta, q)]
+        d = _profile_start(*rough)
+        for _ in range(PROFILE_STEPS):
+            d = _profile_step(d, *rough)
+        d = _profile_step(d.to(r.dtype), r, s, c, beta, q)  # what single precision left over, squared
+        E = capped_exp(s + d)
+        t = torch.addcmul(r, beta, d, value=-1) / (E + q)
+        u = torch.addcmul(E.new_tensor(-0.5), t * t, E, value=0.5)
+        return stack_last([torch.addcmul(b * u, a, t), low * u])
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        mean = self.mean(f)
+        noise = torch.randn((n, *mean.shape), dtype=f.dtype, device=f.device, generator=generator)
+        return mean + self.variance(f).sqrt() * noise
+
+
+def _profile_start(r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+    """For β = 0 and q fixed, d + c/2 = W(½ c z² e^(c/2)); Lambert's W by its logarithmic approximation."""
+    E = capped_exp(s)
+    z2 = torch.square(r / (E + q)) * E
+    w = torch.log1p(0.5 * c * z2 * capped_exp(0.5 * c))
+    return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * c
+
+
+def _profile_step(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+    """One Newton step on h(d), its curvature kept above a tenth of the positive part."""
+    E = capped_exp(s + d)
+    D = E + q
+    t = torch.addcmul(r, beta, d, value=-1).div_(D)
+    tE = t * E
+    half = (t * tE).mul_(0.5)
+    bend = torch.square(tE.add_(beta)).div_(D)
+    curve = torch.maximum(bend - half, 0.1 * bend).mul_(c).add_(1)
+    rise = torch.addcmul(half.sub_(0.5), beta, t).mul_(c).sub_(d)
+    return d + rise.div_(curve)

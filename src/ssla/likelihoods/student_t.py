@@ -1,0 +1,86 @@
+"""Heavy-tailed noise around one output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssla._checks import positive
+from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs
+from ssla.likelihoods.support import Real, Support
+
+
+@dataclass(frozen=True)
+class StudentT:
+    """y = f + scale·t, t ~ Student-t(df).
+
+    With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df, where an
+    outlier is let go; the Fisher is (df+1) / ((df+3) scale²). The variance of y is infinite for df ≤ 2.
+    """
+
+    df: float
+    scale: float
+
+    def __post_init__(self) -> None:
+        positive("StudentT df", torch.tensor(float(self.df)))
+        positive("StudentT scale", torch.tensor(float(self.scale)))
+
+    @property
+    def support(self) -> Support:
+        return Real()
+
+    @property
+    def predictive(self) -> Likelihood:
+        return self
+
+    linear_domain = True
+
+    def support_for(self, outputs: int) -> Support:
+        need_outputs("StudentT", outputs, 1, "the location")
+        return Real()
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Every f is allowed."""
+
+    def _z(self, y: Tensor, f: Tensor) -> Tensor:
+        return (event(y, f) - f[..., 0]) / self.scale
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        z = self._z(y, f)
+        constant = math.lgamma((self.df + 1) / 2) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
+        return constant - math.log(self.scale) - (self.df + 1) / 2 * torch.log1p(z * z / self.df)
+
+    def score(self, y: Tensor, f: Tensor) -> Tensor:
+        z = self._z(y, f)
+        return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
+
+    def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        z = self._z(y, f)
+        q = self.df + z * z
+        return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
+
+    def fisher(self, f: Tensor) -> Tensor:
+        return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
+
+    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
+        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f[..., 0]
+
+    def variance(self, f: Tensor) -> Tensor:
+        value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
+        return torch.full_like(f[..., 0], value)
+
+    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        centre = f[..., 0]
+        normal = torch.randn((n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator)
+        shape = torch.full((n, *centre.shape), self.df / 2, dtype=f.dtype, device=f.device)
+        chi = torch._standard_gamma(shape, generator=generator) * 2
+        return centre + self.scale * normal * (self.df / chi).sqrt()

@@ -1,0 +1,166 @@
+"""Where targets live: what y may be, and how a continuous y maps to the real line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ssla._checks import finite
+
+
+class Support(Protocol):
+    """Targets of one kind."""
+
+    @property
+    def kind(self) -> str:
+        """ "real" (one number), "vector" (several), "count" or "class"."""
+        ...
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        """Raise ValueError where y is outside, saying what was expected."""
+        ...
+
+
+class Continuous(Support, Protocol):
+    """A scalar support with a smooth map to the real line."""
+
+    def to_real(self, y: Tensor) -> Tensor: ...
+
+    def from_real(self, z: Tensor) -> Tensor: ...
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        """log dy/dz."""
+        ...
+
+
+@dataclass(frozen=True)
+class Real:
+    """Any finite number."""
+
+    kind = "real"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
+
+    def to_real(self, y: Tensor) -> Tensor:
+        return y
+
+    def from_real(self, z: Tensor) -> Tensor:
+        return z
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        return torch.zeros_like(z)
+
+
+@dataclass(frozen=True)
+class Positive:
+    """Numbers above zero; z = log y."""
+
+    kind = "real"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
+        _refuse(y <= 0, y, "numbers above zero")
+
+    def to_real(self, y: Tensor) -> Tensor:
+        return y.log()
+
+    def from_real(self, z: Tensor) -> Tensor:
+        return z.exp()
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        return z
+
+
+@dataclass(frozen=True)
+class UnitInterval:
+    """Numbers strictly between 0 and 1; z = log(y / (1 − y))."""
+
+    kind = "real"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
+        _refuse((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
+
+    def to_real(self, y: Tensor) -> Tensor:
+        return torch.logit(y)
+
+    def from_real(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z)
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
+
+
+@dataclass(frozen=True)
+class RealVector:
+    """Rows of D finite numbers, one for each output."""
+
+    kind = "vector"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        if y.dim() != 2 or y.shape[1] != outputs:
+            raise ValueError(
+                f"y must have shape (N, {outputs}), one column for each output of the network, but is "
+                f"{tuple(y.shape)}. Give {outputs} targets a row, or a network with as many outputs as targets."
+            )
+        _finite(y)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """0, 1, 2, …"""
+
+    kind = "count"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
+        _refuse((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Integers 0 … count−1."""
+
+    count: int
+
+    kind = "class"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        if y.dim() == 2 and y.shape[1] == self.count > 1:
+            raise ValueError(f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. Use y.argmax(1).")
+        _scalar(y)
+        _finite(y)
+        _refuse(
+            (y < 0) | (y >= self.count) | (y != torch.round(y)) if y.is_floating_point() else (y < 0) | (y >= self.count),
+            y,
+            f"integers from 0 to {self.count - 1}",
+        )
+
+
+def _scalar(y: Tensor) -> None:
+    if y.dim() != 1:
+        raise ValueError(
+            f"y must have shape (N,) or (N, 1) for this likelihood, but is {tuple(y.shape)}. "
+            "For several targets use likelihoods.Gaussian and a network with one output for each."
+        )
+
+
+def _finite(y: Tensor) -> None:
+    finite("y", y, "Drop or impute those rows.")
+
+
+def _refuse(bad: Tensor, y: Tensor, expected: str) -> None:
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise ValueError(
+            f"y must hold {expected}, but {int(bad.sum())} of {y.numel()} values are outside: "
+            f"the first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or mend y."
+        )

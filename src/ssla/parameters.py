@@ -1,0 +1,76 @@
+"""Which parameters are free, and where each of them sits in the flat vector θ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and places.  positions[name] (of the parameter's shape) are indices into θ (P,).
+
+    The *named order* is the concatenation of the flattened parameters in the order of `names`; θ itself
+    may interleave them (a last layer keeps each output's weights and bias together).
+    """
+
+    positions: Mapping[str, Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.positions)
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return sum(index.numel() for index in self.positions.values())
+
+    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Parameters by name -> θ (P,) in float64."""
+        theta = torch.empty(self.size, dtype=torch.float64)
+        for name, index in self.positions.items():
+            theta[index] = values[name].detach().to("cpu", torch.float64)
+        return theta
+
+    def unpack(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ (P,) -> parameters by name, in θ's dtype."""
+        return {name: theta[index] for name, index in self.positions.items()}
+
+    def from_named_order(self, flat: Tensor) -> Tensor:
+        """A vector in the named order -> the order of θ."""
+        theta = torch.empty(self.size, dtype=torch.float64)
+        start = 0
+        for index in self.positions.values():
+            theta[index.flatten()] = flat[start : start + index.numel()].to(torch.float64)
+            start += index.numel()
+        return theta
+
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Parameter names by the module that owns them ("" for the network's own)."""
+        groups: dict[str, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        return {layer: tuple(names) for layer, names in groups.items()}
+
+
+def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
+    """θ in the named order."""
+    positions, start = {}, 0
+    for name, shape in shapes.items():
+        count = shape.numel()
+        positions[name] = torch.arange(start, start + count).reshape(shape)
+        start += count
+    return Layout(positions)
+
+
+def last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
+    """θ as (C, F) with the bias folded in as the last column: what φ ⊗ I acts on."""
+    width = inputs + (bias is not None)
+    index = torch.arange(outputs * width).reshape(outputs, width)
+    positions = {weight: index[:, :inputs]}
+    if bias is not None:
+        positions[bias] = index[:, inputs]
+    return Layout(positions)

@@ -1,0 +1,75 @@
+"""Pictures of predictives, with matplotlib (`pip install 'ssla[plots]'`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssla.batches import as_tensor
+from ssla.predictive import Predictive
+
+BAND = "#2f6db5"
+OTHER = "#d1651f"
+DOTS = "#333333"
+
+
+def bands(
+    predictive: Predictive,
+    x: Any,
+    data: tuple[Any, Any] | None = None,
+    *,
+    levels: Sequence[float] = (0.5, 0.9, 0.95),
+    ax: Any = None,
+    title: str | None = None,
+) -> Any:
+    """Mean and central intervals along one input.  x (N,) or (N, 1), the inputs that were predicted; data = (x, y) dots."""
+    ax = _axes(ax)
+    place = as_tensor(x).flatten().numpy()
+    order = np.argsort(place)
+    shades = np.linspace(0.16, 0.55, len(levels)) if len(levels) > 1 else [0.3]
+    for level, shade in zip(sorted(levels, reverse=True), shades, strict=True):
+        low, high = predictive.interval(level).double().unbind(-1)
+        color = tuple(1 - shade * (1 - c) for c in (0.18, 0.43, 0.71))  # opaque, so that the legend shows what is drawn
+        ax.fill_between(place[order], low.numpy()[order], high.numpy()[order], color=color, lw=0, label=f"{level:.0%}")
+    ax.plot(place[order], predictive.mean.double().numpy()[order], color=BAND, lw=1.8, label="mean")
+    if data is not None:
+        ax.scatter(as_tensor(data[0]).flatten(), as_tensor(data[1]).flatten(), s=7, color=DOTS, alpha=0.6, lw=0, label="data")
+    if title:
+        ax.set_title(title)
+    return ax
+
+
+def density(predictives: dict[str, Predictive], row: int = 0, *, level: float = 0.9, points: int = 400, ax: Any = None) -> Any:
+    """The predictive densities of one input, by name; the last one's highest-density region is marked."""
+    ax = _axes(ax)
+    wide = [p.icdf(torch.tensor([0.0005, 0.9995]))[row].double() for p in predictives.values()]  # type: ignore[attr-defined]
+    low, high = min(float(w[0]) for w in wide), max(float(w[1]) for w in wide)
+    y = torch.linspace(low, high, points, dtype=torch.float64)
+    styles = ["--", ":", "-.", "-"]
+    curve = y
+    for i, (name, predictive) in enumerate(predictives.items()):
+        curve = predictive.log_prob(y.expand(predictive.mean.shape[0], -1))[row].double().exp()
+        last = i == len(predictives) - 1
+        ax.plot(y, curve, ls="-" if last else styles[i % 3], color=BAND if last else OTHER, lw=2 if last else 1.4, label=name)
+    region = next(reversed(predictives.values())).hdr(level)
+    for start, stop in zip(region.lower[row].tolist(), region.upper[row].tolist(), strict=True):
+        if start == start:  # not padding
+            inside = (y >= start) & (y <= stop)
+            ax.fill_between(y[inside], 0, curve[inside], color=BAND, alpha=0.18, lw=0)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("density")
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def _axes(ax: Any) -> Any:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("Plots need matplotlib: pip install 'ssla[plots]'.") from None
+    return plt.subplots(figsize=(7, 4))[1]

@@ -1,0 +1,80 @@
+"""From log densities to answers: distribution-like results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ssla._checks import finite
+from ssla.batches import Inputs, as_tensor
+from ssla.expansion import EMPIRICAL
+from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods.support import Classes
+from ssla.posterior import Posterior
+from ssla.predictive.base import Diagnostics, Predictive
+from ssla.predictive.classes import ClassPredictive, class_predictive
+from ssla.predictive.counts import CountPredictive, count_predictive
+from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive
+from ssla.predictive.grid import GridPredictive, continuous, grid_predictive
+from ssla.quadrature import Regions
+from ssla.refit import Expansion, NoRefit, OutputRung, Refit, on_marginal, resolve
+
+__all__ = [
+    "ClassPredictive",
+    "CountPredictive",
+    "Diagnostics",
+    "Ellipsoid",
+    "GaussianPredictive",
+    "GridPredictive",
+    "Predictive",
+    "Regions",
+    "from_marginal",
+    "predict",
+]
+
+
+def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> Predictive:
+    """The predictive of y at x (see Posterior.predict)."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
+    rung = resolve(refit)
+    return _answer(rung(posterior, x), rung)
+
+
+def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output") -> Predictive:
+    """The predictive of y when f ~ N(mean, covariance): for beliefs about f that come from elsewhere.
+
+    mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a refit of weights.
+    """
+    rung = resolve(refit)
+    if not isinstance(rung, OutputRung):
+        raise ValueError(f"refit={rung.name!r} needs the network and its data; from f alone use 'output', 'newton' or 'none'.")
+    f, K = as_tensor(mean), as_tensor(covariance)
+    if f.dim() != 2 or K.shape != (*f.shape, f.shape[1]):
+        raise ValueError(f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and {tuple(K.shape)}.")
+    finite("mean", f, "Give finite outputs.")
+    finite("covariance", K, "Give finite covariances.")
+    likelihood.check_outputs(f)
+    return _answer(on_marginal(rung, likelihood, f, K), rung)
+
+
+def _answer(expansion: Expansion, rung: Refit) -> Predictive:
+    """Choose the form of the answer by the support of y; closed form where there is one."""
+    likelihood = expansion.likelihood
+    f = expansion.marginal.mean
+    support = likelihood.support_for(f.shape[1])
+    empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
+    if isinstance(likelihood, Gaussian) and not empirical:
+        no = torch.zeros(f.shape[0], dtype=torch.bool)
+        flags = Diagnostics(rung.name, no, no, no)
+        return GaussianPredictive(expansion, likelihood.covariance_for(f), isinstance(rung, NoRefit), flags)
+    if support.kind == "vector":
+        raise ValueError(
+            "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
+        )
+    if isinstance(support, Classes):
+        return class_predictive(expansion, support.count, rung.name)
+    if support.kind == "count":
+        return count_predictive(expansion, rung.name)
+    return grid_predictive(expansion, continuous(support), rung.name)

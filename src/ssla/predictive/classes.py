@@ -1,0 +1,138 @@
+"""Classes: one evaluation for each, then normalise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssla._checks import level as checked_level
+from ssla.expansion import Increments
+from ssla.likelihoods import Bernoulli
+from ssla.likelihoods.support import Classes
+from ssla.predictive.base import Diagnostics, answer, scalar_targets
+from ssla.predictive.spread import total_variance
+from ssla.refit import Expansion
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPredictive:
+    """P(Y = c) = exp(total(c)) / mass.
+
+    `mean` and `variance` are of the class indicators: (N, C), or (N,) (of y itself) for Bernoulli.
+    """
+
+    expansion: Expansion
+    log_weights: Tensor  # un-normalised (N, C)
+    diagnostics: Diagnostics
+
+    def _out(self, value: Tensor) -> Tensor:
+        return value.to(self.expansion.like)
+
+    @property
+    def _rows(self) -> int:
+        return self.log_weights.shape[0]
+
+    @property
+    def _count(self) -> int:
+        return self.log_weights.shape[1]
+
+    @cached_property
+    def _log_probs(self) -> Tensor:
+        return torch.log_softmax(self.log_weights, 1)
+
+    @property
+    def _binary(self) -> bool:
+        return isinstance(self.expansion.likelihood, Bernoulli)
+
+    @property
+    def probs(self) -> Tensor:
+        """(N, C)."""
+        return self._out(self._log_probs.exp())
+
+    @property
+    def mode(self) -> Tensor:
+        """The most probable class (N,)."""
+        return self._log_probs.argmax(1).to(self.expansion.like.device)
+
+    @property
+    def mass(self) -> Tensor:
+        return self._out(self.log_weights.logsumexp(1).exp())
+
+    @property
+    def _indicators(self) -> Tensor:
+        p = self._log_probs.exp()
+        return p[:, 1] if self._binary else p
+
+    @property
+    def mean(self) -> Tensor:
+        return self._out(self._indicators)
+
+    @property
+    def variance(self) -> Tensor:
+        return self._out(self._indicators * (1 - self._indicators))
+
+    @property
+    def stddev(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """In the proportion of the law of total variance under f ~ N(f̂, K)."""
+        variance = self._indicators * (1 - self._indicators)
+        if not self.expansion.moves:
+            return torch.zeros_like(variance), variance
+        f, K = self.expansion.marginal
+        doubt, noise = total_variance(self.expansion.likelihood, f, K)
+        epistemic = variance * (doubt / (doubt + noise).clamp_min(1e-300))
+        return epistemic, variance - epistemic
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._out(self._parts[0])
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._out(self._parts[1])
+
+    def log_prob(self, y: Any) -> Tensor:
+        """(N,) -> (N,); (N, k) -> (N, k)."""
+        value, single = scalar_targets(y, self._rows)
+        Classes(self._count).check(value.flatten(), self._count)
+        return self._out(answer(self._log_probs.gather(1, value.long()), single))
+
+    def interval(self, level: float = 0.95) -> Tensor:
+        """The smallest set of classes with at least that probability: bool (N, C)."""
+        checked_level(level)
+        p, order = self._log_probs.exp().sort(1, descending=True)
+        needed = torch.nn.functional.pad(p.cumsum(1)[:, :-1] < level, (1, 0), value=True)
+        chosen = torch.zeros_like(needed).scatter(1, order, needed)
+        return chosen.to(self.expansion.like.device)
+
+    def hdr(self, level: float = 0.95) -> Tensor:
+        """The same as `interval`."""
+        return self.interval(level)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, N) integers."""
+        draws = torch.multinomial(self._log_probs.exp(), n, replacement=True, generator=generator)
+        return draws.mT.to(self.expansion.like.device)
+
+    def increments(self, y: Any) -> Increments:
+        """The three increments of the un-normalised log probability, of log_prob's shape."""
+        value, single = scalar_targets(y, self._rows)
+        Classes(self._count).check(value.flatten(), self._count)
+        parts = self.expansion(value)
+        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+
+
+def class_predictive(expansion: Expansion, count: int, refit: str) -> ClassPredictive:
+    """Evaluate every class at every input."""
+    rows = expansion.marginal.mean.shape[0]
+    density = expansion.density(torch.arange(count, dtype=torch.float64).expand(rows, -1))
+    no = torch.zeros(rows, dtype=torch.bool)
+    flags = Diagnostics(refit, density.fallback.any(1), ~density.converged.all(1), no)
+    return ClassPredictive(expansion, density.log, flags)

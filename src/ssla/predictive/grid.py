@@ -1,0 +1,178 @@
+"""A scalar continuous y whose log density is known pointwise: adaptive grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ssla import quadrature
+from ssla._checks import level as checked_level
+from ssla.expansion import Increments
+from ssla.likelihoods import Located
+from ssla.likelihoods.support import Continuous, Real
+from ssla.predictive.base import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.predictive.spread import split_variance
+from ssla.quadrature import Built, Grid, Regions
+from ssla.refit import Expansion
+
+
+@dataclass(frozen=True, eq=False)
+class GridPredictive:
+    """The normalised density exp(total(y)) / mass.
+
+    `log_prob` evaluates the expansion at y itself; mass, moments, cdf, quantiles and regions come from the grids
+    (see `ssla.quadrature` for what they promise).
+    """
+
+    expansion: Expansion
+    support: Continuous
+    pieces: list[Built]
+    diagnostics: Diagnostics
+
+    def _out(self, value: Tensor) -> Tensor:
+        return value.to(self.expansion.like)
+
+    @property
+    def _rows(self) -> int:
+        return self.expansion.marginal.mean.shape[0]
+
+    def _gather(self, values: list[Tensor]) -> Tensor:
+        """One tensor a piece -> all rows in their order."""
+        out = torch.empty(self._rows, *values[0].shape[1:], dtype=values[0].dtype)
+        for piece, value in zip(self.pieces, values, strict=True):
+            out[piece.rows] = value
+        return out
+
+    @cached_property
+    def _log_mass(self) -> Tensor:
+        return self._gather([p.grid.log_mass for p in self.pieces])
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        if isinstance(self.support, Real):
+            parts = [p.grid.moments for p in self.pieces]
+        else:
+            parts = [self._transformed_moments(p.grid) for p in self.pieces]
+        return self._gather([m for m, _ in parts]), self._gather([v for _, v in parts])
+
+    def _transformed_moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        y = self.support.from_real(grid.nodes)
+        share = grid.shares / grid.shares.sum(1, keepdim=True)
+        mean = (share * y).sum(1)
+        return mean, (share * (y - mean[:, None]) ** 2).sum(1)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._out(self._moments[0])
+
+    @property
+    def variance(self) -> Tensor:
+        return self._out(self._moments[1])
+
+    @property
+    def stddev(self) -> Tensor:
+        return self._out(self._moments[1].sqrt())
+
+    @cached_property
+    def mode(self) -> Tensor:
+        """The highest point of the density (on a transformed support: of the density of the transform)."""
+        return self._out(self.support.from_real(self._gather([p.grid.mode for p in self.pieces])))
+
+    @property
+    def mass(self) -> Tensor:
+        return self._out(self._log_mass.exp())
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        f, K = self.expansion.marginal
+        return split_variance(self.expansion.likelihood, f, K, self.expansion.moves, self._moments[1])
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._out(self._parts[0])
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._out(self._parts[1])
+
+    def log_prob(self, y: Any) -> Tensor:
+        """(N,) -> (N,); (N, k) -> (N, k)."""
+        value, single = scalar_targets(y, self._rows)
+        self.support.check(value.flatten(), 1)
+        return self._out(answer(self.expansion.density(value).log - self._log_mass[:, None], single))
+
+    def cdf(self, y: Any) -> Tensor:
+        """P(Y ≤ y).  (N,) -> (N,); (N, k) -> (N, k)."""
+        value, single = scalar_targets(y, self._rows)
+        z = self.support.to_real(checked(value))
+        return self._out(answer(self._gather([p.grid.cdf(z[p.rows]) for p in self.pieces]), single))
+
+    def icdf(self, q: Any) -> Tensor:
+        """Quantiles: one number -> (N,); (k,) -> (N, k)."""
+        value, single = probabilities(q)
+        z = self._gather([p.grid.icdf(value.expand(p.rows.numel(), -1)) for p in self.pieces])
+        return self._out(answer(self.support.from_real(z), single))
+
+    def interval(self, level: float = 0.95) -> Tensor:
+        """Central interval (N, 2)."""
+        tail = (1 - checked_level(level)) / 2
+        return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+
+    def hdr(self, level: float = 0.95) -> Regions:
+        """The smallest set of that probability, a union of intervals: lower, upper (N, R), padded with NaN.
+
+        On a transformed support, the smallest in the transform.
+        """
+        parts = [p.grid.hdr(checked_level(level)) for p in self.pieces]
+        most = max(part.lower.shape[1] for part in parts)
+
+        def pad(value: Tensor) -> Tensor:
+            return torch.nn.functional.pad(value, (0, most - value.shape[1]), value=torch.nan)
+
+        lower = self._gather([pad(part.lower) for part in parts])
+        upper = self._gather([pad(part.upper) for part in parts])
+        return Regions(self._out(self.support.from_real(lower)), self._out(self.support.from_real(upper)))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, N), by inversion."""
+        u = torch.rand(self._rows, n, dtype=torch.float64, generator=generator).clamp(1e-12, 1 - 1e-12)
+        z = self._gather([p.grid.icdf(u[p.rows]) for p in self.pieces])
+        return self._out(self.support.from_real(z).mT)
+
+    def increments(self, y: Any) -> Increments:
+        """The three increments of the un-normalised log density, of log_prob's shape."""
+        value, single = scalar_targets(y, self._rows)
+        self.support.check(value.flatten(), 1)
+        parts = self.expansion(value)
+        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+
+
+def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> GridPredictive:
+    """Build the grids of all rows."""
+    f, K = expansion.marginal
+    fallback = torch.zeros(f.shape[0], dtype=torch.bool)
+    unconverged = torch.zeros_like(fallback)
+
+    def log_density(z: Tensor, rows: Tensor) -> Tensor:
+        density = expansion.density(support.from_real(z), rows)
+        fallback[rows] |= density.fallback.any(1)
+        unconverged[rows] |= ~density.converged.all(1)
+        return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
+
+    if isinstance(expansion.likelihood, Located):
+        centre, scale = expansion.likelihood.guess(f, K)
+    else:
+        centre, scale = quadrature.locate(log_density, f.shape[0])
+    pieces = quadrature.build(log_density, centre, scale)
+    inaccurate = torch.zeros_like(fallback)
+    for rows, grid in pieces:
+        inaccurate[rows] = ~grid.accurate
+    return GridPredictive(expansion, support, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))
+
+
+def continuous(support: object) -> Continuous:
+    return cast(Continuous, support)

@@ -1,0 +1,37 @@
+"""The refit ladder: plug_in (the baseline), none (ASSLA), newton, output."""
+
+from __future__ import annotations
+
+from ssla._checks import unknown_name
+from ssla.refit.base import Density, Expansion, OutputRung, Refit, on_marginal
+from ssla.refit.none import NoRefit, PlugIn
+from ssla.refit.output import OutputRefit
+
+__all__ = [
+    "REFITS",
+    "Density",
+    "Expansion",
+    "NoRefit",
+    "OutputRefit",
+    "OutputRung",
+    "PlugIn",
+    "Refit",
+    "on_marginal",
+    "resolve",
+]
+
+REFITS: dict[str, Refit] = {
+    "plug_in": PlugIn(),
+    "none": NoRefit(),
+    "newton": OutputRefit(steps=1),
+    "output": OutputRefit(),
+}
+
+
+def resolve(refit: str | Refit) -> Refit:
+    """The door for names; objects pass."""
+    if not isinstance(refit, str):
+        return refit
+    if refit not in REFITS:
+        raise ValueError(unknown_name("refit", refit, REFITS))
+    return REFITS[refit]

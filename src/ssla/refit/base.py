@@ -1,0 +1,173 @@
+"""What a refit is: stage one once for each x, stage two for any y."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ssla import linalg
+from ssla.batches import Inputs
+from ssla.expansion import Expanded, Increments, Rule
+from ssla.likelihoods import Likelihood
+from ssla.posterior import Marginal, Posterior
+
+TASKS_AT_ONCE = 1 << 15
+
+
+class Density(NamedTuple):
+    """Un-normalised log densities with what is to be known about them, all of y's shape."""
+
+    log: Tensor
+    fallback: Tensor
+    converged: Tensor
+
+
+class Expansion(Protocol):
+    """Log densities at fixed inputs, as a function of y.
+
+    A scalar y is (N,) or (N, k); a vector y (N, D) or (N, k, D).
+    """
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The law of the new observation."""
+        ...
+
+    @property
+    def marginal(self) -> Marginal:
+        """f̂ and K in float64."""
+        ...
+
+    @property
+    def moves(self) -> bool:
+        """Whether the outputs move with y, so that the predictive carries the uncertainty of f."""
+        ...
+
+    @property
+    def like(self) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device."""
+        ...
+
+    def __call__(self, y: Tensor) -> Increments: ...
+
+    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """For some rows only: y (m, …) belongs to rows (m,)."""
+        ...
+
+
+class Refit(Protocol):
+    """A rung of the ladder."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, posterior: Posterior, x: Inputs) -> Expansion: ...
+
+
+@runtime_checkable
+class OutputRung(Refit, Protocol):
+    """A rung that needs f̂ and K only."""
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def moves(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class OutputExpansion:
+    """An expansion that needs f̂ and K only, by one of the rules of `ssla.expansion`.
+
+    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked only for increments.
+    """
+
+    likelihood: Likelihood
+    marginal: Marginal
+    prior: Callable[[], Marginal]
+    rule: Rule
+    moves: bool
+    like: Tensor
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return linalg.root(self.marginal.covariance)
+
+    @cached_property
+    def _prior(self) -> Marginal:
+        return self.prior()
+
+    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        f, R = self.marginal.mean, self._root
+        if rows is not None:
+            f, R = f[rows], R[rows]
+        parts = self._run(y, f, R)
+        return Density(
+            torch.cat([p.total for p in parts]).reshape(self._shape(y)),
+            torch.cat([p.fallback for p in parts]).reshape(self._shape(y)),
+            torch.cat([p.converged for p in parts]).reshape(self._shape(y)),
+        )
+
+    def __call__(self, y: Tensor) -> Increments:
+        parts = self._run(y, self.marginal.mean, self._root)
+        shape = self._shape(y)
+        fit, shift, curvature, pull = (torch.cat([part[i] for part in parts]) for i in range(4))
+        pull = pull.reshape(*shape, -1)
+        b, K = (t.reshape(t.shape[0], *[1] * (len(shape) - 1), *t.shape[1:]) for t in self._prior)
+        prior = (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ K @ pull.unsqueeze(-1)).squeeze((-2, -1))
+        if not self.moves:
+            prior = torch.zeros_like(prior)
+        return Increments((fit + shift).reshape(shape) - prior, prior, curvature.reshape(shape))
+
+    def _shape(self, y: Tensor) -> torch.Size:
+        return y.shape[:-1] if self._vector else y.shape
+
+    @property
+    def _vector(self) -> bool:
+        return self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector"
+
+    def _run(self, y: Tensor, f: Tensor, R: Tensor) -> list[Expanded]:
+        """All tasks, component-major, in pieces that bound the memory."""
+        shape = self._shape(y)
+        per_row = shape[1] if len(shape) > 1 else 1
+        rows = max(TASKS_AT_ONCE // per_row, 1)
+        return [
+            self.rule(
+                self.likelihood,
+                y[start : start + rows].reshape(-1, *y.shape[len(shape) :]),
+                _spread(f[start : start + rows], per_row),
+                _spread(R[start : start + rows], per_row),
+            )
+            for start in range(0, shape[0], rows)
+        ]
+
+
+def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
+    """Stage one: f̂ and K at x."""
+    network = posterior.network
+    return OutputExpansion(
+        likelihood=posterior.likelihood.predictive,
+        marginal=posterior.outputs_at(x),
+        prior=lambda: posterior.prior_response(x),
+        rule=rung.rule,
+        moves=rung.moves,
+        like=torch.empty(0, dtype=network.dtype, device=network.device),
+    )
+
+
+def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputExpansion:
+    """From beliefs about f that come from elsewhere; the prior increment is then counted with the likelihood's."""
+    marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
+    nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
+    return OutputExpansion(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))
+
+
+def _spread(values: Tensor, times: int) -> Tensor:
+    """(N, …) -> (N·times, …), each row repeated, stored component-major."""
+    major = values.movedim(0, -1).contiguous()
+    return major.repeat_interleave(times, -1).movedim(-1, 0) if times > 1 else major.movedim(-1, 0)

@@ -1,0 +1,21 @@
+"""Curvature of the data: sufficient statistics (add, merge) -> operator (K, logdet, solve, sample)."""
+
+from __future__ import annotations
+
+from ssla._checks import unknown_name
+from ssla.structures.base import Operator, Structure
+from ssla.structures.dense import Dense
+from ssla.structures.diagonal import Diagonal
+
+__all__ = ["STRUCTURES", "Dense", "Diagonal", "Operator", "Structure", "resolve"]
+
+STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal()}
+
+
+def resolve(structure: str | Structure) -> Structure:
+    """The door for names: "dense" or "diag" -> the object; objects pass."""
+    if not isinstance(structure, str):
+        return structure
+    if structure not in STRUCTURES:
+        raise ValueError(unknown_name("structure", structure, STRUCTURES))
+    return STRUCTURES[structure]

@@ -1,0 +1,76 @@
+"""The diagonal of the curvature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ssla.jacobians import Jacobian
+from ssla.structures.base import SINGULAR, Structure, mismatch
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalOperator:
+    """H = diag(h)."""
+
+    h: Tensor  # (P,)
+
+    def covariance(self, J: Jacobian) -> Tensor:
+        return J.quadratic_diagonal(1 / self.h)
+
+    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
+        return J.quadratic_diagonal(middle / self.h**2)
+
+    def logdet(self) -> float:
+        return float(self.h.log().sum())
+
+    def solve(self, v: Tensor) -> Tensor:
+        return v / self.h
+
+    def variances(self) -> Tensor:
+        return 1 / self.h
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(n, len(self.h), dtype=torch.float64, generator=generator) / self.h.sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """s = diag(Σ JᵀΛJ) (P,) in float64."""
+
+    diagonal: Tensor | None = None
+
+    name = "diag"
+
+    def zero(self, size: int) -> Diagonal:
+        return Diagonal(torch.zeros(size, dtype=torch.float64))
+
+    @property
+    def _diagonal(self) -> Tensor:
+        assert self.diagonal is not None
+        return self.diagonal
+
+    def add(self, J: Jacobian, precision: Tensor) -> Diagonal:
+        return Diagonal(self._diagonal + J.gram_diagonal(precision))
+
+    def merge(self, other: Structure) -> Diagonal:
+        if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
+            raise ValueError(mismatch("diag", other))
+        return Diagonal(self._diagonal + other._diagonal)
+
+    def scaled(self, factors: Tensor) -> Diagonal:
+        return replace(self, diagonal=self._diagonal * factors**2)
+
+    def push(self, direction: Tensor) -> Tensor:
+        return self._diagonal * direction
+
+    def with_prior(self, precision: Tensor) -> DiagonalOperator:
+        h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
+        if not bool((h > 0).all()):
+            raise ValueError(SINGULAR.format(detail=f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
+        return DiagonalOperator(h)
+
+    def memory(self, size: int) -> int:
+        return 4 * 8 * size
