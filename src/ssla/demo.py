@@ -47,7 +47,7 @@ def train(network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor
     for _ in range(epochs):
         optimiser.zero_grad()
         loss = -likelihood.log_prob(y, network(x)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         with torch.no_grad():
             score = float(-likelihood.log_prob(y_val, network(x_val)).mean())

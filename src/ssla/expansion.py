@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssla import linalg
-from ssla.likelihoods import Likelihood, Started
+from ssla.likelihoods import Custom, Likelihood, Started
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-7  # of the ascent: standard deviations of f from the mode
@@ -75,25 +75,20 @@ def without_refit(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, *, cu
         white = linalg.upper_times(R, likelihood.score(y, f))
         return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
     precision = likelihood.fisher(f) if curvature == FISHER else likelihood.precision(y, f)
-    factor, fallback = _safe_factor(likelihood, f, R, precision)
+    factor, fallback, _ = _safe_factor(likelihood, f, R, precision)
     return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
 def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
     """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value."""
     log_prob, score, precision = likelihood.derivatives(y, f)
-    factor, fallback = _safe_factor(likelihood, f, R, precision)
+    factor, fallback, used = _safe_factor(likelihood, f, R, precision)
     white = linalg.upper_times(R, score)
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
     shift = -0.5 * linalg.dot(v, v)
     # the quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖²
     fit = log_prob + 0.5 * gain - shift
-    used = (
-        torch.where(fallback[:, None, None], likelihood.fisher(f).expand_as(precision), precision)
-        if bool(fallback.any())
-        else precision
-    )
     delta = linalg.lower_times(R, v)
     pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
     return Expanded(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
@@ -131,19 +126,32 @@ def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) 
     """The expansion at f̂ + Rv and the gradient of the objective there."""
     end = f + linalg.lower_times(R, v)
     log_prob, score, precision = likelihood.derivatives(y, end)
-    factor, fallback = _safe_factor(likelihood, end, R, precision)
+    factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
     found = Expanded(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
     return found, linalg.upper_times(R, score) - v
 
 
-def _safe_factor(likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor) -> tuple[linalg.IdentityPlus, Tensor]:
-    """I + RᵀΛR, with the Fisher for Λ in the tasks where the given one makes it indefinite."""
+def _safe_factor(
+    likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor, score: Tensor | None = None
+) -> tuple[linalg.IdentityPlus, Tensor, Tensor]:
+    """I + RᵀΛR with the Fisher for Λ in the tasks where the given one makes it indefinite; which those are; the Λ used.
+
+    For a step (score given) of a likelihood whose Fisher costs a quadrature, g gᵀ stands in: any positive one will do.
+    """
     factor = linalg.identity_plus(R, precision)
     bad = ~factor.positive
     if bool(bad.any()):
-        fisher = likelihood.fisher(f).expand_as(precision)
-        factor = linalg.identity_plus(R, torch.where(bad[:, None, None], fisher, precision))
-    return factor, bad
+        rows = bad.nonzero().squeeze(-1)
+        if score is not None and isinstance(likelihood, Custom) and likelihood.fisher_function is None:
+            g = score[rows]
+            stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
+        else:
+            stand_in = likelihood.fisher(f[rows])
+        major = precision.movedim(0, -1).clone(memory_format=torch.contiguous_format)  # keeps the component-major storage
+        major[..., rows] = stand_in.movedim(0, -1)
+        precision = major.movedim(-1, 0)
+        factor = linalg.identity_plus(R, precision)
+    return factor, bad, precision
 
 
 @dataclass(eq=False)
@@ -174,5 +182,5 @@ class _Tasks:
         y, f, R = self.take(rows)
         here = f + linalg.lower_times(R, v)
         log_prob, score, precision = self.likelihood.derivatives(y, here)
-        factor, _ = _safe_factor(self.likelihood, here, R, precision)
+        factor, _, _ = _safe_factor(self.likelihood, here, R, precision, score)
         return linalg.Evaluation(log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 CLOSED_FORM_LIMIT = 3
+TRUSTED_SLOPE = 1e-8  # a squared Newton decrement below which a gain drowns in rounding, and the full step is safe
 
 
 def stack_last(parts: list[Tensor]) -> Tensor:
@@ -259,13 +260,14 @@ def _line_search(
     objective: Objective, rows: Tensor | None, here: Tensor, value: Tensor, step: Tensor, slope: Tensor
 ) -> tuple[Tensor, Evaluation, Tensor]:
     """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where none does."""
+    close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     factor: Tensor | None = None
     for halvings in range(41):
         trial = here + step if factor is None else here + factor.unsqueeze(-1) * step
         there = objective(trial, rows)
         promise = slope if factor is None else factor * slope
-        good = there.value >= value + 1e-4 * promise - slack
+        good = (there.value >= value + 1e-4 * promise - slack) | (close & torch.isfinite(there.value))
         if bool(good.all()):
             return trial, there, torch.zeros_like(good)
         if factor is None:

@@ -9,7 +9,7 @@ exponentially for smooth densities. Accuracy is checked, not assumed: a row is a
   * the nodes are centred on the bulk.
 
 Rows that fail are refined together until they pass or the node limit is reached; those that never
-pass are flagged `accurate = False`.
+pass are flagged `accurate = False`. A density that has no integral is cut where it stops falling, and flagged.
 
 Between nodes log p is a not-a-knot cubic spline in z (exact for a Gaussian), integrated by four-point
 Gauss–Legendre in each panel. Beyond the last node log p goes on as a power law of its last slope.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -85,7 +85,8 @@ class Tail(NamedTuple):
         """∫ r^order p dr in units of exp(log_unit); infinite where the power is too small."""
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
-        return torch.where(margin > 0, size / margin.clamp_min(1e-300), torch.full_like(size, math.inf))
+        endless = torch.where(size > 1e-280, math.inf, 0.0)  # nothing goes on from nothing
+        return torch.where(margin > 0, size / margin.clamp_min(1e-300), endless)
 
     def radius(self, share: Tensor) -> Tensor:
         """The r beyond which `share` of the tail's mass lies.  (m, q)."""
@@ -276,7 +277,8 @@ class Grid:
             if bool(beyond.any()):
                 radius = tail.radius((mass / rest).clamp(0, 1))
                 z = torch.where(beyond, self.centre[:, None] + (radius if side else -radius), z)
-        return z
+        z = torch.where(q <= 0, -math.inf, z)
+        return torch.where(q >= 1, math.inf, z)
 
     def hdr(self, level: float) -> Regions:
         """{z: p(z) ≥ c} with c such that its probability is `level`: the smallest such set.
@@ -356,23 +358,37 @@ class Built(NamedTuple):
     grid: Grid
 
 
-def build(log_density: LogDensity, centre: Tensor, scale: Tensor) -> list[Built]:
-    """Adaptive grids for all rows, from a first guess of centre and scale (m,)."""
+class Accuracy(NamedTuple):
+    """When a row is done: mass beyond the nodes, and disagreement of the half rule."""
+
+    tail: float = TAIL_MASS
+    half_rule: float = HALF_RULE_TOLERANCE
+
+
+def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accuracy = Accuracy()) -> list[Built]:  # noqa: B008
+    """Adaptive grids for all rows, from a first guess of centre and scale (m,).
+
+    A row whose density does not fall off (no integral exists) is cut at the valleys around its first guess and flagged.
+    """
     accepted: dict[tuple[int, float], list[Built]] = defaultdict(list)
-    everything = torch.arange(centre.numel())
-    work = [(everything, centre.double(), scale.double(), FIRST_REACH, FIRST_NODES, 0)]
+    first_centre, first_scale = centre.double(), scale.double()
+    work = [(torch.arange(centre.numel()), first_centre, first_scale, FIRST_REACH, FIRST_NODES, 0)]
     while work:
         rows, c, s, reach, count, round_ = work.pop()
+        last_chance = round_ >= MOST_ROUNDS or count * 2 - 1 > MOST_NODES
         for part in _chunks(rows.numel(), count):
             grid = _evaluate(log_density, rows[part], c[part], s[part], reach, count)
-            final = round_ >= MOST_ROUNDS
-            verdict = _judge(grid, count * 2 - 1 > MOST_NODES)
-            ok = verdict.good | verdict.hopeless if not final else torch.ones_like(verdict.good)
-            if bool(ok.any()):
-                kept = grid if bool(ok.all()) else grid.rows(ok)
-                accurate = verdict.good if kept is grid else verdict.good[ok]
-                kept = Grid(kept.centre, kept.scale, reach, kept.logs, accurate)
-                accepted[count, reach].append(Built(rows[part][ok], kept))
+            verdict = _judge(grid, accuracy)
+            ok = torch.ones_like(verdict.good) if last_chance else verdict.good
+            endless = ok & ~torch.isfinite(grid.log_mass)
+            if bool(endless.any()):
+                lost = rows[part][endless]
+                cut = _evaluate(log_density, lost, first_centre[lost], first_scale[lost], FIRST_REACH, 2 * FIRST_NODES - 1)
+                accepted[2 * FIRST_NODES - 1, FIRST_REACH].append(Built(lost, _cut_at_valleys(cut)))
+            kept = ok & ~endless
+            if bool(kept.any()):
+                some = grid if bool(kept.all()) else grid.rows(kept)
+                accepted[count, reach].append(Built(rows[part][kept], replace(some, accurate=verdict.good[kept])))
             for again, new_reach, new_count in (
                 (verdict.off_centre, reach, count),
                 (verdict.coarse, reach, 2 * count - 1),
@@ -380,10 +396,21 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor) -> list[Built]
             ):
                 again = again & ~ok
                 if bool(again.any()):
-                    work.append(
-                        (rows[part][again], verdict.centre[again], verdict.scale[again], new_reach, new_count, round_ + 1)
-                    )
+                    moved = verdict.centre[again], verdict.scale[again]
+                    work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
     return [_join(parts) for parts in accepted.values()]
+
+
+def _cut_at_valleys(grid: Grid) -> Grid:
+    """No density beyond the first minimum on either side of the middle node."""
+    middle = grid.logs.shape[1] // 2
+    left, right = grid.logs[:, : middle + 1].flip(1), grid.logs[:, middle:]
+    halves = [torch.where(half > half.cummin(1).values + 1e-9, grid.peak[:, None] - 1e4, half) for half in (left, right)]
+    # once cut, cut for good: the running product of "still falling"
+    falling = [(half > half[:, :1] - 9e3).cumprod(1).bool() for half in halves]
+    halves = [torch.where(keep, half, half[:, :1] - 1e4) for keep, half in zip(falling, halves, strict=True)]
+    logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
+    return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
 
 
 def _chunks(rows: int, count: int) -> Iterator[slice]:
@@ -403,12 +430,11 @@ class _Verdict(NamedTuple):
     off_centre: Tensor
     coarse: Tensor
     heavy: Tensor
-    hopeless: Tensor
     centre: Tensor
     scale: Tensor
 
 
-def _judge(grid: Grid, at_limit: bool) -> _Verdict:
+def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     """Which rows are done, and what the others need."""
     x = grid.pattern
     density = (grid.logs - grid.peak[:, None]).exp()
@@ -423,16 +449,15 @@ def _judge(grid: Grid, at_limit: bool) -> _Verdict:
     width = torch.maximum(second, torch.full_like(second, spacing))  # narrower than the nodes: zoom in
     edge = (grid.logs.argmax(1) == 0) | (grid.logs.argmax(1) == x.numel() - 1)
     off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
-    coarse = ~((half / body - 1).abs() <= HALF_RULE_TOLERANCE)
-    heavy = ~((left + right) / body <= TAIL_MASS)
+    coarse = ~((half / body - 1).abs() <= accuracy.half_rule)
+    heavy = ~((left + right) / body <= accuracy.tail)
     # a heavy tail drags mean and spread along; widen before moving, unless the peak is at the edge
     off = off & ~(heavy & (second > 3.0) & ~edge)
     centre = torch.where(off, grid.centre + grid.scale * first, grid.centre)
     scale = torch.where(off, grid.scale * width, grid.scale)
     heavy, coarse = heavy & ~off, coarse & ~off & ~heavy
     good = ~(off | heavy | coarse)
-    hopeless = (coarse | heavy) if at_limit else torch.zeros_like(good)
-    return _Verdict(good, off, coarse, heavy, hopeless, centre, scale)
+    return _Verdict(good, off, coarse, heavy, centre, scale)
 
 
 def _join(parts: list[Built]) -> Built:

@@ -90,7 +90,7 @@ class Located(Protocol):
     """A likelihood of a continuous y that can say roughly where y lies."""
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """About the centre and the scale of y when f ~ N(f̂, K): where a grid may start.  (...), (...)."""
+        """About the centre and the scale of y (in the support's real coordinate) when f ~ N(f̂, K): where a grid may start."""
         ...
 
 

@@ -108,15 +108,17 @@ class Custom:
             variance[rows] = (share * (y - centre[:, None]) ** 2).sum(1)
         return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
 
+    @property
+    def _continuous(self) -> Continuous:
+        assert isinstance(self.support, Continuous)
+        return self.support
+
     def _nodes(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(rows, y (m, k), probability share (m, k)) with Σ h(y)·share ≈ E h(y)."""
         if isinstance(self.support, Counts | Classes):
             y, logs = self._table(f)
             return [(torch.arange(f.shape[0]), y, logs.exp())]
-        return [
-            (rows, self.support.from_real(grid.nodes), grid.shares)  # type: ignore[attr-defined]
-            for rows, grid in self._grids(f)
-        ]
+        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in self._grids(f)]
 
     def _table(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """All y that matter, with their log probabilities: (N, k)."""
@@ -135,17 +137,23 @@ class Custom:
                 )
             count *= 4
 
-    def _grids(self, f: Tensor) -> list[quadrature.Built]:
-        support: Continuous = self.support  # type: ignore[assignment]
+    def _log_density(self, f: Tensor) -> quadrature.LogDensity:
+        """log p(y|f) of the rows of f, in the support's real coordinate."""
+        support = self._continuous
 
         def log_density(z: Tensor, rows: Tensor) -> Tensor:
             return self.log_prob(support.from_real(z), f[rows].unsqueeze(1)) + support.log_slope(z)
 
-        if self.mean_function is not None and self.variance_function is not None and isinstance(support, Real):
-            centre, scale = self.mean_function(f), self.variance_function(f).sqrt()
-        else:
-            centre, scale = quadrature.locate(log_density, f.shape[0])
-        return quadrature.build(log_density, centre, scale)
+        return log_density
+
+    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        if self.mean_function is not None and self.variance_function is not None and isinstance(self.support, Real):
+            return self.mean_function(f), self.variance_function(f).sqrt()
+        return quadrature.locate(self._log_density(f), f.shape[0])
+
+    def _grids(self, f: Tensor) -> list[quadrature.Built]:
+        accuracy = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
+        return quadrature.build(self._log_density(f), *self.guess(f, f), accuracy)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """By inversion of the distribution function."""
@@ -158,7 +166,7 @@ class Custom:
         else:
             draws = torch.empty_like(u)
             for rows, grid in self._grids(flat):
-                draws[:, rows] = self.support.from_real(grid.icdf(u[:, rows].mT)).mT  # type: ignore[attr-defined]
+                draws[:, rows] = self._continuous.from_real(grid.icdf(u[:, rows].mT)).mT
         return draws.reshape(n, *f.shape[:-1]).to(f.dtype)
 
 

@@ -112,10 +112,12 @@ class Gaussian:
         r = self._residual(y, f)
         if self.covariance is None:
             scale = sigma.diagonal().sqrt()
-            return -0.5 * ((r / scale) ** 2).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
+            white = r / scale
+            return -0.5 * (white * white).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
         factor = torch.linalg.cholesky(sigma)
-        white: Tensor = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
-        return -0.5 * (white**2).sum(-1) - factor.diagonal().log().sum() - 0.5 * f.shape[-1] * LOG_2PI
+        white = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
+        value: Tensor = -0.5 * (white * white).sum(-1) - factor.diagonal().log().sum() - 0.5 * f.shape[-1] * LOG_2PI
+        return value
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         return self._residual(y, f) @ self._precision(f)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Support(Protocol):
         ...
 
 
+@runtime_checkable
 class Continuous(Support, Protocol):
     """A scalar support with a smooth map to the real line."""
 

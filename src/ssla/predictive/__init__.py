@@ -10,13 +10,13 @@ from ssla._checks import finite
 from ssla.batches import Inputs, as_tensor
 from ssla.expansion import EMPIRICAL
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.support import Classes
+from ssla.likelihoods.support import Classes, Continuous
 from ssla.posterior import Posterior
 from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive
-from ssla.predictive.grid import GridPredictive, continuous, grid_predictive
+from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.quadrature import Regions
 from ssla.refit import Expansion, NoRefit, OutputRung, Refit, on_marginal, resolve
 
@@ -77,4 +77,5 @@ def _answer(expansion: Expansion, rung: Refit) -> Predictive:
         return class_predictive(expansion, support.count, rung.name)
     if support.kind == "count":
         return count_predictive(expansion, rung.name)
-    return grid_predictive(expansion, continuous(support), rung.name)
+    assert isinstance(support, Continuous)
+    return grid_predictive(expansion, support, rung.name)

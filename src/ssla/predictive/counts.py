@@ -21,6 +21,7 @@ TAIL = 1e-8
 MOST_BLOCKS = 4096
 FIRST_COUNTS = 32
 MOST_ROUNDS = 40
+ROUNDS_TO_FALL = 5  # a row whose last probabilities still rise after these many widenings has no sum
 
 
 class Table(NamedTuple):
@@ -208,7 +209,10 @@ def _runs(table: Table, share: Tensor, level: float) -> Regions:
 
 
 def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
-    """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of the mass."""
+    """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of the mass.
+
+    Probabilities that never fall (a Newton step far from its point can do that) are cut where they begin to rise.
+    """
     f, K = expansion.marginal
     likelihood = expansion.likelihood
     doubt, noise = total_variance(likelihood, f, K if expansion.moves else torch.zeros_like(K))
@@ -217,6 +221,7 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     unconverged = torch.zeros_like(fallback)
     low = (mean - 8 * scale).floor().clamp_min(0)
     high = (mean + 8 * scale).ceil() + FIRST_COUNTS
+    first_low, first_high = low.clone(), high.clone()
     pending = torch.arange(f.shape[0])
     tables: list[Table] = []
     for round_ in range(MOST_ROUNDS):
@@ -227,9 +232,17 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
             left = torch.where(table.low > 0, left, torch.zeros_like(left))
             done = (left <= TAIL) & (right <= TAIL)
             final = done if round_ < MOST_ROUNDS - 1 else torch.ones_like(done)
+            endless = torch.isinf(right) & (round_ >= ROUNDS_TO_FALL)
+            if bool(endless.any()):
+                lost = rows[endless]
+                for some, size in _by_size(lost, first_high[lost] - first_low[lost]):
+                    cut = _tabulate(expansion, some, first_low[some], first_high[some], size, fallback, unconverged)
+                    tables.append(_cut_at_valley(cut, mean[some]))
+            final = final & ~endless
             if bool(final.any()):
                 kept = Table(*(part[final] for part in table))
                 tables.append(kept._replace(accurate=done[final]))
+            final = final | endless
             width = high[rows] - low[rows]
             low[rows] = torch.where(left > TAIL, (low[rows] - width).clamp_min(0), low[rows])
             high[rows] = torch.where(right > TAIL, high[rows] + width, high[rows])
@@ -241,6 +254,17 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
     return CountPredictive(expansion, tables, Diagnostics(refit, fallback, unconverged, inaccurate))
+
+
+def _cut_at_valley(table: Table, mean: Tensor) -> Table:
+    """No probability beyond the first rise to the right of the mean: the sum does not exist, so this row is flagged."""
+    right = _middles(table) >= mean[:, None]
+    logs = torch.where(right, table.logs, torch.inf).cummin(1).values
+    rising = right & (table.logs > logs + 1e-9) & (_middles(table) > mean[:, None] + 1)
+    gone = rising.cumsum(1) > 0
+    return table._replace(
+        logs=torch.where(gone, table.logs.amin(1, keepdim=True) - 1e4, table.logs), accurate=torch.zeros_like(table.accurate)
+    )
 
 
 def _by_size(rows: Tensor, widths: Tensor) -> list[tuple[Tensor, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,16 +163,10 @@ def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> Gr
         unconverged[rows] |= ~density.converged.all(1)
         return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
 
-    if isinstance(expansion.likelihood, Located):
-        centre, scale = expansion.likelihood.guess(f, K)
-    else:
-        centre, scale = quadrature.locate(log_density, f.shape[0])
-    pieces = quadrature.build(log_density, centre, scale)
+    located = expansion.likelihood
+    assert isinstance(located, Located)
+    pieces = quadrature.build(log_density, *located.guess(f, K))
     inaccurate = torch.zeros_like(fallback)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate
     return GridPredictive(expansion, support, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))
-
-
-def continuous(support: object) -> Continuous:
-    return cast(Continuous, support)
