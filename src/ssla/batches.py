@@ -115,7 +115,7 @@ def as_tensor(value: Any) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"dtype {array.dtype}")
-        return torch.from_numpy(np.array(array) if not array.flags.writeable else np.ascontiguousarray(array))
+        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"Expected numbers (a tensor, an array or a data frame of numbers), but got {type(value).__name__}: {error}. "

@@ -22,7 +22,7 @@ from ssla import linalg
 from ssla.likelihoods import Custom, Likelihood, Started
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
-TOLERANCE = 1e-7  # of the ascent: standard deviations of f from the mode
+TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
 CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 CLOSED_FORM_LIMIT = 3
+SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter ones change nothing
 TRUSTED_SLOPE = 1e-8  # a squared Newton decrement below which a gain drowns in rounding, and the full step is safe
 
 
@@ -212,9 +213,9 @@ def newton_ascent(
     """Maximise M independent concave-ish objectives at once, each monotonically.
 
     A step that does not gain at least 1e-4 of its linear promise (or lands on a non-finite value)
-    is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, or when
-    no step of 2⁻⁴⁰ helps (the optimum to rounding). Finished tasks leave the batch as soon as a
-    quarter of it is finished, so a few hard tasks do not make the easy ones pay.
+    is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, after two full steps
+    from a decrement below 1e-4, or when no step longer than rounding helps. Finished tasks leave the batch as
+    soon as a quarter of it is finished, so a few hard tasks do not make the easy ones pay.
 
     Fails (converged = False, point still the best seen) after `max_rounds` accepted steps.
     """
@@ -223,12 +224,13 @@ def newton_ascent(
     rows: Tensor | None = None
     here = start
     now = objective(here, None)
+    trusted = torch.zeros_like(now.value, dtype=torch.int8)
     for used in range(max_rounds + 1):
         step = now.solve(now.gradient)
         slope = dot(now.gradient, step)
-        # below this the value cannot resolve a gain: the decrement is at the rounding of the value
-        floor = torch.finfo(slope.dtype).eps * (1 + now.value.abs())
-        done = slope <= torch.maximum(floor.new_tensor(tolerance * tolerance), floor * 1e-2)
+        # Newton converges quadratically: two trusted steps reach whatever rounding allows
+        done = (slope <= tolerance * tolerance) | (trusted >= 2)
+        trusted = trusted + (slope <= TRUSTED_SLOPE)
         count = int(done.sum())
         if used == max_rounds or count == done.numel():
             _write(point, here, rows)
@@ -239,7 +241,7 @@ def newton_ascent(
             _mark(converged, done, rows)
             keep = (~done).nonzero().squeeze(-1)
             rows = keep if rows is None else rows[keep]
-            here, step, slope = take(here, keep), take(step, keep), slope[keep]
+            here, step, slope, trusted = take(here, keep), take(step, keep), slope[keep], trusted[keep]
             value = now.value[keep]
         else:
             value = now.value
@@ -251,7 +253,7 @@ def newton_ascent(
             if keep.numel() == 0:
                 return Ascent(point, converged, used + 1)
             rows = keep if rows is None else rows[keep]
-            here = take(here, keep)
+            here, trusted = take(here, keep), trusted[keep]
             now = objective(here, rows)
     raise AssertionError("unreachable")
 
@@ -259,24 +261,25 @@ def newton_ascent(
 def _line_search(
     objective: Objective, rows: Tensor | None, here: Tensor, value: Tensor, step: Tensor, slope: Tensor
 ) -> tuple[Tensor, Evaluation, Tensor]:
-    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where none does."""
+    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where none longer than rounding does."""
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
-    factor: Tensor | None = None
-    for halvings in range(41):
-        trial = here + step if factor is None else here + factor.unsqueeze(-1) * step
+    trial = here + step
+    there = objective(trial, rows)
+    good = (there.value >= value + 1e-4 * slope - slack) | (close & torch.isfinite(there.value))
+    if bool(good.all()):
+        return trial, there, torch.zeros_like(good)
+    factor = torch.ones_like(value)
+    length = dot(step, step).sqrt()
+    shortest = SHORTEST_STEP * (1 + dot(here, here).sqrt())
+    while True:
+        factor = torch.where(good, factor, factor / 2)
+        stuck = ~good & (factor * length < shortest)
+        trial = here + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
         there = objective(trial, rows)
-        promise = slope if factor is None else factor * slope
-        good = (there.value >= value + 1e-4 * promise - slack) | (close & torch.isfinite(there.value))
-        if bool(good.all()):
-            return trial, there, torch.zeros_like(good)
-        if factor is None:
-            factor = torch.ones_like(value)
-        if halvings < 40:
-            factor = torch.where(good, factor, factor / 2)
-    stuck = ~good
-    trial = torch.where(stuck.unsqueeze(-1), here, trial)
-    return trial, objective(trial, rows), stuck
+        good = good | (there.value >= value + 1e-4 * factor * slope - slack)
+        if bool((good | stuck).all()):
+            return trial, there, stuck
 
 
 def _write(target: Tensor, values: Tensor, rows: Tensor | None) -> None:
