@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from oracles import Constant, linear_log_evidence, linear_predictive
 from scipy import stats
 from torch import nn
 
 import ssla
+from oracles import Constant, linear_log_evidence, linear_predictive
 from ssla import likelihoods, priors
 
 EXACT = ["newton", "output"]

@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from oracles import jacobian
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import ssla
+from oracles import jacobian
 from ssla import likelihoods as L
 from ssla import priors
 
@@ -84,7 +84,9 @@ def all_sources(x, y):
         "arrays": (x.numpy(), y.numpy()),
         "list of two": [x, y],
         "loader": DataLoader(TensorDataset(x, y), batch_size=16),
-        "shuffled loader": DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0)),
+        "shuffled loader": DataLoader(
+            TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0)
+        ),
         "list of batches": pairs,
         "dict batches": [{"x": a, "y": b} for a, b in pairs],
         "unit weights": (x, y, torch.ones(len(x))),
@@ -156,7 +158,14 @@ def test_a_weight_of_two_counts_as_two_rows():
 
 @pytest.mark.parametrize(
     ("likelihood", "outputs"),
-    [(GAUSSIAN, 1), (L.HeteroscedasticGaussian(), 2), (L.Poisson(), 1), (L.Bernoulli(), 1), (L.Categorical(), 3), (L.StudentT(4, 0.3), 1)],
+    [
+        (GAUSSIAN, 1),
+        (L.HeteroscedasticGaussian(), 2),
+        (L.Poisson(), 1),
+        (L.Bernoulli(), 1),
+        (L.Categorical(), 3),
+        (L.StudentT(4, 0.3), 1),
+    ],
 )
 @pytest.mark.parametrize("structure", ["dense", "diag"])
 def test_polish_reaches_the_mode_of_the_last_layer(likelihood, outputs, structure):
@@ -196,7 +205,9 @@ def test_tilt_and_as_is_keep_the_point_prediction():
 def test_noise_is_estimated_with_the_degrees_of_freedom():
     """Flat-ish prior on a linear model: σ̂² is the unbiased RSS/(n − p) of ordinary least squares."""
     x, y = data(25)
-    post = ssla.fit(nn.Linear(3, 1, dtype=torch.float64), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1e-9))
+    post = ssla.fit(
+        nn.Linear(3, 1, dtype=torch.float64), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1e-9)
+    )
     design = np.column_stack([x.numpy(), np.ones(25)])
     rss = np.linalg.lstsq(design, y.numpy(), rcond=None)[1][0]
     assert abs(post.likelihood.noise - (rss / 21) ** 0.5) < 1e-7
@@ -254,7 +265,14 @@ def test_chunks_do_not_change_the_answer():
 
 def test_the_report_can_be_read():
     text = str(ssla.fit(mlp(), data(), likelihood=L.Gaussian(noise="estimate")).report)
-    for words in ("60 rows", "7 free", "polished in 1 Newton step", "your module is unchanged", "posterior sd from the mode", "MiB"):
+    for words in (
+        "60 rows",
+        "7 free",
+        "polished in 1 Newton step",
+        "your module is unchanged",
+        "posterior sd from the mode",
+        "MiB",
+    ):
         assert words in text
 
 
@@ -268,7 +286,10 @@ def test_progress_shows_a_bar(capsys):
 
 def snapshot(module):
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    flags = {name: (m.training, dict(vars(m)).keys(), len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in module.named_modules()}
+    flags = {
+        name: (m.training, dict(vars(m)).keys(), len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in module.named_modules()
+    }
     grads = {name: (p.requires_grad, p.grad is None, id(p), p._version) for name, p in module.named_parameters()}
     return state, flags, grads
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES
-from oracles import gauss_hermite, kl_on_grid, monte_carlo_classes, random_spd
 
 import ssla
+from cases import CASES
+from oracles import gauss_hermite, kl_on_grid, monte_carlo_classes, random_spd
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from cases import CASES
-from oracles import random_spd
 from scipy import stats
 
 import ssla
+from cases import CASES
+from oracles import random_spd
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal
 
@@ -88,7 +88,7 @@ def test_shapes_of_classes(name):
     least = torch.where(chosen, p.probs, torch.inf).amin(1)
     assert ((p.probs * chosen).sum(1) - least < 0.8).all()  # no class in the set could be left out
     assert p.sample(7).shape == (7, N)
-    assert p.mean.shape == p.epistemic.shape == ((N,) if name != "categorical" else (N, C))
+    assert p.mean.shape == p.epistemic.shape == ((N,) if name == "bernoulli" else (N, C))
 
 
 @pytest.mark.parametrize("refit", REFITS)

@@ -35,7 +35,9 @@ def test_a_last_layer_interleaves_weights_and_bias():
 def test_per_parameter_tensors_follow_the_named_order():
     flat = torch.arange(1.0, 9.0)
     by_vector = priors.Gaussian(precision=flat).bind(LAYOUT).precision(None)
-    by_name = priors.Gaussian(precision={"head.weight": flat[:6].reshape(2, 3), "head.bias": flat[6:]}).bind(LAYOUT).precision(None)
+    by_name = (
+        priors.Gaussian(precision={"head.weight": flat[:6].reshape(2, 3), "head.bias": flat[6:]}).bind(LAYOUT).precision(None)
+    )
     assert torch.equal(by_vector, by_name)
 
 
@@ -58,7 +60,10 @@ def test_flat_has_no_opinion():
         (lambda: priors.Gaussian(precision=0.0), "prior precision must be positive"),
         (lambda: priors.Gaussian(precision={"head": -1.0}), "prior precision must be positive"),
         (lambda: priors.Gaussian(mean=float("nan")), "prior mean must be finite"),
-        (lambda: priors.Gaussian(precision={"hed": 1.0}).bind(LAYOUT), r"Unknown layer or parameter in the prior 'hed'. Did you mean 'head'\?"),
+        (
+            lambda: priors.Gaussian(precision={"hed": 1.0}).bind(LAYOUT),
+            r"Unknown layer or parameter in the prior 'hed'. Did you mean 'head'\?",
+        ),
         (lambda: priors.Gaussian(precision={"head.bias": 1.0}).bind(LAYOUT), "no value for head.weight"),
         (lambda: priors.Gaussian(precision=torch.ones(5)).bind(LAYOUT), "each of the 8 free parameters.*has 5 values"),
         (lambda: priors.Gaussian(precision={"head": torch.ones(4, 4)}).bind(LAYOUT), r"tensor of shape \(2, 3\)"),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from oracles import random_spd
 
+from oracles import random_spd
 from ssla.jacobians import DenseJacobian, Features
 from ssla.structures import STRUCTURES, Dense, Diagonal, resolve
 
@@ -66,7 +66,9 @@ def check_against_dense(structure, J, precision, prior):
     assert (draws.T.cov() - inverse).abs().max() < 0.02 * inverse.abs().max()
     d = torch.linspace(0.5, 2.0, J.size, dtype=torch.float64)
     scaled = statistics.scaled(d).with_prior(prior)
-    assert torch.allclose(scaled.solve(v), torch.linalg.solve(torch.diag(d) @ S @ torch.diag(d) + torch.diag(prior), v), rtol=1e-9)
+    assert torch.allclose(
+        scaled.solve(v), torch.linalg.solve(torch.diag(d) @ S @ torch.diag(d) + torch.diag(prior), v), rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

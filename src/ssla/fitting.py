@@ -317,11 +317,11 @@ class _Job:
                 change = step * (sums.newton_curvature.push(step) - 2 * unit_gradient)
                 rss = squares + torch.zeros_like(unit).index_add(0, groups, change)
             free = rows - used
-            if bool((free <= 1e-8 * rows).any()) or bool((rss <= 0).any()):
+            if bool((free <= 1e-8 * rows).any()):
                 self._refuse_noise(f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted parameters")
-            new = (rss / free).sqrt()
+            new = (rss.clamp_min(0) / free).sqrt()
             if bool((new < 1e-6 * unit).any()):
-                self._refuse_noise("the residuals vanish as the noise shrinks (the free parameters can fit every row)")
+                self._refuse_noise("the residuals vanish: the free parameters reproduce every target, or the target is constant")
             done = bool(((new - noise).abs() <= 1e-12 * noise).all())
             noise = new
             if done:

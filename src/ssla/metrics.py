@@ -42,9 +42,9 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     if isinstance(predictive, ClassPredictive):
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
     if isinstance(predictive, GaussianPredictive):
-        rules = _scoringrules()
-        mean, scale = predictive.mean.double(), predictive.stddev.double()
-        return _mean(rules.crps_normal(_like(y, mean), mean, scale, backend="torch"), reduce)
+        mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
+        score = _scoringrules().crps_normal(_like(y, mean).numpy(), mean.numpy(), scale.numpy())  # its torch backend is single
+        return _mean(torch.as_tensor(score), reduce)
     value = _like(y, predictive.mean)
     score = _crps_counts(predictive, value) if isinstance(predictive, CountPredictive) else _crps_density(predictive, value)
     return _mean(score, reduce)
@@ -77,7 +77,7 @@ def _crps_counts(predictive: CountPredictive, y: Tensor) -> Tensor:
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
-    outside = (y - torch.minimum(torch.maximum(y, ends[:, 0]), ends[:, 1])).abs()
+    outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)  # terms of one beyond the window
     return (terms * step[:, None]).sum(1) + outside
 
 

@@ -368,7 +368,8 @@ class Accuracy(NamedTuple):
 def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accuracy = Accuracy()) -> list[Built]:  # noqa: B008
     """Adaptive grids for all rows, from a first guess of centre and scale (m,).
 
-    A row whose density does not fall off (no integral exists) is cut at the valleys around its first guess and flagged.
+    A row whose density has no integral (it does not fall off, or has a pole) is cut at the valleys around its first
+    guess and flagged.
     """
     accepted: dict[tuple[int, float], list[Built]] = defaultdict(list)
     first_centre, first_scale = centre.double(), scale.double()
@@ -380,7 +381,7 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
             grid = _evaluate(log_density, rows[part], c[part], s[part], reach, count)
             verdict = _judge(grid, accuracy)
             ok = torch.ones_like(verdict.good) if last_chance else verdict.good
-            endless = ok & ~torch.isfinite(grid.log_mass)
+            endless = ok & ~verdict.good & _runaway(grid, verdict, first_scale[rows[part]])
             if bool(endless.any()):
                 lost = rows[part][endless]
                 cut = _evaluate(log_density, lost, first_centre[lost], first_scale[lost], FIRST_REACH, 2 * FIRST_NODES - 1)
@@ -399,6 +400,11 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
                     moved = verdict.centre[again], verdict.scale[again]
                     work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
     return [_join(parts) for parts in accepted.values()]
+
+
+def _runaway(grid: Grid, verdict: _Verdict, first_scale: Tensor) -> Tensor:
+    """Rows that followed a density without integral: to infinity, off its grid, or into a pole."""
+    return ~torch.isfinite(grid.log_mass) | verdict.off_centre | (grid.scale < 1e-4 * first_scale)
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:

@@ -1,0 +1,198 @@
+"""Each case of the API's last section: the message says what was expected, what came and what to do; nothing is changed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import ssla
+from ssla import likelihoods as L
+from ssla import priors
+
+G = L.Gaussian(noise=0.5)
+X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.randn(20, generator=torch.Generator().manual_seed(1))
+
+
+def net(*layers, outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *(layers or (nn.ReLU(),)), nn.Linear(4, outputs)).eval()
+
+
+def spoiled(values, index, value):
+    out = values.clone()
+    out[index] = value
+    return out
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(x + torch.randn_like(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 3)
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.table(x))
+
+
+class BatchMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(x - x.mean(0))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(x), x
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.head(x)
+
+
+def broken():
+    model = net()
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    return model
+
+
+def fit(model=None, data=(X, Y), likelihood=G, **options):
+    return ssla.fit(net() if model is None else model, data, likelihood=likelihood, **options)
+
+
+CASES = {
+    "NaN in x": (lambda: fit(data=(spoiled(X, (3, 1), math.nan), Y)), r"x must be finite, but 1 of 60.*\[3, 1\].*impute"),
+    "infinite y": (lambda: fit(data=(X, spoiled(Y, 2, math.inf))), r"y must be finite.*\[2\].*Drop or impute"),
+    "NaN parameter": (lambda: fit(broken()), r"'0.weight' must be finite.*train it again"),
+    "rows differ": (lambda: fit(data=(X, Y[:19])), r"x has 20 rows, but y has shape \(19,\)"),
+    "wrong columns": (lambda: fit(data=(X[:, :2], Y)), r"refused the inputs.*\(20, 2\).*number of columns"),
+    "y with two columns": (lambda: fit(data=(X, torch.randn(20, 2))), r"y must have shape \(N,\) or \(N, 1\).*\(20, 2\)"),
+    "empty arrays": (lambda: fit(data=(X[:0], Y[:0])), "data are empty"),
+    "empty loader": (lambda: fit(data=[]), "data are empty.*drop_last"),
+    "one row and no noise": (lambda: fit(data=(X[:1], Y[:1]), likelihood=L.Gaussian(noise="estimate")), "noise cannot be estimated: there is only one row"),
+    "constant target": (lambda: fit(nn.Linear(3, 1), (X, torch.zeros(20)), L.Gaussian(noise="estimate")), "noise cannot be estimated.*constant"),
+    "count below zero": (lambda: fit(data=(X, Y), likelihood=L.Poisson()), r"y must hold counts 0, 1, 2.*the first is .* in row"),
+    "class too high": (lambda: fit(net(outputs=3), (X, torch.arange(20)), L.Categorical()), r"integers from 0 to 2.*the first is 3 in row 3"),
+    "one-hot classes": (lambda: fit(net(outputs=3), (X, torch.eye(3)[torch.arange(20) % 3]), L.Categorical()), r"one-hot.*y.argmax\(1\)"),
+    "target not positive": (lambda: fit(data=(X, Y), likelihood=L.custom(lambda y, f: -y / f[..., 0].exp() - f[..., 0], support="positive")), "numbers above zero"),
+    "dropout in training": (lambda: fit(net(nn.Dropout(0.5)).train()), r"training mode and has dropout.*random. Call model.eval\(\) first"),
+    "batch norm in training": (lambda: fit(net(nn.BatchNorm1d(4)).train()), r"training mode and has batch norm.*Call model.eval\(\) first"),
+    "random module": (lambda: fit(Noisy()), r"different outputs for the same input.*eval"),
+    "rows that interact": (lambda: fit(BatchMean()), "depends on the other rows"),
+    "buffers that change": (lambda: fit(Counter()), r"changes its buffers in forward \(seen\)"),
+    "two results": (lambda: fit(Pair()), "must return one tensor.*tuple.*Wrap"),
+    "not a module": (lambda: fit(model="net.pt"), "must be a torch.nn.Module, but is a str"),
+    "softmax at the end": (lambda: fit(nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), (X, (Y > 0).long()), L.Categorical()), "something comes after it.*raw outputs of a final nn.Linear"),
+    "no linear layer": (lambda: fit(nn.Bilinear(3, 3, 1), ((X, X), Y)), "no linear layer was called.*weights='all'"),
+    "weight norm": (lambda: fit(nn.Sequential(nn.Linear(3, 4), weight_norm(nn.Linear(4, 1)))), "computed from other parameters"),
+    "tied last layer": (lambda: fit(Tied(), (torch.arange(3).repeat(7)[:20], torch.arange(20) % 3), L.Categorical()), "'table.weight'|'head.weight'.*tied to"),
+    "unknown parameter": (lambda: fit(weights=["2.wieght"]), r"Unknown parameter '2.wieght'. Did you mean '2.weight'\?"),
+    "unknown scope": (lambda: fit(weights="last_layers"), r"Unknown weights 'last_layers'. Did you mean 'last_layer'\?"),
+    "no names": (lambda: fit(weights=[]), "empty list"),
+    "outputs do not fit": (lambda: fit(likelihood=L.HeteroscedasticGaussian()), r"needs a network with 2 outputs \(mean and log variance\), but this one has 1"),
+    "one logit for classes": (lambda: fit(data=(X, (Y > 0).long()), likelihood=L.Categorical()), r"at least two.*Bernoulli\(\)"),
+    "noise for other outputs": (lambda: fit(likelihood=L.Gaussian(noise=torch.ones(3))), "noise for 3 outputs, but the network has 1"),
+    "rate below zero": (lambda: fit(data=(X, Y.abs().round()), likelihood=L.Poisson(link="identity")), "needs positive outputs.*link='log'"),
+    "natural parameter above zero": (lambda: fit(net(outputs=2), likelihood=L.HeteroscedasticGaussian("natural")), "negative second output.*mean_log_variance"),
+    "zero noise": (lambda: L.Gaussian(noise=0.0), "noise must be positive.*standard deviation"),
+    "noise missing": (lambda: L.Gaussian(), "exactly one of them"),
+    "noise misspelt": (lambda: L.Gaussian(noise="estmate"), '"estimate"'),
+    "covariance not symmetric": (lambda: L.Gaussian(covariance=torch.tensor([[1.0, 2.0], [0.0, 1.0]])), "symmetric and positive definite"),
+    "negative precision": (lambda: priors.Gaussian(precision=-1.0), r"prior precision must be positive.*Flat\(\)"),
+    "flat prior, constant column": (lambda: fit(nn.Linear(3, 1), (X * torch.tensor([1.0, 1.0, 0.0]), Y), prior=priors.Flat()), "not positive definite.*constant or repeated input column.*Remedy"),
+    "flat prior, few rows": (lambda: fit(data=(X[:3], Y[:3]), prior=priors.Flat()), "not positive definite.*fewer independent rows"),
+    "unknown mode": (lambda: fit(mode="polisch"), r"Unknown mode 'polisch'. Did you mean 'polish'\?"),
+    "unknown structure": (lambda: fit(structure="desne"), r"Did you mean 'dense'\?"),
+    "unknown refit": (lambda: fit().predict(X, refit="outputs"), r"Unknown refit 'outputs'. Did you mean 'output'\?"),
+    "unknown curvature": (lambda: ssla.NoRefit(curvature="observd"), r"Did you mean 'observed'\?"),
+    "two steps": (lambda: ssla.OutputRefit(steps=2), "steps must be None"),
+    "NaN at predict": (lambda: fit().predict(spoiled(X, (0, 0), math.nan)), "x must be finite"),
+    "no rows at predict": (lambda: fit().predict(X[:0]), "x has no rows"),
+    "level in percent": (lambda: fit().predict(X).interval(95), "level must be strictly between 0 and 1, but is 95. For 95% write 0.95"),
+    "quantile above one": (lambda: fit().predict(X).icdf(1.5), "probabilities between 0 and 1"),
+    "y of another length": (lambda: fit().predict(X).log_prob(Y[:7]), r"y must be a number, \(20,\)"),
+    "negative weights": (lambda: fit(data=(X, Y, -torch.ones(20))), "Row weights must be finite and not negative"),
+    "weights of another length": (lambda: fit(data=(X, Y, torch.ones(3))), r"Row weights must have shape \(20,\)"),
+    "all weights zero": (lambda: fit(data=(X, Y, torch.zeros(20))), "All row weights are zero"),
+    "a bare tensor": (lambda: fit(data=X), "data is a Tensor.*Give a DataLoader"),
+    "batches without targets": (lambda: fit(data=[X, X, X, X]), r"Each batch must be \(x, y\)"),
+    "text": (lambda: fit(data=([["a", "b", "c"]] * 20, Y)), "Expected numbers.*Encode text"),
+    "likelihood by name": (lambda: fit(likelihood="gaussian"), "must be an object such as ssla.likelihoods.Gaussian"),
+    "generator read twice": (lambda: fit(data=((X, Y.abs().round()) for _ in range(1)), likelihood=L.Poisson(), memory_budget=1000), "can be read only once"),
+    "dense beyond the budget": (lambda: fit(weights="all", memory_budget=1000), r"needs .* GiB, more than the memory budget.*structure='diag'"),
+    "custom of the wrong shape": (lambda: fit(likelihood=L.custom(lambda y, f: -(f**2))), r"must return one value for each y.*f\[\.\.\., 0\]"),
+    "custom support": (lambda: L.custom(lambda y, f: y, support="reals"), r"Did you mean 'real'\?"),
+    "tempered estimate": (lambda: fit(likelihood=L.Tempered(L.Gaussian(noise="estimate"), 0.5)), "give the base's noise as a number"),
+    "unresolved noise": (lambda: L.Gaussian(noise="estimate").log_prob(Y, X[:, :1]), "no value yet: ssla.fit finds it"),
+    "predict without a posterior": (lambda: ssla.predictive.predict(net(), X), "needs a Posterior, as ssla.fit returns it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case):
+    make, message = CASES[case]
+    x, y = X.clone(), Y.clone()
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+    assert torch.equal(x, X)
+    assert torch.equal(y, Y)
+
+
+def test_one_row_with_known_noise_is_fitted_and_warned_about():
+    with pytest.warns(UserWarning, match="one row only"):
+        post = fit(data=(X[:1], Y[:1]))
+    assert "only one row" in str(post.report)
+    assert torch.isfinite(post.predict(X).stddev).all()
+
+
+def test_constant_columns_and_targets_are_reported():
+    post = fit(data=(X * torch.tensor([1.0, 0.0, 1.0]), Y))
+    assert "constant input columns: 1" in str(post.report)
+    with pytest.warns(UserWarning, match="target is constant"):
+        fit(data=(X, torch.ones(20)))
+
+
+def test_an_error_in_the_middle_leaves_the_module_alone():
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="y must be finite"):
+        fit(model, [(X, Y), (X, spoiled(Y, 0, math.nan))])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_interrupt_passes_through_and_leaves_the_module_alone():
+    def batches():
+        yield X, Y
+        raise KeyboardInterrupt
+
+    model = net()
+    keys = {name: set(vars(m)) for name, m in model.named_modules()}
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, batches())
+    assert keys == {name: set(vars(m)) for name, m in model.named_modules()}

@@ -1,0 +1,36 @@
+"""What the README shows runs, as it stands."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import ssla
+from ssla import demo
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_readmes_code_runs(capsys):
+    text = (ROOT / "README.md").read_text()
+    assert text.index("make demo") < text.index("make test") < 200
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert names["predictive"].interval(0.95).shape == (2, 2)
+    assert "polished" in capsys.readouterr().out
+
+
+def test_the_demo_runs_and_the_refit_is_no_worse_than_the_plug_in(tmp_path):
+    scores = demo.run(tmp_path / "demo.png", n_test=300)
+    assert (tmp_path / "demo.png").stat().st_size > 20_000
+    assert scores["output refit"]["nll"] < scores["plug-in"]["nll"]
+    assert abs(scores["output refit"]["mass"] - 1) < abs(scores["ASSLA (none)"]["mass"] - 1)
+
+
+def test_public_names_are_there():
+    for name in ssla.__all__:
+        assert hasattr(ssla, name)
+    assert torch.is_tensor(ssla.likelihoods.Gaussian(noise=1.0).log_prob(torch.zeros(1), torch.zeros(1, 1)))
