@@ -23,6 +23,7 @@ from ssla.likelihoods import Custom, Likelihood, Started
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
+STEP_MARGIN = 0.1  # the least pivot of I + RᵀΛR on which a single Newton step is trusted
 CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 
@@ -80,9 +81,12 @@ def without_refit(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, *, cu
 
 
 def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
-    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value."""
+    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value.
+
+    Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that (STEP_MARGIN), and is counted.
+    """
     log_prob, score, precision = likelihood.derivatives(y, f)
-    factor, fallback, used = _safe_factor(likelihood, f, R, precision)
+    factor, fallback, used = _safe_factor(likelihood, f, R, precision, margin=STEP_MARGIN)
     white = linalg.upper_times(R, score)
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
@@ -132,13 +136,13 @@ def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) 
 
 
 def _safe_factor(
-    likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor, score: Tensor | None = None
+    likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor, score: Tensor | None = None, margin: float = 0.0
 ) -> tuple[linalg.IdentityPlus, Tensor, Tensor]:
     """I + RᵀΛR with the Fisher for Λ in the tasks where the given one makes it indefinite; which those are; the Λ used.
 
     For a step (score given) of a likelihood whose Fisher costs a quadrature, g gᵀ stands in: any positive one will do.
     """
-    factor = linalg.identity_plus(R, precision)
+    factor = linalg.identity_plus(R, precision, margin)
     bad = ~factor.positive
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)

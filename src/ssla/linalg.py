@@ -62,21 +62,24 @@ def root(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised.  `positive` says where A is positive definite; elsewhere the rest is void."""
+    """A = I + RᵀΛR, factorised.  `positive` says where A is positive definite (by the margin asked for)."""
 
     positive: Tensor  # (M,) bool
     logdet: Callable[[], Tensor]  # () -> (M,)
     solve: Callable[[Tensor], Tensor]  # b (M, C) -> A⁻¹ b
 
 
-def identity_plus(R: Tensor, precision: Tensor) -> IdentityPlus:
-    """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as `root` makes it)."""
+def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
+    """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as `root` makes it).
+
+    Where A is not positive definite, `solve` and `logdet` are void. A margin asks for pivots above it.
+    """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
-        return _identity_plus_batched(R, precision)
-    return _identity_plus_closed(R, precision)
+        return _identity_plus_batched(R, precision, margin)
+    return _identity_plus_closed(R, precision, margin)
 
 
-def _identity_plus_closed(R: Tensor, precision: Tensor) -> IdentityPlus:
+def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
     """LDLᵀ by components. Pivots are held as d_j − 1 so that log1p sees them before rounding does."""
     size = R.shape[-1]
     span = range(size)
@@ -101,9 +104,9 @@ def _identity_plus_closed(R: Tensor, precision: Tensor) -> IdentityPlus:
         pivots.append(1 + e)
         for i, entry in enumerate(below):
             L[j + 1 + i][j] = entry / pivots[j]
-    positive = pivots[0] > 0
+    positive = pivots[0] > margin
     for pivot in pivots[1:]:
-        positive = positive & (pivot > 0)
+        positive = positive & (pivot > margin)
 
     def logdet() -> Tensor:  # Π(1 + e_j) − 1, built up without ever adding the one
         product = excess[0]
@@ -131,12 +134,12 @@ def _entry(L: list[list[Tensor | None]], i: int, j: int) -> Tensor:
     return value
 
 
-def _identity_plus_batched(R: Tensor, precision: Tensor) -> IdentityPlus:
+def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2
     factor, info = torch.linalg.cholesky_ex(S + torch.eye(S.shape[-1], dtype=S.dtype, device=S.device))
     return IdentityPlus(
-        positive=info == 0,
+        positive=(info == 0) & (factor.diagonal(dim1=-2, dim2=-1).square().amin(-1) > margin),
         logdet=lambda: torch.log1p(torch.linalg.eigvalsh(S)).sum(-1),
         solve=lambda b: torch.cholesky_solve(b.unsqueeze(-1), factor).squeeze(-1),
     )
