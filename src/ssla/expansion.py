@@ -55,7 +55,7 @@ class Expanded(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        return self.fit + self.shift + self.curvature
+        return (self.fit + self.shift).add_(self.curvature)
 
 
 Rule = Callable[[Likelihood, Tensor, Tensor, Tensor], Expanded]
@@ -113,7 +113,9 @@ def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded
         return here
     part = _Tasks(likelihood, y, f, R).take(rows)
     rest = _climb(likelihood, *part, linalg.take(v, rows))
-    return Expanded(*(whole.index_copy(0, rows, some) for whole, some in zip(here, rest, strict=True)))
+    for whole, some in zip(here, rest, strict=True):
+        whole[rows] = some  # fresh tensors of our own
+    return here
 
 
 def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor) -> Expanded:
@@ -128,11 +130,11 @@ def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tenso
 
 def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Expanded, Tensor]:
     """The expansion at f̂ + Rv and the gradient of the objective there."""
-    end = f + linalg.lower_times(R, v)
+    end = linalg.lower_times(R, v).add_(f)
     log_prob, score, precision = likelihood.derivatives(y, end)
     factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
     found = Expanded(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
-    return found, linalg.upper_times(R, score) - v
+    return found, linalg.upper_times(R, score).sub_(v)
 
 
 def _safe_factor(

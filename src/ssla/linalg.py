@@ -94,16 +94,14 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
     excess: list[Tensor] = []
     pivots: list[Tensor] = []
     for j in span:
-        e = S[j][j]
-        below = [S[i][j] for i in range(j + 1, size)]  # L_ij d_j, before the division
+        # S[i][j] becomes L_ij d_j in place; entries are fresh tensors, shared only by (i, j) and (j, i)
         for k in range(j):
-            scaled = _entry(L, j, k) * pivots[k]
-            e = torch.addcmul(e, _entry(L, j, k), scaled, value=-1)
-            below = [torch.addcmul(b, _entry(L, j + 1 + i, k), scaled, value=-1) for i, b in enumerate(below)]
-        excess.append(e)
-        pivots.append(1 + e)
-        for i, entry in enumerate(below):
-            L[j + 1 + i][j] = entry / pivots[j]
+            for i in range(j, size):
+                S[i][j].addcmul_(_entry(L, i, k), S[j][k], value=-1)
+        excess.append(S[j][j])
+        pivots.append(1 + S[j][j])
+        for i in range(j + 1, size):
+            L[i][j] = S[i][j] / pivots[j]
     positive = pivots[0] > margin
     for pivot in pivots[1:]:
         positive = positive & (pivot > margin)
@@ -111,7 +109,7 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
     def logdet() -> Tensor:  # Π(1 + e_j) − 1, built up without ever adding the one
         product = excess[0]
         for e in excess[1:]:
-            product = torch.addcmul(product + e, product, e)
+            product = (product + e).addcmul_(product, e)
         return torch.log1p(product)
 
     def solve(b: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def sum_products(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """Σ_i left_i · right_i by components."""
     total = left[0] * right[0]
     for a, b in zip(left[1:], right[1:], strict=True):
-        total = torch.addcmul(total, a, b)
+        total.addcmul_(a, b)
     return total
 
 
@@ -163,8 +161,12 @@ def lower_times(R: Tensor, v: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R @ v.unsqueeze(-1)).squeeze(-1)
-    rows = [sum_products([R[..., i, j] for j in range(i + 1)], [v[..., j] for j in range(i + 1)]) for i in range(size)]
-    return stack_last(rows)
+    out = v.new_empty(size, v.shape[0])
+    for i in range(size):
+        torch.mul(R[..., i, 0], v[..., 0], out=out[i])
+        for j in range(1, i + 1):
+            out[i].addcmul_(R[..., i, j], v[..., j])
+    return out.mT
 
 
 def upper_times(R: Tensor, g: Tensor) -> Tensor:
@@ -172,8 +174,12 @@ def upper_times(R: Tensor, g: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R.mT @ g.unsqueeze(-1)).squeeze(-1)
-    columns = [sum_products([R[..., i, j] for i in range(j, size)], [g[..., i] for i in range(j, size)]) for j in range(size)]
-    return stack_last(columns)
+    out = g.new_empty(size, g.shape[0])
+    for j in range(size):
+        torch.mul(R[..., j, j], g[..., j], out=out[j])
+        for i in range(j + 1, size):
+            out[j].addcmul_(R[..., i, j], g[..., i])
+    return out.mT
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

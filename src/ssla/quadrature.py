@@ -35,7 +35,7 @@ MOST_NODES = 1100
 MOST_ROUNDS = 24
 TAIL_MASS = 1e-6
 HALF_RULE_TOLERANCE = 5e-4
-TASKS_AT_ONCE = 1 << 15  # nodes evaluated in one go: bounds memory, keeps the arrays in cache
+TASKS_AT_ONCE = 1 << 18  # nodes evaluated in one go: bounds memory, keeps the arrays in cache
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
 """(z (m, k), rows (m,)) -> log density (m, k) of those rows."""
@@ -126,11 +126,6 @@ class Grid:
         """z (m, k)."""
         return self.centre[:, None] + self.scale[:, None] * self.pattern
 
-    @property
-    def weights(self) -> Tensor:
-        """Trapezoidal dz (m, k)."""
-        return self.scale[:, None] * _pattern(self.logs.shape[1], self.reach)[1]
-
     def rows(self, index: Tensor) -> Grid:
         """Some of the rows."""
         return Grid(self.centre[index], self.scale[index], self.reach, self.logs[index], self.accurate[index])
@@ -148,16 +143,21 @@ class Grid:
         return _tail(left, self.logs[:, :2].flip(1)), _tail(right, self.logs[:, -2:])
 
     @cached_property
+    def relative(self) -> Tensor:
+        """exp(log p − peak) dx, in units of the scale (m, k): the terms of the rule."""
+        return (self.logs - self.peak[:, None]).exp_().mul_(_pattern(self.logs.shape[1], self.reach)[1])
+
+    @cached_property
     def log_mass(self) -> Tensor:
         """log ∫ p dz, tails included.  (m,)."""
-        body = ((self.logs - self.peak[:, None]).exp() * self.weights).sum(1)
+        body = self.relative.sum(1) * self.scale
         left, right = self.tails
         return self.peak + torch.log(body + left.moment(0, self.peak) + right.moment(0, self.peak))
 
     @cached_property
     def shares(self) -> Tensor:
         """Normalised mass at each node (m, k); sums to one less the tails."""
-        return (self.logs - self.log_mass[:, None]).exp() * self.weights
+        return self.relative * ((self.peak - self.log_mass).exp() * self.scale)[:, None]
 
     @cached_property
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -381,7 +381,7 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
             grid = _evaluate(log_density, rows[part], c[part], s[part], reach, count)
             verdict = _judge(grid, accuracy)
             ok = torch.ones_like(verdict.good) if last_chance else verdict.good
-            endless = ok & ~verdict.good & _runaway(grid, verdict, first_scale[rows[part]])
+            endless = ok & ~verdict.good & _runaway(grid, verdict, first_centre[rows[part]], first_scale[rows[part]])
             if bool(endless.any()):
                 lost = rows[part][endless]
                 cut = _evaluate(log_density, lost, first_centre[lost], first_scale[lost], FIRST_REACH, 2 * FIRST_NODES - 1)
@@ -389,7 +389,9 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
             kept = ok & ~endless
             if bool(kept.any()):
                 some = grid if bool(kept.all()) else grid.rows(kept)
-                accepted[count, reach].append(Built(rows[part][kept], replace(some, accurate=verdict.good[kept])))
+                if not bool(verdict.good[kept].all()):
+                    some = replace(some, accurate=verdict.good[kept])
+                accepted[count, reach].append(Built(rows[part][kept], some))
             for again, new_reach, new_count in (
                 (verdict.off_centre, reach, count),
                 (verdict.coarse, reach, 2 * count - 1),
@@ -402,19 +404,20 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
     return [_join(parts) for parts in accepted.values()]
 
 
-def _runaway(grid: Grid, verdict: _Verdict, first_scale: Tensor) -> Tensor:
-    """Rows that followed a density without integral: to infinity, off its grid, or into a pole."""
-    return ~torch.isfinite(grid.log_mass) | verdict.off_centre | (grid.scale < 1e-4 * first_scale)
+def _runaway(grid: Grid, verdict: _Verdict, first_centre: Tensor, first_scale: Tensor) -> Tensor:
+    """Rows that followed a density without integral: to infinity, away from their start, or into a pole."""
+    away = (grid.centre - first_centre).abs() > 3 * first_scale
+    return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | (grid.scale < 1e-4 * first_scale)
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:
     """No density beyond the first minimum on either side of the middle node."""
     middle = grid.logs.shape[1] // 2
     left, right = grid.logs[:, : middle + 1].flip(1), grid.logs[:, middle:]
-    halves = [torch.where(half > half.cummin(1).values + 1e-9, grid.peak[:, None] - 1e4, half) for half in (left, right)]
-    # once cut, cut for good: the running product of "still falling"
-    falling = [(half > half[:, :1] - 9e3).cumprod(1).bool() for half in halves]
-    halves = [torch.where(keep, half, half[:, :1] - 1e4) for keep, half in zip(falling, halves, strict=True)]
+    halves = []
+    for half in (left, right):
+        gone = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0  # once it has risen, all that follows
+        halves.append(torch.where(gone, half[:, :1] - 1e4, half))
     logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
     return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
 
@@ -443,17 +446,16 @@ class _Verdict(NamedTuple):
 def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     """Which rows are done, and what the others need."""
     x = grid.pattern
-    density = (grid.logs - grid.peak[:, None]).exp()
-    unit = _pattern(x.numel(), grid.reach)[1]
-    share = density * unit
+    share = grid.relative
     body = share.sum(1)
     half = 2 * share[:, ::2].sum(1)
     left, right = (t.moment(0, grid.peak) / grid.scale for t in grid.tails)
-    first = (share * x).sum(1) / body
-    second = ((share * x * x).sum(1) / body - first * first).clamp_min(0).sqrt()
+    moments = share @ torch.stack([x, x * x], 1) / body[:, None]
+    first = moments[:, 0]
+    second = (moments[:, 1] - first * first).clamp_min(0).sqrt()
     spacing = float(x[x.numel() // 2 + 1])
     width = torch.maximum(second, torch.full_like(second, spacing))  # narrower than the nodes: zoom in
-    edge = (grid.logs.argmax(1) == 0) | (grid.logs.argmax(1) == x.numel() - 1)
+    edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
     coarse = ~((half / body - 1).abs() <= accuracy.half_rule)
     heavy = ~((left + right) / body <= accuracy.tail)
@@ -467,6 +469,8 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
 
 
 def _join(parts: list[Built]) -> Built:
+    if len(parts) == 1:
+        return parts[0]
     rows = torch.cat([p.rows for p in parts])
     grids = [p.grid for p in parts]
     return Built(

@@ -14,7 +14,7 @@ from ssla.linalg import stack_last, stack_square
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
-PROFILE_STEPS = 2
+PROFILE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class HeteroscedasticGaussian:
         r = y - a
         w = capped_exp(-b)
         rw = r * w
-        half = 0.5 * r * rw
+        half = (r * rw).mul_(0.5)
         return Derivatives(
-            -0.5 * (LOG_2PI + b) - half,
+            (b + LOG_2PI).mul_(-0.5) - half,
             stack_last([rw, half - 0.5]),
             stack_square([[w.expand_as(rw), rw], [rw, half]]),
         )

@@ -16,7 +16,7 @@ from ssla.expansion import Expanded, Increments, Rule
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal, Posterior
 
-TASKS_AT_ONCE = 1 << 15
+TASKS_AT_ONCE = 1 << 18
 
 
 class Density(NamedTuple):
@@ -107,16 +107,17 @@ class OutputExpansion:
         if rows is not None:
             f, R = f[rows], R[rows]
         parts = self._run(y, f, R)
+        shape = self._shape(y)
         return Density(
-            torch.cat([p.total for p in parts]).reshape(self._shape(y)),
-            torch.cat([p.fallback for p in parts]).reshape(self._shape(y)),
-            torch.cat([p.converged for p in parts]).reshape(self._shape(y)),
+            _cat([p.total for p in parts]).reshape(shape),
+            _cat([p.fallback for p in parts]).reshape(shape),
+            _cat([p.converged for p in parts]).reshape(shape),
         )
 
     def __call__(self, y: Tensor) -> Increments:
         parts = self._run(y, self.marginal.mean, self._root)
         shape = self._shape(y)
-        fit, shift, curvature, pull = (torch.cat([part[i] for part in parts]) for i in range(4))
+        fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
         pull = pull.reshape(*shape, -1)
         b, K = (t.reshape(t.shape[0], *[1] * (len(shape) - 1), *t.shape[1:]) for t in self._prior)
         prior = (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ K @ pull.unsqueeze(-1)).squeeze((-2, -1))
@@ -145,6 +146,10 @@ class OutputExpansion:
             )
             for start in range(0, shape[0], rows)
         ]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
