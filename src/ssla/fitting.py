@@ -28,7 +28,7 @@ from ssla.network import LAST_LAYER, Network, open_network
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundPrior, Prior
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.structures import Dense, Structure, resolve
+from ssla.structures import Dense, Kfac, Structure, resolve
 
 MOST_NEWTON_STEPS = 200
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
@@ -176,7 +176,7 @@ class _Job:
             outputs=self._network.outputs,
             likelihood=repr(self.likelihood),
             structure=self.structure.name,
-            blocks=dict.fromkeys(layout.layers(), self.structure.name),
+            blocks=self._blocks(),
             mode=mode,
             residual=before,
             residual_after=after,
@@ -186,6 +186,14 @@ class _Job:
             memory=self.structure.memory(layout.size),
             notes=tuple(self.notes),
         )
+
+    def _blocks(self) -> dict[str, str]:
+        """Which structure each layer got."""
+        blocks = {}
+        for layer, names in self._network.layout.layers().items():
+            without_form = isinstance(self.structure, Kfac) and not self._network.kronecker.issuperset(names)
+            blocks[layer] = "diag" if without_form else self.structure.name
+        return blocks
 
     # --- passes over the data --------------------------------------------------------------
 
@@ -241,7 +249,7 @@ class _Job:
                 yield row
 
     def _open(self, batch: Batch) -> Network:
-        network = open_network(self.model, self.weights, batch.x)
+        network = open_network(self.model, self.weights, batch.x, self.structure.materialises)
         self.likelihood.support_for(network.outputs)
         need = self.structure.memory(network.layout.size)
         if need > self.budget and isinstance(self.structure, Dense):
@@ -427,7 +435,7 @@ class _Sums:
                 s.weight + (f.shape[0] if weights is None else float(weights.sum())),
                 s.log_likelihood + float(log_prob.sum()),
                 s.gradient + J.pull(score),
-                s.curvature.add(J, precision),
+                s.curvature.add(J, precision, weights),
             ),
             None if self.newton is None or observed is None else self.newton.add(J, observed),
             self.squares + squares,

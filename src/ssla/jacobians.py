@@ -6,7 +6,7 @@ in the cheapest way it has: a last layer's J is φ ⊗ I and is never built.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -82,9 +82,12 @@ class Features:
     def dtype(self) -> torch.dtype:
         return self.phi.dtype
 
+    def with_ones(self) -> Tensor:
+        """φ (B, F), its column of ones included."""
+        return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
+
     def double(self) -> Features:
-        phi = self.phi.double()
-        return Features(torch.cat([phi, torch.ones_like(phi[:, :1])], 1) if self.bias else phi, self.outputs)
+        return Features(Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs)
 
     def _times(self, matrix: Tensor) -> Tensor:
         """φ Mᵀ for M (·, F)."""
@@ -127,6 +130,133 @@ class Features:
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         v = variances.view(self.outputs, -1).to(self.phi.dtype)
         return torch.diag_embed(Features(self.phi * self.phi, self.outputs, self.bias)._times(v))
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """One layer's part: J = Σ_t δ_t ⊗ a_t over the places t where its weight is used.
+
+    positions (out, in) are its entries' places in θ; a bias is folded in as an input of one.
+    """
+
+    positions: Tensor
+    a: Tensor  # (B, T, in)
+    delta: Tensor  # (B, C, T, out)
+
+    @property
+    def single(self) -> bool:
+        """Whether the weight is used in one place: then J has rank one for each output, and squares factorise."""
+        return self.a.shape[1] == 1
+
+    def double(self) -> LayerBlock:
+        return LayerBlock(self.positions, self.a.double(), self.delta.double())
+
+    def values(self) -> Tensor:
+        """(B, C, out, in), built."""
+        return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
+
+    def push(self, direction: Tensor) -> Tensor:
+        D = direction[self.positions].to(self.a.dtype)
+        return torch.einsum("bcto,bto->bc", self.delta, self.a @ D.mT)
+
+    def pull(self, g: Tensor) -> Tensor:
+        """(out, in)."""
+        weighted = torch.einsum("bc,bcto->bto", g, self.delta)
+        return weighted.flatten(0, 1).mT @ self.a.flatten(0, 1)
+
+    def square_sum(self, precision: Tensor) -> Tensor:
+        """Diagonal of Σ JᵀΛJ as (out, in)."""
+        if self.single:
+            d = self.delta[:, :, 0]
+            return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
+        J = self.values().flatten(2)
+        return (J * (precision @ J)).sum((0, 1)).reshape(self.positions.shape)
+
+    def weighted_covariance(self, weights: Tensor) -> Tensor:
+        """J diag(w) Jᵀ with w (out, in).  -> (B, C, C)."""
+        w = weights.to(self.a.dtype)
+        if self.single:
+            d = self.delta[:, :, 0]
+            return (d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1)) @ d.mT
+        J = self.values()
+        return (J * w).flatten(2) @ J.flatten(2).mT
+
+
+@dataclass(frozen=True)
+class RestBlock:
+    """Columns of J held as they are, for parameters of layers without a Kronecker form."""
+
+    positions: Tensor  # (P_r,)
+    values: Tensor  # (B, C, P_r)
+
+
+@dataclass(frozen=True)
+class LayerJacobian:
+    """J by layers."""
+
+    size: int
+    outputs: int
+    rows: int
+    layers: tuple[LayerBlock, ...]
+    rest: RestBlock | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].a.dtype if self.layers else self._rest.values.dtype
+
+    @property
+    def _rest(self) -> RestBlock:
+        assert self.rest is not None
+        return self.rest
+
+    def double(self) -> LayerJacobian:
+        rest = None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
+        return replace(self, layers=tuple(block.double() for block in self.layers), rest=rest)
+
+    def dense(self) -> DenseJacobian:
+        """All of J, built."""
+        J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
+        for block in self.layers:
+            J[:, :, block.positions.flatten()] = block.values().flatten(2)
+        if self.rest is not None:
+            J[:, :, self.rest.positions] = self.rest.values
+        return DenseJacobian(J)
+
+    def push(self, direction: Tensor) -> Tensor:
+        out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
+        for block in self.layers:
+            out = out + block.push(direction)
+        return out if self.rest is None else out + self.rest.values @ direction[self.rest.positions].to(self.dtype)
+
+    def pull(self, g: Tensor) -> Tensor:
+        out = torch.zeros(self.size, dtype=self.dtype)
+        for block in self.layers:
+            out[block.positions] = block.pull(g)
+        if self.rest is not None:
+            out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten()
+        return out
+
+    def gram(self, precision: Tensor) -> Tensor:
+        return self.dense().gram(precision)
+
+    def gram_diagonal(self, precision: Tensor) -> Tensor:
+        out = torch.zeros(self.size, dtype=self.dtype)
+        for block in self.layers:
+            out[block.positions] = block.square_sum(precision)
+        if self.rest is not None:
+            out[self.rest.positions] = DenseJacobian(self.rest.values).gram_diagonal(precision)
+        return out
+
+    def quadratic(self, whitener: Tensor) -> Tensor:
+        return self.dense().quadratic(whitener)
+
+    def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        out = torch.zeros(self.rows, self.outputs, self.outputs, dtype=self.dtype)
+        for block in self.layers:
+            out = out + block.weighted_covariance(variances[block.positions])
+        if self.rest is not None:
+            out = out + DenseJacobian(self.rest.values).quadratic_diagonal(variances[self.rest.positions])
+        return out
 
 
 @dataclass(frozen=True)

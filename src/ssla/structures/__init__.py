@@ -6,14 +6,15 @@ from ssla._checks import unknown_name
 from ssla.structures.base import Operator, Structure
 from ssla.structures.dense import Dense
 from ssla.structures.diagonal import Diagonal
+from ssla.structures.kfac import Kfac
 
-__all__ = ["STRUCTURES", "Dense", "Diagonal", "Operator", "Structure", "resolve"]
+__all__ = ["STRUCTURES", "Dense", "Diagonal", "Kfac", "Operator", "Structure", "resolve"]
 
-STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal()}
+STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac": Kfac()}
 
 
 def resolve(structure: str | Structure) -> Structure:
-    """The door for names: "dense" or "diag" -> the object; objects pass."""
+    """The door for names: "dense", "diag", "kfac" -> the object; objects pass."""
     if not isinstance(structure, str):
         return structure
     if structure not in STRUCTURES:

@@ -48,12 +48,17 @@ class Structure(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def materialises(self) -> bool:
+        """Whether it asks a Jacobian for its entries, which then have to fit the memory budget."""
+        ...
+
     def zero(self, size: int) -> Structure:
         """The statistics of no data, for P = size parameters."""
         ...
 
-    def add(self, J: Jacobian, precision: Tensor) -> Structure:
-        """Statistics with one more batch; precision (B, C, C) carries the row weights."""
+    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
+        """Statistics with one more batch; precision (B, C, C) carries the row weights, which come also by themselves (B,)."""
         ...
 
     def merge(self, other: Structure) -> Structure:

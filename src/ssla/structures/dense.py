@@ -60,6 +60,7 @@ class Dense:
     matrix: Tensor | None = None
 
     name = "dense"
+    materialises = True
 
     def zero(self, size: int) -> Dense:
         return Dense(torch.zeros(size, size, dtype=torch.float64))
@@ -69,7 +70,7 @@ class Dense:
         assert self.matrix is not None
         return self.matrix
 
-    def add(self, J: Jacobian, precision: Tensor) -> Dense:
+    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
         return Dense(self._matrix + J.gram(precision))
 
     def merge(self, other: Structure) -> Dense:

@@ -43,6 +43,7 @@ class Diagonal:
     diagonal: Tensor | None = None
 
     name = "diag"
+    materialises = False
 
     def zero(self, size: int) -> Diagonal:
         return Diagonal(torch.zeros(size, dtype=torch.float64))
@@ -52,7 +53,7 @@ class Diagonal:
         assert self.diagonal is not None
         return self.diagonal
 
-    def add(self, J: Jacobian, precision: Tensor) -> Diagonal:
+    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Diagonal:
         return Diagonal(self._diagonal + J.gram_diagonal(precision))
 
     def merge(self, other: Structure) -> Diagonal:

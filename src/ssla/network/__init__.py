@@ -1,0 +1,13 @@
+"""The only room that sees `nn.Module`.
+
+The user's module is copied once and the copy is frozen, so nothing that happens here, or in the module's own forward, reaches
+the original; training it further does not change a posterior either. Features and layer inputs are read by watching torch calls
+pass by, without hooks.
+"""
+
+from ssla.network.any_parameters import AnyParameters
+from ssla.network.base import Network
+from ssla.network.last_layer import LastLayer
+from ssla.network.opening import ALL, LAST_LAYER, open_network
+
+__all__ = ["ALL", "LAST_LAYER", "AnyParameters", "LastLayer", "Network", "open_network"]

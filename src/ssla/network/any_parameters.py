@@ -1,0 +1,204 @@
+"""Any set of free parameters: layer by layer where a layer has a Kronecker form, entry by entry elsewhere.
+
+A linear or convolutional layer contributes J = Σ_t δ_t ⊗ a_t with its inputs a and backpropagated output gradients δ: neither
+the Jacobian nor anything of its size is built. Parameters of other layers (norms, embeddings, recurrent, bare ones) get their
+columns of J by batched reverse-mode differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ssla.batches import Inputs, map_inputs, row_count, slice_inputs
+from ssla.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
+from ssla.network.base import Frozen, as_outputs, in_chunks
+from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
+from ssla.parameters import Layout, contiguous_layout
+
+CHECKED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer with a Kronecker form: its weight (perhaps frozen), and where its free entries sit in θ (out, in [+ 1])."""
+
+    weight: str
+    positions: Tensor
+    weight_free: bool
+    bias_free: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AnyParameters:
+    """f_θ for an arbitrary set of parameters."""
+
+    frozen: Frozen
+    layout: Layout
+    theta: Tensor
+    outputs: int
+    rest: Mapping[str, Tensor] = field(repr=False)  # parameters that are not free, and buffers
+    layers: tuple[LayerPlan, ...]
+    others: tuple[str, ...]  # free parameters without a Kronecker form
+    extra_per_row: int  # bytes
+
+    linear = False
+    offset = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.frozen.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.frozen.device
+
+    @property
+    def kronecker(self) -> frozenset[str]:
+        """Free parameters of layers with a Kronecker form."""
+        return frozenset(self.layout.names) - frozenset(self.others)
+
+    def cast(self, x: Inputs) -> Inputs:
+        return self.frozen.cast(x)
+
+    def rows_at_once(self, budget: int) -> int:
+        return self.frozen.rows_at_once(budget, self.extra_per_row)
+
+    def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
+        return in_chunks(x, self.rows_at_once(budget))
+
+    def _free(self, theta: Tensor) -> dict[str, Tensor]:
+        named = self.layout.unpack(theta)
+        return {name: value.to(self.frozen.device, self.frozen.dtype) for name, value in named.items()}
+
+    def run(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        wrapped = lambda *a, **k: functional_call(self.frozen.module, {**self.rest, **free}, a, k)  # noqa: E731
+        return as_outputs(self.frozen.call(wrapped, x), row_count(x))  # type: ignore[arg-type]
+
+    def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.run(self._free(theta), x).to("cpu")
+
+    def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+        free = self._free(theta)
+        f, blocks = self._layer_blocks(x, free)
+        rest = self._rest_block(x, free) if self.others else None
+        return f.to("cpu"), LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest)
+
+    def _layer_blocks(self, x: Inputs, free: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerBlock]]:
+        plans = {plan.weight: plan for plan in self.layers}
+        named = {**self.rest, **free}
+        watch = Layers({id(named[name]): name for name in plans})
+        with torch.enable_grad(), watch:
+            f = self.run(free, x)
+        if not plans:
+            return f.detach(), []
+        zeros = [zero for _, _, zero in watch.calls]
+        columns = [
+            torch.autograd.grad(f[:, c].sum(), zeros, retain_graph=c + 1 < self.outputs, allow_unused=True)
+            for c in range(self.outputs)
+        ]
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for i, (name, call, zero) in enumerate(watch.calls):
+            grads = [torch.zeros_like(zero) if column[i] is None else column[i] for column in columns]
+            delta = torch.stack([by_place(call, g) for g in grads], 1)  # (B, C, T, out)
+            found.setdefault(name, []).append((self._inputs(plans[name], patches(call)), delta))
+        blocks = []
+        for name, uses in found.items():  # a weight used twice: its places follow one another
+            a, delta = torch.cat([u[0] for u in uses], 1), torch.cat([u[1] for u in uses], 2)
+            blocks.append(LayerBlock(plans[name].positions, a.to("cpu"), delta.to("cpu")))
+        return f.detach(), blocks
+
+    @staticmethod
+    def _inputs(plan: LayerPlan, a: Tensor) -> Tensor:
+        """With the bias folded in as an input of one; without the weight's columns where only the bias is free."""
+        ones = torch.ones_like(a[..., :1])
+        if not plan.weight_free:
+            return ones
+        return torch.cat([a, ones], -1) if plan.bias_free else a
+
+    def _rest_block(self, x: Inputs, free: Mapping[str, Tensor]) -> RestBlock:
+        chosen = {name: free[name] for name in self.others}
+
+        def one(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
+            return self.run({**free, **parameters}, map_inputs(lambda part: part.unsqueeze(0), row)).squeeze(0)
+
+        try:
+            with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
+                parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
+        except RuntimeError:  # a layer without a batching rule (recurrent ones): row by row
+            rows = [jacrev(one)(chosen, _row(x, i)) for i in range(row_count(x))]
+            parts = {name: torch.stack([row[name] for row in rows]) for name in self.others}
+        values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
+        index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
+        return RestBlock(index, values.detach().to("cpu"))
+
+
+def _row(x: Inputs, i: int) -> Inputs:
+    return map_inputs(lambda part: part[i], x)
+
+
+def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool) -> AnyParameters:
+    """Plan the layers, and check the plan against plain backpropagation on a few rows."""
+    parameters = dict(frozen.module.named_parameters())
+    layout = contiguous_layout({name: parameters[name].shape for name in names})
+    theta = layout.pack({name: parameters[name] for name in names})
+    rest = {name: p.detach() for name, p in parameters.items() if name not in names} | dict(frozen.module.named_buffers())
+    rows = row_count(x)
+    plans = _plans(probe, parameters, layout, rows)
+    planned = {int(i) for plan in plans for i in plan.positions.flatten()}
+    others = tuple(name for name in names if int(layout.positions[name].flatten()[0]) not in planned)
+    outputs = f.shape[1]
+    seen = sum(c.result.numel() * outputs + patches(c).numel() for c in probe.calls if c.input.shape[0] == rows) // rows
+    rest_size = sum(layout.positions[name].numel() for name in others)
+    whole = layout.size if materialise else 0
+    extra = 8 * (2 * seen + outputs * (2 * rest_size + 3 * whole))
+    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra)
+    few = frozen.cast(slice_inputs(x, slice(0, CHECKED_ROWS)))
+    if plans and not _agrees(network, few):
+        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size)
+    return network
+
+
+def _plans(probe: Probe, parameters: Mapping[str, Tensor], layout: Layout, rows: int) -> tuple[LayerPlan, ...]:
+    """Layers whose free parameters are used in linear or convolutional calls on batches, and nowhere else."""
+    names = {id(p): name for name, p in parameters.items()}
+
+    def plain(tensor: Tensor | None) -> bool:
+        return tensor is None or set(probe.uses.get(id(tensor), ())) <= {LINEAR, CONVOLUTION}
+
+    plans: dict[str, LayerPlan] = {}
+    for call in probe.calls:
+        weight = names.get(id(call.weight))
+        bias = None if call.bias is None else names.get(id(call.bias))
+        if weight is None or not plain(call.weight) or not plain(call.bias) or call.input.shape[0] != rows:
+            continue
+        shared = [c for c in probe.calls if c.weight is call.weight or (call.bias is not None and c.bias is call.bias)]
+        if any(c.weight is not call.weight or c.bias is not call.bias or c.input.shape[0] != rows for c in shared):
+            continue  # tied in part: left to plain differentiation
+        weight_free, bias_free = weight in layout.positions, bias is not None and bias in layout.positions
+        if not weight_free and not bias_free:
+            continue
+        parts = [layout.positions[weight].flatten(1)] if weight_free else []
+        if bias_free and bias is not None:
+            parts.append(layout.positions[bias].unsqueeze(1))
+        plans[weight] = LayerPlan(weight, torch.cat(parts, 1), weight_free, bias_free)
+    return tuple(plans.values())
+
+
+def _agrees(network: AnyParameters, x: Inputs) -> bool:
+    """Jᵀg by layers equals Jᵀg by backpropagation through the whole, for one g."""
+    free = {name: value.requires_grad_(True) for name, value in network._free(network.theta).items()}
+    with torch.enable_grad():
+        f = network.run(free, x)
+        g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
+        grads = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
+    named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
+    expected = network.layout.pack(named)
+    found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
+    return bool((found - expected).abs().max() <= 1e-3 * (1e-12 + expected.abs().max()))

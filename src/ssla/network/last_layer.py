@@ -1,0 +1,63 @@
+"""The last layer: outputs linear in the free parameters, features computed by the rest of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ssla.batches import Inputs
+from ssla.jacobians import Features, Jacobian
+from ssla.network.base import Frozen, in_chunks
+from ssla.network.watch import Inputs as SeenInputs
+from ssla.parameters import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class LastLayer:
+    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ that the rest of the network computes."""
+
+    frozen: Frozen
+    weight: nn.Parameter
+    layout: Layout
+    theta: Tensor
+    outputs: int
+    fold_bias: bool
+    offset: Tensor | None  # a bias that is not free (C,)
+
+    linear = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.frozen.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.frozen.device
+
+    @property
+    def kronecker(self) -> frozenset[str]:
+        return frozenset(self.layout.names)
+
+    def cast(self, x: Inputs) -> Inputs:
+        return self.frozen.cast(x)
+
+    def rows_at_once(self, budget: int) -> int:
+        width = self.layout.size // self.outputs
+        return self.frozen.rows_at_once(budget, 8 * (width * (self.outputs + 2) + 4 * self.outputs**2))
+
+    def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
+        return in_chunks(x, self.rows_at_once(budget))
+
+    def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+        with SeenInputs(self.weight) as seen:
+            self.frozen.forward(x)
+        assert seen.input is not None
+        J = Features(seen.input.to("cpu"), self.outputs, self.fold_bias)
+        f = J.push(theta)
+        return (f if self.offset is None else f + self.offset.to(f.dtype)), J
+
+    def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
+        return self.expand(x, theta)[0]

@@ -1,0 +1,218 @@
+"""Opening a module: copy it, check it on the first batch, find its free parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssla._checks import finite, unknown_name
+from ssla.batches import Inputs, leaves, row_count, slice_inputs
+from ssla.network.any_parameters import open_any
+from ssla.network.base import Frozen, Network, as_outputs
+from ssla.network.last_layer import LastLayer
+from ssla.network.watch import Probe
+from ssla.parameters import last_layer_layout
+
+LAST_LAYER = "last_layer"
+ALL = "all"
+RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
+BATCH_DEPENDENT = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def open_network(model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Inputs, materialise: bool = True) -> Network:
+    """Copy the module, check it on the first batch x, and choose how to see its free parameters.
+
+    materialise: whether the curvature structure will ask for J as a matrix (it decides how many rows fit a budget).
+    """
+    frozen, watch, f = _freeze(model, x)
+    parameters = dict(frozen.module.named_parameters())
+    head = _head(watch, f, parameters)
+    names = _scope(model, weights, parameters, head)
+    if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
+        return _last_layer(frozen, head, head.bias in names, f.shape[1])
+    return open_any(frozen, names, x, f, watch, materialise)
+
+
+def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
+    _check_mode(model)
+    try:
+        module = copy.deepcopy(model)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
+            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
+        ) from error
+    module.requires_grad_(False)
+    floating = [p for p in module.parameters() if p.is_floating_point()]
+    if not floating:
+        raise ValueError("The network has no floating-point parameters, so there is nothing to be uncertain about.")
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        finite(f"Parameter or buffer {name!r}", value, "The network has diverged: train it again.")
+    probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1)
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    frozen, watch, f = _first_forward(probe, x)
+    inputs = frozen.cast(x)
+    # both without the probe: watched, some modules take another path than alone (a transformer's fused one)
+    if not torch.equal(frozen.forward(inputs), frozen.forward(inputs)):
+        raise ValueError(
+            "The network gives different outputs for the same input, so it is random. Call model.eval() first, and take "
+            "random layers (functional dropout, noise) out of its forward."
+        )
+    changed = [name for name, value in module.named_buffers() if not torch.equal(value, buffers[name])]
+    if changed:
+        raise ValueError(f"The network changes its buffers in forward ({', '.join(changed)}). Call model.eval() first.")
+    finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
+    _check_rows(frozen, x, f)
+    return frozen, watch, f
+
+
+def _check_mode(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        random = isinstance(layer, RANDOM_IN_TRAINING) or (isinstance(layer, nn.RNNBase) and layer.dropout > 0)
+        if layer.training and (random or isinstance(layer, BATCH_DEPENDENT)):
+            what = "dropout" if random else "batch norm"
+            why = "outputs are random" if random else "outputs depend on the batch"
+            raise ValueError(
+                f"The network is in training mode and has {what} ({name or type(layer).__name__}), so its {why}. "
+                "Call model.eval() first."
+            )
+
+
+def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
+    """How inputs are handed over: spread first, as one argument second."""
+    if isinstance(x, Tensor) or attempt == 1:
+        return lambda module, inputs: module(inputs)
+    if isinstance(x, Mapping):
+        return lambda module, inputs: module(**inputs)
+    return lambda module, inputs: module(*inputs)
+
+
+def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
+    """Find how the module wants its inputs: spread or whole, integers kept or cast."""
+    first: Exception | None = None
+    integers = any(not part.is_floating_point() for part in leaves(x))
+    for keep in (True, False) if integers else (True,):
+        for attempt in (0,) if isinstance(x, Tensor) else (0, 1):
+            frozen = Frozen(probe.module, probe.dtype, probe.device, _call_style(x, attempt), keep, 1)
+            inputs = frozen.cast(x)
+            try:
+                with Probe() as watch:
+                    result = frozen.call(frozen.module, inputs)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+                first = first or error
+                continue
+            f = as_outputs(result, row_count(inputs))
+            per_row = max(watch.bytes // row_count(inputs), 8)
+            return Frozen(frozen.module, frozen.dtype, frozen.device, frozen.call, keep, per_row), watch, f
+    shapes = [tuple(part.shape) for part in leaves(x)]
+    raise ValueError(
+        f"The network refused the inputs (shapes {shapes}): {first}. Check the number of columns and how the forward takes "
+        "its arguments: a tuple is passed as model(*x), a dict as model(**x)."
+    ) from first
+
+
+def _check_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
+    if f.shape[0] < 2:
+        return
+    alone = frozen.forward(frozen.cast(slice_inputs(x, slice(0, 1))))
+    size = float(f.abs().max()) + 1e-30
+    if not torch.allclose(alone, f[:1], rtol=1e-2, atol=1e-3 * size):
+        raise ValueError(
+            "The network's output for a row depends on the other rows of its batch, so rows have no predictive of their "
+            "own. Take batch statistics out of its forward (model.eval() for norms)."
+        )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The linear layer that makes the output."""
+
+    weight: str
+    bias: str | None
+    tensor: nn.Parameter
+    bias_tensor: Tensor | None
+    inputs: int
+
+    def covers(self, names: tuple[str, ...]) -> bool:
+        """Whether the names are this layer's weight, with or without its bias."""
+        return self.weight in names and set(names) <= {self.weight, self.bias}
+
+
+def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _Head | str:
+    """The last linear layer, or the reason why there is none."""
+    if not watch.linears:
+        return "no linear layer was called in its forward"
+    _, phi, weight, bias, result, *_ = watch.linears[-1]
+    if result.numel() != f.numel() or not torch.equal(result.reshape(f.shape), f):
+        return "its output is not the output of its last linear layer (something comes after it: a softmax, an exp, a scale?)"
+    if phi.dim() != 2:
+        return f"its last linear layer sees inputs of shape {tuple(phi.shape)}, not one row for each observation"
+    names = {id(p): name for name, p in parameters.items()}
+    if id(weight) not in names:
+        return "the weight of its last linear layer is computed from other parameters (weight norm or a parametrization)"
+    uses = sum(call.weight is weight for call in watch.linears)
+    if uses > 1:
+        return f"the weight {names[id(weight)]!r} of its last linear layer is used {uses} times (tied)"
+    bias_name = None if bias is None else names.get(id(bias))
+    assert isinstance(weight, nn.Parameter)
+    return _Head(names[id(weight)], bias_name, weight, bias, phi.shape[1])
+
+
+def _tied(model: nn.Module, name: str) -> list[str]:
+    """Other names of the same parameter."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return [other for other, p in named.items() if p is named[name] and other != name]
+
+
+def _scope(
+    model: nn.Module, weights: str | list[str] | tuple[str, ...], parameters: Mapping[str, nn.Parameter], head: _Head | str
+) -> tuple[str, ...]:
+    """The names of the free parameters."""
+    if weights == ALL:
+        return tuple(name for name, p in parameters.items() if p.is_floating_point())
+    if weights == LAST_LAYER:
+        if isinstance(head, str):
+            raise ValueError(
+                f"The network has no last layer that weights='last_layer' could use: {head}. Return the raw outputs of a "
+                "final nn.Linear (the likelihood applies links such as softmax and exp itself), or use weights='all' or a "
+                "list of parameter names."
+            )
+        tied = _tied(model, head.weight)
+        if tied:
+            raise ValueError(
+                f"The last layer's weight {head.weight!r} is tied to {', '.join(map(repr, tied))}, so the features would change "
+                "with it. Untie them, or use weights='all'."
+            )
+        return tuple(name for name in (head.weight, head.bias) if name is not None)
+    if isinstance(weights, str):
+        inside = tuple(name for name in parameters if name.startswith(weights + "."))
+        if not inside:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise ValueError(unknown_name("weights", weights, [LAST_LAYER, ALL, *modules]))
+        return inside
+    if not weights:
+        raise ValueError("weights is an empty list. Name at least one parameter, or use 'last_layer' or 'all'.")
+    for name in weights:
+        if name not in parameters:
+            raise ValueError(unknown_name("parameter", name, parameters))
+    return tuple(name for name in parameters if name in set(weights))
+
+
+def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int) -> LastLayer:
+    bias_name = head.bias if bias_free else None
+    layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
+    values: dict[str, Tensor] = {head.weight: head.tensor}
+    offset: Tensor | None = None
+    if bias_name is not None:
+        assert head.bias_tensor is not None
+        values[bias_name] = head.bias_tensor
+    elif head.bias_tensor is not None:
+        offset = head.bias_tensor.detach().to("cpu", torch.float64)
+    return LastLayer(frozen, head.tensor, layout, layout.pack(values), outputs, bias_name is not None, offset)
