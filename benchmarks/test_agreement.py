@@ -39,7 +39,9 @@ def ours(task, weights, structure, bias=True):
     model, x, y, new = setting(task, bias)
     likelihood = ssla.likelihoods.Gaussian(noise=SIGMA) if task == "regression" else ssla.likelihoods.Categorical()
     prior = ssla.priors.Gaussian(precision=TAU)
-    return ssla.fit(model, (x, y), likelihood=likelihood, prior=prior, weights=weights, structure=structure, mode="as_is").marginal(new)
+    return ssla.fit(
+        model, (x, y), likelihood=likelihood, prior=prior, weights=weights, structure=structure, mode="as_is"
+    ).marginal(new)
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])

@@ -24,6 +24,7 @@ from ssla.likelihoods import Custom, Likelihood, Started
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
 STEP_MARGIN = 0.1  # the least pivot of I + RᵀΛR on which a single Newton step is trusted
+PUSH = 0.05  # away from a saddle, in standard deviations of f
 CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 
@@ -103,29 +104,51 @@ def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded
 
     At a mode I + RᵀΛR is positive semi-definite by the second-order condition.
     """
-    v = likelihood.start(y, f, R) if isinstance(likelihood, Started) else None
-    if v is None:
+    starts = likelihood.starts(y, f, R) if isinstance(likelihood, Started) else []
+    if not starts:
         return _climb(likelihood, y, f, R, torch.zeros_like(f))
+    best = _from(likelihood, y, f, R, starts[0])
+    for start in starts[1:]:
+        other = _from(likelihood, y, f, R, start)
+        rows = (other.fit + other.shift > best.fit + best.shift + 1e-12).nonzero().squeeze(-1)
+        _overwrite(best, rows, Expanded(*(part[rows] for part in other)))
+    return best
+
+
+def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Expanded:
+    """The mode reached from v: v itself where it is one, by ascent elsewhere."""
     here, gradient = _finish(likelihood, y, f, R, v)
     done = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
     rows = (~(done & ~here.fallback)).nonzero().squeeze(-1)
-    if rows.numel() == 0:
-        return here
-    part = _Tasks(likelihood, y, f, R).take(rows)
-    rest = _climb(likelihood, *part, linalg.take(v, rows))
-    for whole, some in zip(here, rest, strict=True):
-        whole[rows] = some  # fresh tensors of our own
+    if rows.numel():
+        part = _Tasks(likelihood, y, f, R).take(rows)
+        _overwrite(here, rows, _climb(likelihood, *part, linalg.take(v, rows)))
     return here
 
 
-def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor) -> Expanded:
+def _overwrite(whole: Expanded, rows: Tensor, some: Expanded) -> None:
+    """In place: the tensors are fresh and our own."""
+    if rows.numel():
+        for target, values in zip(whole, some, strict=True):
+            target[rows] = values
+
+
+def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True) -> Expanded:
     """Newton ascent from `start`, which need not be near (nor good: where it is worse than v = 0, that is taken)."""
     tasks = _Tasks(likelihood, y, f, R)
     zero = torch.zeros_like(start)
-    value, origin = tasks.value(start), tasks.value(zero)
-    start = torch.where((value >= origin).unsqueeze(-1), start, zero)
+    if push:
+        value, origin = tasks.value(start), tasks.value(zero)
+        start = torch.where((value >= origin).unsqueeze(-1), start, zero)
     ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
-    return _finish(likelihood, y, f, R, ascent.point)[0]._replace(converged=ascent.converged)
+    found = _finish(likelihood, y, f, R, ascent.point)[0]._replace(converged=ascent.converged)
+    saddle = found.fallback.nonzero().squeeze(-1)
+    if push and saddle.numel():  # the observed curvature there is indefinite: not a maximum. Push off and go on
+        part = tasks.take(saddle)
+        point = linalg.take(ascent.point, saddle)
+        again = _climb(likelihood, *part, point + PUSH * (1 + point.abs()), push=False)
+        _overwrite(found, saddle, again)
+    return found if push else found._replace(converged=found.converged & ~found.fallback)
 
 
 def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Expanded, Tensor]:

@@ -283,7 +283,7 @@ def _line_search(
     shortest = SHORTEST_STEP * (1 + dot(here, here).sqrt())
     while True:
         factor = torch.where(good, factor, factor / 2)
-        stuck = ~good & (factor * length < shortest)
+        stuck = ~good & ~(factor * length >= shortest)  # also where the step is not a number
         trial = here + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
         there = objective(trial, rows)
         good = good | (there.value >= value + 1e-4 * factor * slope - slack)

@@ -35,6 +35,8 @@ MOST_NODES = 1100
 MOST_ROUNDS = 24
 TAIL_MASS = 1e-6
 HALF_RULE_TOLERANCE = 5e-4
+OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
+RELEVANT = 25.0  # log p below the peak beyond which nothing matters
 TASKS_AT_ONCE = 1 << 18  # nodes evaluated in one go: bounds memory, keeps the arrays in cache
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
@@ -199,6 +201,14 @@ class Grid:
     def _bends(self) -> Tensor:
         """Second derivatives of the spline in x (m, k)."""
         return self._logs @ _spline(self.logs.shape[1], self.reach).mT
+
+    def overshoots(self) -> Tensor:
+        """Rows (m,) whose spline rises well above the nodes in the middle of a panel that matters: a kink or a cliff."""
+        x = self.pattern
+        ends = self._logs[:, :-1], self._logs[:, 1:]
+        bump = (self._bends[:, :-1] + self._bends[:, 1:]) * ((x[1:] - x[:-1]) ** 2 / -16)
+        middle = bump.add_(ends[0], alpha=0.5).add_(ends[1], alpha=0.5)
+        return ((middle > torch.maximum(*ends) + OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
     def _panel_ends(self, panel: Tensor) -> tuple[Tensor, ...]:
         """Spline data of the panels (m, q): width, left value, right value, left bend, right bend."""
@@ -457,7 +467,7 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     width = torch.maximum(second, torch.full_like(second, spacing))  # narrower than the nodes: zoom in
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
-    coarse = ~((half / body - 1).abs() <= accuracy.half_rule)
+    coarse = ~((half / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
     heavy = ~((left + right) / body <= accuracy.tail)
     # a heavy tail drags mean and spread along; widen before moving, unless the peak is at the edge
     off = off & ~(heavy & (second > 3.0) & ~edge)

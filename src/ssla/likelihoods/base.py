@@ -96,10 +96,10 @@ class Located(Protocol):
 
 @runtime_checkable
 class Started(Protocol):
-    """A likelihood that knows a short cut to the mode of log p(y|f̂ + Rv) − ½‖v‖²."""
+    """A likelihood that knows where the modes of log p(y|f̂ + Rv) − ½‖v‖² may be."""
 
-    def start(self, y: Tensor, f: Tensor, R: Tensor) -> Tensor | None:
-        """v (M, C), at or near the mode; None if there is no short cut. The ascent checks it and goes on from there."""
+    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+        """Points v (M, C) from which an ascent reaches the highest mode, at least from one of them. Empty: from zero."""
         ...
 
 

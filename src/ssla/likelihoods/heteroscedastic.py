@@ -15,6 +15,8 @@ from ssla.linalg import stack_last, stack_square
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
 PROFILE_STEPS = 3
+SAFE_STEPS = 40
+SEVERAL_MODES = 0.5
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class HeteroscedasticGaussian:
         slope = stack_last([v, 2 * m * v])  # ∂μ/∂η
         return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
 
-    def start(self, y: Tensor, f: Tensor, R: Tensor) -> Tensor | None:
+    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one dimension is left.
 
         With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
@@ -122,9 +124,12 @@ class HeteroscedasticGaussian:
             c·h'  = c(βt + ½t²E − ½) − d
             −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
         and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
+
+        h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q above ½ or so): those
+        tasks are started from three places and the highest end is taken.
         """
         if not self.linear_domain:
-            return None
+            return []
         a, b, low = R[..., 0, 0], R[..., 1, 0], R[..., 1, 1]
         r, s = event(y, f) - f[..., 0], f[..., 1]
         c = torch.addcmul(b * b, low, low)
@@ -135,10 +140,14 @@ class HeteroscedasticGaussian:
         for _ in range(PROFILE_STEPS):
             d = _profile_step(d, *rough)
         d = _profile_step(d.to(r.dtype), r, s, c, beta, q)  # what single precision left over, squared
+        hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
+        if bool(hard.any()):
+            rows = hard.nonzero().squeeze(-1)
+            d[rows] = _profile_best(d[rows], *(part[rows] for part in (r, s, c, beta, q)))
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)
         u = torch.addcmul(E.new_tensor(-0.5), t * t, E, value=0.5)
-        return stack_last([torch.addcmul(b * u, a, t), low * u])
+        return [stack_last([torch.addcmul(b * u, a, t), low * u])]
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self.mean(f)
@@ -165,3 +174,43 @@ def _profile_step(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: T
     curve = torch.maximum(bend - half, 0.1 * bend).mul_(c).add_(1)
     rise = torch.addcmul(half.sub_(0.5), beta, t).mul_(c).sub_(d)
     return d + rise.div_(curve)
+
+
+def _profile(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
+    """h(d), −∞ where it is not a number."""
+    rho = torch.addcmul(r, beta, d, value=-1)
+    value = -0.5 * (s + d + rho * rho / (capped_exp(s + d) + q) + d * d / c)
+    return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
+
+
+def _profile_best(d: Tensor, *rest: Tensor) -> Tensor:
+    """The highest maximum of h reached from d and from three other places, by steps that never go down.
+
+    The places: no surprise (the noise shrinks by its own prior), the noise explains y, the mean explains y.
+    """
+    r, s, c, beta, q = rest
+    noise = (r * r).clamp_min(1e-300).log() - s
+    mean = c * beta * r / (beta * beta * c + q).clamp_min(1e-300)
+    best, height = d, _profile(d, *rest)
+    for start in (d, -0.5 * c, noise, mean):
+        here = torch.where(torch.isfinite(start), start, torch.zeros_like(start))
+        value = _profile(here, *rest)
+        for _ in range(SAFE_STEPS):
+            step = _profile_step(here, *rest) - here
+            step = torch.where(torch.isfinite(step), step, torch.zeros_like(step)).clamp(-4, 4)
+            trial = here + step
+            new = _profile(trial, *rest)
+            for _ in range(8):
+                down = new < value
+                if not bool(down.any()):
+                    break
+                step = torch.where(down, step / 4, step)
+                trial = here + step
+                new = _profile(trial, *rest)
+            up = new >= value
+            here, value = torch.where(up, trial, here), torch.where(up, new, value)
+            if bool((step.abs() <= 1e-11 * (1 + here.abs())).all()):
+                break
+        better = value > height
+        best, height = torch.where(better, here, best), torch.where(better, value, height)
+    return best

@@ -78,6 +78,12 @@ class StudentT:
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
 
+    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+        """f̂, and y itself: for a wide K the objective has a mode near each."""
+        r = R[..., 0, 0]
+        there = (event(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
+        return [torch.zeros_like(f), there.unsqueeze(-1)]
+
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         centre = f[..., 0]
         normal = torch.randn((n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator)

@@ -56,8 +56,8 @@ class LastLayer:
             self.frozen.forward(x)
         assert seen.input is not None
         J = Features(seen.input.to("cpu"), self.outputs, self.fold_bias)
-        f = J.push(theta)
-        return (f if self.offset is None else f + self.offset.to(f.dtype)), J
+        f = Features(J.phi.double(), self.outputs, self.fold_bias).push(theta)  # means may be large beside the noise
+        return (f if self.offset is None else f + self.offset), J
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
         return self.expand(x, theta)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,20 +19,36 @@ from ssla.quadrature import Regions
 from ssla.refit import Expansion
 
 TAIL = 1e-8
-MOST_BLOCKS = 4096
-FIRST_COUNTS = 32
-MOST_ROUNDS = 40
-ROUNDS_TO_FALL = 5  # a row whose last probabilities still rise after these many widenings has no sum
+BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
+FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
+WIDEST_REACH = 30.0
+LARGEST_COUNT = 1e30
+SMALL_DOUBT = 0.25
+SINGLE_COUNTS = 128
+NOTHING = -1e300  # log of no probability, finite so that sums of it are
+MODE_ROUNDS = 12
+TASKS_AT_ONCE = 1 << 18
 
 
 class Table(NamedTuple):
-    """Rows with the same number of blocks. Block j holds the counts low + stride·j … low + stride·(j+1) − 1."""
+    """Rows with the same number of blocks. Block j holds the counts edges[j] … edges[j+1] − 1 (none where they are equal).
+
+    Edges are round(c + s·sinh(t)) with t uniform: single counts near the centre, blocks that grow with the distance from it.
+    """
 
     rows: Tensor  # (m,)
-    low: Tensor  # (m,)
-    stride: Tensor  # (m,) odd: the log probability is taken at the block's middle
+    edges: Tensor  # (m, k + 1)
     logs: Tensor  # (m, k) log of the block's total
+    centres: Tensor  # (m, k) the mean count of the block
     accurate: Tensor  # (m,) bool
+
+    @property
+    def widths(self) -> Tensor:
+        return self.edges[:, 1:] - self.edges[:, :-1]
+
+    @property
+    def middles(self) -> Tensor:
+        return (self.edges[:, 1:] + self.edges[:, :-1] - 1) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +84,10 @@ class CountPredictive:
     def _moments(self) -> tuple[Tensor, Tensor]:
         means, variances = [], []
         for table, share in zip(self.tables, self._shares, strict=True):
-            middle = _middles(table)
-            mean = (share * middle).sum(1)
+            mean = (share * table.centres).sum(1)
             means.append(mean)
-            within = (table.stride**2 - 1) / 12  # of a uniform block
-            variances.append((share * (middle - mean[:, None]) ** 2).sum(1) + within)
+            within = (table.widths**2 - 1).clamp_min(0) / 12  # of a uniform block
+            variances.append((share * ((table.centres - mean[:, None]) ** 2 + within)).sum(1))
         return self._gather(means), self._gather(variances)
 
     @property
@@ -88,8 +104,17 @@ class CountPredictive:
 
     @cached_property
     def mode(self) -> Tensor:
-        best = [_middles(t).gather(1, t.logs.argmax(1, keepdim=True)).squeeze(1) for t in self.tables]
-        return self._out(self._gather(best))
+        """The most probable count: the best block, then the counts around its middle."""
+        best = self._gather([t.middles.gather(1, _heights(t).argmax(1, keepdim=True)) for t in self.tables]).round()
+        reach = self._gather([t.widths.gather(1, _heights(t).argmax(1, keepdim=True)) for t in self.tables])
+        for _ in range(MODE_ROUNDS):
+            if not bool((reach > 1).any()):
+                break
+            step = (reach / 8).ceil()
+            near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
+            best = near.gather(1, self.expansion.density(near).log.argmax(1, keepdim=True))
+            reach = torch.where(step > 1, step, torch.ones_like(step))
+        return self._out(best.squeeze(1))
 
     @property
     def mass(self) -> Tensor:
@@ -125,11 +150,11 @@ class CountPredictive:
         value = torch.floor(checked(value))
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            place = (value[table.rows] + 1 - table.low[:, None]) / table.stride[:, None]  # blocks up to and with y
-            place = place.clamp(0, table.logs.shape[1])
-            below = place.floor().long().clamp_max(table.logs.shape[1] - 1)
-            low, high = cumulative.gather(1, below), cumulative.gather(1, below + 1)
-            parts.append(low + (place - below) * (high - low))
+            y_up = (value[table.rows] + 1).clamp(table.edges[:, :1], table.edges[:, -1:])  # counts below it are ≤ y
+            block = (torch.searchsorted(table.edges, y_up.contiguous(), right=True) - 1).clamp(0, table.logs.shape[1] - 1)
+            low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
+            width = table.widths.gather(1, block).clamp_min(1)
+            parts.append(low + (y_up - table.edges.gather(1, block)) / width * (high - low))
         return self._out(answer(self._gather(parts), single))
 
     def icdf(self, q: Any) -> Tensor:
@@ -141,8 +166,8 @@ class CountPredictive:
             block = (torch.searchsorted(cumulative, target.contiguous()) - 1).clamp(0, table.logs.shape[1] - 1)
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
-            whole = (inside * table.stride[:, None]).ceil().clamp_min(1) - 1
-            parts.append(table.low[:, None] + table.stride[:, None] * block + whole)
+            whole = (inside * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
+            parts.append(table.edges.gather(1, block) + whole)
         return self._out(answer(self._gather(parts), single))
 
     def interval(self, level: float = 0.95) -> Tensor:
@@ -172,7 +197,7 @@ class CountPredictive:
             block = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(0, table.logs.shape[1] - 1)
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1 - 1e-12)
-            parts.append(table.low[:, None] + table.stride[:, None] * block + (inside * table.stride[:, None]).floor())
+            parts.append(table.edges.gather(1, block) + (inside * table.widths.gather(1, block)).floor())
         return self._out(self._gather(parts).mT)
 
     def increments(self, y: Any) -> Increments:
@@ -183,17 +208,17 @@ class CountPredictive:
         return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
 
 
-def _middles(table: Table) -> Tensor:
-    """(m, k)."""
-    blocks = torch.arange(table.logs.shape[1], dtype=torch.float64)
-    return table.low[:, None] + table.stride[:, None] * blocks + (table.stride[:, None] - 1) / 2
+def _heights(table: Table) -> Tensor:
+    """Log probability of one count of each block."""
+    return torch.where(table.widths > 0, table.logs - table.widths.clamp_min(1).log(), -torch.inf)
 
 
 def _runs(table: Table, share: Tensor, level: float) -> Regions:
-    order = share.argsort(1, descending=True)
+    order = _heights(table).argsort(1, descending=True)  # the highest single counts first
     reached = share.gather(1, order).cumsum(1)
     needed = torch.nn.functional.pad(reached[:, :-1] < level, (1, 0), value=True)
     inside = torch.zeros_like(needed).scatter(1, order, needed)
+    inside = _bridge(inside, table.widths == 0)
     edge = torch.zeros_like(inside[:, :1])
     starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
     stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
@@ -203,9 +228,16 @@ def _runs(table: Table, share: Tensor, level: float) -> Regions:
         exists = starts.sum(1) >= r
         first = (starts & (starts.cumsum(1) == r)).to(torch.uint8).argmax(1)
         last = (stops & (stops.cumsum(1) == r)).to(torch.uint8).argmax(1)
-        lowers.append(torch.where(exists, table.low + table.stride * first, torch.nan))
-        uppers.append(torch.where(exists, table.low + table.stride * (last + 1) - 1, torch.nan))
+        lowers.append(torch.where(exists, table.edges.gather(1, first[:, None]).squeeze(1), torch.nan))
+        uppers.append(torch.where(exists, table.edges.gather(1, last[:, None] + 1).squeeze(1) - 1, torch.nan))
     return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
+
+
+def _bridge(inside: Tensor, empty: Tensor) -> Tensor:
+    """Blocks without a count belong to the run before them."""
+    place = torch.arange(inside.shape[1]).expand_as(inside)
+    last = torch.where(empty, -1, place).cummax(1).values
+    return torch.where(empty & (last >= 0), inside.gather(1, last.clamp_min(0)), inside & ~empty)
 
 
 def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
@@ -215,82 +247,112 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     """
     f, K = expansion.marginal
     likelihood = expansion.likelihood
-    doubt, noise = total_variance(likelihood, f, K if expansion.moves else torch.zeros_like(K))
-    mean, scale = likelihood.mean(f), (doubt + noise).sqrt()
+    mean = likelihood.mean(f)
+    # the scale of the bulk: noise, and the doubt about the mean as if it were small (tails are found by widening)
+    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if expansion.moves else torch.zeros_like(K))
+    scale = (doubt + noise).sqrt().clamp_min(1.0)
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
-    low = (mean - 8 * scale).floor().clamp_min(0)
-    high = (mean + 8 * scale).ceil() + FIRST_COUNTS
-    first_low, first_high = low.clone(), high.clone()
-    pending = torch.arange(f.shape[0])
+
+    def tabulate(rows: Tensor, reach: float) -> Table:
+        edges = _edges(mean[rows, None], scale[rows, None], reach)
+        frame = Table(rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool))
+        density = expansion.density(frame.middles.clamp_min(0), rows)
+        real = frame.widths > 0
+        fallback[rows] |= (density.fallback & real).any(1)
+        unconverged[rows] |= (~density.converged & real).any(1)
+        totals, centres = _blocks(frame, density.log)
+        return frame._replace(logs=torch.where(real, totals, NOTHING), centres=centres)
+
     tables: list[Table] = []
-    for round_ in range(MOST_ROUNDS):
+    pending, reach = torch.arange(f.shape[0]), FIRST_REACH
+    while pending.numel():
+        last = reach >= WIDEST_REACH
         again = []
-        for rows, count in _by_size(pending, high[pending] - low[pending]):
-            table = _tabulate(expansion, rows, low[rows], high[rows], count, fallback, unconverged)
+        for rows in _groups(pending, mean, scale, reach):
+            table = tabulate(rows, reach)
             left, right = _tails(table)
-            left = torch.where(table.low > 0, left, torch.zeros_like(left))
             done = (left <= TAIL) & (right <= TAIL)
-            final = done if round_ < MOST_ROUNDS - 1 else torch.ones_like(done)
-            endless = torch.isinf(right) & (round_ >= ROUNDS_TO_FALL)
+            endless = torch.isinf(right) & last
+            for chosen in (done, ~done & ~endless & last):
+                if bool(chosen.any()):
+                    tables.append(Table(*(part[chosen] for part in table))._replace(accurate=done[chosen]))
             if bool(endless.any()):
-                lost = rows[endless]
-                for some, size in _by_size(lost, first_high[lost] - first_low[lost]):
-                    cut = _tabulate(expansion, some, first_low[some], first_high[some], size, fallback, unconverged)
-                    tables.append(_cut_at_valley(cut, mean[some]))
-            final = final & ~endless
-            if bool(final.any()):
-                kept = Table(*(part[final] for part in table))
-                tables.append(kept._replace(accurate=done[final]))
-            final = final | endless
-            width = high[rows] - low[rows]
-            low[rows] = torch.where(left > TAIL, (low[rows] - width).clamp_min(0), low[rows])
-            high[rows] = torch.where(right > TAIL, high[rows] + width, high[rows])
-            again.append(rows[~final])
-        pending = torch.cat(again)
-        if pending.numel() == 0:
-            break
+                tables.append(_cut_at_valley(tabulate(rows[endless], FIRST_REACH), mean[rows[endless]]))
+            if not last:
+                again.append(rows[~done])
+        pending = torch.cat(again) if again else pending[:0]
+        reach = min(1.6 * reach, WIDEST_REACH)
     inaccurate = torch.zeros_like(fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
-    return CountPredictive(expansion, tables, Diagnostics(refit, fallback, unconverged, inaccurate))
+    return CountPredictive(expansion, _by_pattern(tables), Diagnostics(refit, fallback, unconverged, inaccurate))
+
+
+def _groups(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Tensor]:
+    """Rows in pieces that bound the memory, those with the same kinds of edges together."""
+    low = mean[rows] - scale[rows] * math.sinh(reach) < SINGLE_COUNTS
+    far = mean[rows] > SINGLE_COUNTS
+    size = max(TASKS_AT_ONCE // int(2 * reach * BLOCKS_PER_UNIT), 1)
+    kinds = (rows[~low], rows[low & ~far], rows[low & far])
+    return [part for group in kinds if group.numel() for part in group.split(size)]
+
+
+def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
+    """(m, k + 1), for the rows of one group. A window that reaches down to small counts takes those one by one, and if its
+    centre is far above them, blocks that grow with the count on the way up."""
+    t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
+    edges = (mean + scale * torch.sinh(t)).round().clamp(0, LARGEST_COUNT)
+    if float(edges[0, 0]) >= SINGLE_COUNTS:
+        return edges
+    more = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)
+    if float(mean[0]) > SINGLE_COUNTS:
+        steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * BLOCKS_PER_UNIT) + 1
+        growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / BLOCKS_PER_UNIT)
+        more = torch.cat([more, growing.round()])
+    return torch.cat([edges, torch.minimum(more, edges[:, -1:])], 1).sort(1).values
+
+
+def _blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Log Σ p over each block and its mean count, from log p at its middle and p's slope and curvature there."""
+    w, x = table.widths, table.middles
+    before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
+    safe = (before > 0) & (after > 0)
+    before, after = before.clamp_min(0.5), after.clamp_min(0.5)
+    left, right = (logs[:, 1:-1] - logs[:, :-2]) / before, (logs[:, 2:] - logs[:, 1:-1]) / after
+    slope = (left * after + right * before) / (before + after)
+    bend = slope**2 + 2 * (right - left) / (before + after)
+    square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))  # 12 × the variance in a block
+    factor = (square / 24 * bend).clamp(-0.5, 1.0)
+    shift = torch.maximum(torch.minimum(square / 12 * slope, w[:, 1:-1] / 2), -w[:, 1:-1] / 2)
+    pad = torch.nn.functional.pad
+    return logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)), x + pad(shift, (1, 1))
+
+
+def _by_pattern(tables: list[Table]) -> list[Table]:
+    """Tables with as many blocks, joined."""
+    groups: dict[int, list[Table]] = {}
+    for table in tables:
+        groups.setdefault(table.logs.shape[1], []).append(table)
+    return [Table(*(torch.cat(parts) for parts in zip(*group, strict=True))) for group in groups.values()]
 
 
 def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     """No probability beyond the first rise to the right of the mean: the sum does not exist, so this row is flagged."""
-    right = _middles(table) >= mean[:, None]
-    logs = torch.where(right, table.logs, torch.inf).cummin(1).values
-    rising = right & (table.logs > logs + 1e-9) & (_middles(table) > mean[:, None] + 1)
-    gone = rising.cumsum(1) > 0
-    return table._replace(
-        logs=torch.where(gone, table.logs.amin(1, keepdim=True) - 1e4, table.logs), accurate=torch.zeros_like(table.accurate)
-    )
-
-
-def _by_size(rows: Tensor, widths: Tensor) -> list[tuple[Tensor, int]]:
-    """Rows grouped by the number of blocks they get: powers of two up to the limit."""
-    blocks = 2 ** torch.log2(widths.clamp(FIRST_COUNTS, MOST_BLOCKS)).ceil().long()
-    return [(rows[blocks == size], int(size)) for size in sorted(set(blocks.tolist()))]
-
-
-def _tabulate(
-    expansion: Expansion, rows: Tensor, low: Tensor, high: Tensor, count: int, fallback: Tensor, unconverged: Tensor
-) -> Table:
-    stride = ((high - low) / count).ceil().clamp_min(1)
-    stride = torch.where(stride % 2 == 0, stride + 1, stride)
-    frame = Table(rows, low, stride, torch.zeros(rows.numel(), count), torch.ones_like(rows, dtype=torch.bool))
-    density = expansion.density(_middles(frame), rows)
-    fallback[rows] |= density.fallback.any(1)
-    unconverged[rows] |= ~density.converged.all(1)
-    return frame._replace(logs=density.log + stride.log()[:, None])
+    heights = _heights(table)
+    right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
+    lowest = torch.where(right, heights, torch.inf).cummin(1).values
+    gone = (right & (heights > lowest + 1e-9)).cumsum(1) > 0
+    return table._replace(logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate))
 
 
 def _tails(table: Table) -> tuple[Tensor, Tensor]:
-    """Mass beyond the first and last block, by geometric continuation, relative to the whole."""
+    """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left."""
     total = table.logs.logsumexp(1)
-    sides = []
-    for inner, outer in ((table.logs[:, 1], table.logs[:, 0]), (table.logs[:, -2], table.logs[:, -1])):
-        ratio = (outer - inner).exp()
-        tail = (outer - total).exp() * ratio / (1 - ratio)
-        sides.append(torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf)))
-    return sides[0], sides[1]
+    heights = _heights(table)
+    ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
+    tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
+    right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
+    first = heights[:, 0] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
+    left = torch.where(table.edges[:, 0] > 0, first.exp(), torch.zeros_like(first))
+    return left, right
