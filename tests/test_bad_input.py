@@ -75,6 +75,16 @@ class Counter(nn.Module):
         return self.head(x)
 
 
+class NoGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.inner(x)
+
+
 def broken():
     model = net()
     with torch.no_grad():
@@ -150,6 +160,17 @@ CASES = {
     "custom support": (lambda: L.custom(lambda y, f: y, support="reals"), r"Did you mean 'real'\?"),
     "tempered estimate": (lambda: fit(likelihood=L.Tempered(L.Gaussian(noise="estimate"), 0.5)), "give the base's noise as a number"),
     "unresolved noise": (lambda: L.Gaussian(noise="estimate").log_prob(Y, X[:, :1]), "no value yet: ssla.fit finds it"),
+    "other columns at predict": (lambda: fit().predict(X[:, :2]), r"x must have shape \(N, 3\) as at fit, but one row of it is \(2,\)"),
+    "other parts at predict": (lambda: fit().predict((X, X)), r"parts it had at fit \(x\), but has \(x\[0\], x\[1\]\)"),
+    "a likelihood's class": (lambda: fit(likelihood=L.Poisson), r"is the class Poisson. Write Poisson\("),
+    "a number for a prior": (lambda: fit(prior=1.0), "prior must be an object such as"),
+    "no structure": (lambda: fit(structure=None), "structure must be one of 'dense'"),
+    "no refit": (lambda: fit().predict(X, refit=None), "refit must be one of"),
+    "a refit's class": (lambda: fit().predict(X, refit=ssla.NoRefit), "refit must be one of"),
+    "budget in words": (lambda: fit(memory_budget="1GB"), "memory_budget must be a number of bytes"),
+    "gradients cut off": (lambda: fit(NoGradient(), weights="all"), "do not depend on its free parameters.*no_grad"),
+    "Cauchy": (lambda: L.StudentT(df=1.0, scale=1.0), "df must exceed 1"),
+    "custom without a function": (lambda: L.custom("gaussian"), "log_prob must be a function"),
     "predict without a posterior": (lambda: ssla.predictive.predict(net(), X), "needs a Posterior, as ssla.fit returns it"),
 }  # fmt: skip
 
@@ -196,3 +217,32 @@ def test_an_interrupt_passes_through_and_leaves_the_module_alone():
     with pytest.raises(KeyboardInterrupt):
         fit(model, batches())
     assert keys == {name: set(vars(m)) for name, m in model.named_modules()}
+
+
+def test_a_prior_too_strong_for_the_targets_is_warned_about():
+    """A network that is right about targets around 50 must not be lost silently to a standard normal prior."""
+    x = torch.linspace(-2, 2, 80)[:, None]
+    y = 50 + 10 * x[:, 0] + torch.randn(80, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(10.0)
+        model.bias.fill_(50.0)
+    for likelihood in (L.Gaussian(noise="estimate"), L.Gaussian(noise=10.0)):
+        with pytest.warns(UserWarning, match=r"polish moved the network away.*residuals grew by a factor of.*mode='tilt'"):
+            ssla.fit(model, (x, y), likelihood=likelihood)
+    weak = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(precision=1e-4))
+    assert abs(weak.likelihood.noise - 1) < 0.3
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e6])
+def test_targets_of_any_scale(scale):
+    """With a prior that fits the scale of the weights the answer scales with the targets."""
+    x = torch.randn(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x[:, 0] + 0.3 * torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"))
+    scaled = ssla.fit(model, (x, scale * y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1 / scale**2))
+    assert torch.allclose(scaled.predict(x).stddev / scale, one.predict(x).stddev, rtol=1e-6)

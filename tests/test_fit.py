@@ -122,6 +122,23 @@ def test_tuples_dicts_and_integers_reach_the_module():
     assert ssla.fit(nn.Linear(2, 1), (torch.randint(5, (20, 2)), y), likelihood=GAUSSIAN).report.n == 20
 
 
+class Squeezed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        return self.inner(x).squeeze()
+
+
+@pytest.mark.filterwarnings("ignore:The network is")
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_forward_that_ends_in_squeeze(weights):
+    x, y = data()
+    plain, squeezed = (ssla.fit(m, (x, y), likelihood=GAUSSIAN, weights=weights) for m in (mlp(), Squeezed().eval()))
+    assert torch.allclose(plain.predict(x[:1]).variance, squeezed.predict(x[:1]).variance)
+
+
 def test_data_are_cast_to_the_model():
     model = mlp(dtype=torch.float32)
     x, y = data()
@@ -240,6 +257,21 @@ def test_evidence_at_an_estimated_noise_is_that_of_a_fit_with_it_given():
         one = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise="estimate"), weights=scope)
         two = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), weights=scope)
         assert abs(one.log_evidence() - two.log_evidence()) < 1e-8
+
+
+def test_evidence_with_noise_estimated_for_several_outputs_of_all_weights():
+    torch.manual_seed(0)
+    x = torch.randn(80, 3, dtype=torch.float64)
+    y = torch.stack([torch.sin(x[:, 0]), x[:, 1]], 1) + torch.tensor([0.2, 0.8]) * torch.randn(80, 2, dtype=torch.float64)
+    model = mlp(outputs=2, width=4)
+    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), weights="all")
+    two = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), weights="all")
+    assert abs(one.log_evidence() - two.log_evidence()) < 1e-8
+    polished = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), weights="all", mode="polish")
+    f = polished.marginal(x).mean
+    used = 1 - polished.operator.variances()
+    ratio = ((y - f) ** 2).sum(0) / polished.likelihood.noise**2
+    assert torch.allclose(ratio, (80 - used.sum() / 2).expand(2), rtol=2e-3)
 
 
 def test_tempering_equals_weighting_every_row():

@@ -230,3 +230,32 @@ def test_wide_count_predictives_equal_the_brute_sum(likelihood, f, K):
         exact = int(torch.searchsorted(whole, q))
         assert abs(float(p.icdf(q)) - exact) <= max(1, 2e-4 * exact)
     assert torch.allclose(p.cdf(torch.arange(100.0)[None]), whole[:100], atol=1e-8)
+
+
+def test_the_distribution_function_outside_the_support():
+    for name in ("gaussian", "heteroscedastic", "custom gamma", "poisson"):
+        p = make(name)
+        assert torch.equal(p.cdf(torch.tensor([[-math.inf, math.inf]])), torch.tensor([[0.0, 1.0]]).double().expand(N, -1))
+    assert not make("custom gamma").cdf(-1.0).any()
+
+
+def test_a_mode_is_found_among_several():
+    """Wide doubt about the log variance: the refit has a mode near \"noise explains y\" and one near \"the mean does\"."""
+    f, K = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[[30.0, 0.0], [0.0, 16.0]]], dtype=torch.float64)
+    y = torch.tensor([[5.0, 20.0, 36.0, 40.0, 200.0]], dtype=torch.float64)
+    parts = from_marginal(L.HeteroscedasticGaussian(), f, K).increments(y)
+    d = torch.linspace(-80, 80, 400_001, dtype=torch.float64)[:, None]  # the mean profiled out, the log variance by brute force
+    profile = -0.5 * (math.log(2 * math.pi) + d + y**2 / (d.exp() + 30) + d**2 / 16)
+    assert torch.allclose(parts.likelihood, profile.amax(0, keepdim=True), atol=1e-6)
+
+
+def test_a_saddle_is_not_taken_for_a_mode():
+    """Two bumps at ±3 around f: at y = 0 the centre is a minimum of the objective between two maxima."""
+
+    def bumps(y, f):
+        left, right = -0.5 * (y - f[..., 0] - 3) ** 2, -0.5 * (y - f[..., 0] + 3) ** 2
+        return torch.logaddexp(left, right) - math.log(2 * math.sqrt(2 * math.pi))
+
+    f, K = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), 4.0, dtype=torch.float64)
+    total = from_marginal(L.custom(bumps), f, K).increments(torch.tensor([[0.0, 1e-3]])).total[0]
+    assert abs(float(total[0] - total[1])) < 1e-2

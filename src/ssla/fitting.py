@@ -31,6 +31,7 @@ from ssla.priors import Gaussian as GaussianPrior
 from ssla.structures import Dense, Kfac, Structure, resolve
 
 MOST_NEWTON_STEPS = 200
+NOISE_ROUNDS = 10
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
@@ -59,7 +60,8 @@ def fit(
         The trained network, in eval mode. It is copied, never written to.
     data:
         The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any iterable of
-        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)).
+        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)). Row weights are frequencies:
+        a row of weight 2 counts as if it were there twice.
     likelihood:
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
@@ -80,10 +82,18 @@ def fit(
     >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
     """
-    if not isinstance(likelihood, Likelihood):
+    if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
         raise TypeError(
             f"likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), but is {likelihood!r}."
         )
+    if isinstance(likelihood, type):
+        raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
+    if prior is not None and (isinstance(prior, type) or not hasattr(prior, "bind")):
+        raise TypeError(f"prior must be an object such as ssla.priors.Gaussian(precision=1.0), but is {prior!r}.")
+    if not isinstance(weights, str | list | tuple):
+        raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
+    if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
+        raise ValueError(f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}.")
     if isinstance(likelihood, Tempered) and isinstance(likelihood.base, Gaussian) and likelihood.base.estimated:
         raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
     if mode is not None:
@@ -132,6 +142,7 @@ class _Job:
     cache: list[_Row] | None = field(default_factory=list)
     cached_bytes: int = 0
     network: Network | None = None
+    raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
 
     # --- the whole -------------------------------------------------------------------------
 
@@ -142,15 +153,19 @@ class _Job:
         target = _TargetRange()
         sums = self._collect(None, target)
         network = self._network
+        self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
         mode = self.mode or (POLISH if network.linear else TILT)
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = self._estimate_noise(sums, bound, polish=mode == POLISH)
-        start = sums.statistics
+        start, start_fit = sums.statistics, sums
         before = _residual(sums, bound, theta)
         if mode == POLISH:
             theta, sums, steps = self._polish(theta, sums, bound)
+            if estimate and not network.linear:
+                theta, sums, steps = self._settle_noise(theta, sums, steps, bound)
+            self._compare_fit(start_fit, sums, theta, network.theta)
         after = _residual(sums, bound, theta)
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
@@ -160,6 +175,40 @@ class _Job:
         posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
+
+    def _settle_noise(self, theta: Tensor, sums: _Sums, steps: int, bound: BoundPrior) -> tuple[Tensor, _Sums, int]:
+        """Noise and mode in turn, until the noise is that of the residuals at the mode."""
+        for _ in range(NOISE_ROUNDS):
+            before = sums.reference
+            self.likelihood = Gaussian(noise=1.0)
+            sums, self.likelihood = self._estimate_noise(self._collect(theta), bound, polish=False, theta=theta)
+            theta, sums, more = self._polish(theta, sums, bound)
+            steps += more
+            if bool(((sums.reference / before - 1).abs() <= 1e-4).all()):
+                return theta, sums, steps
+        self.notes.append(f"noise and mode did not settle together in {NOISE_ROUNDS} rounds")
+        return theta, sums, steps
+
+    def _compare_fit(self, start: _Sums, end: _Sums, theta: Tensor, trained: Tensor) -> None:
+        """Warn where the prior pulled the mode away from what the network had learned."""
+        before, after = start.statistics, end.statistics
+        if isinstance(self.likelihood, Gaussian):
+            spread = (end.squares / start.squares.clamp_min(1e-300)).sqrt()
+            if self.likelihood.covariance is None and self.raw_squares is not None:
+                spread = (end.residual_squares(start, theta - trained) / self.raw_squares.clamp_min(1e-300)).sqrt()
+            worse = float(spread.max()) > 1.5
+            figure = f"the residuals grew by a factor of {float(spread.max()):.3g}"
+        else:
+            fall = (before.log_likelihood - after.log_likelihood) / after.weight
+            worse, figure = fall > 0.2, f"the log likelihood fell by {fall:.3g} a row"
+        if worse:
+            message = (
+                f"polish moved the network away from what it had learned: {figure}, because the prior is too strong for the "
+                "scale of its weights and targets. Standardise the targets, weaken the prior "
+                "(priors.Gaussian(precision=1e-4)), or use mode='tilt', which keeps your network's predictions."
+            )
+            self.notes.append(message)
+            warnings.warn(message, UserWarning, stacklevel=5)
 
     @property
     def _network(self) -> Network:
@@ -293,7 +342,9 @@ class _Job:
 
     # --- the noise -------------------------------------------------------------------------
 
-    def _estimate_noise(self, sums: _Sums, bound: BoundPrior, polish: bool) -> tuple[_Sums, Gaussian]:
+    def _estimate_noise(
+        self, sums: _Sums, bound: BoundPrior, polish: bool, theta: Tensor | None = None
+    ) -> tuple[_Sums, Gaussian]:
         """σ_d² = RSS_d / (n − γ_d), γ_d = tr(S H⁻¹)_d the degrees of freedom that output d's weights use up.
 
         For a last layer (or one output) everything follows from the sums at unit noise, by a fixed point. Several
@@ -305,9 +356,10 @@ class _Job:
         self._check_residuals(raw, sums)
         if not network.linear and outputs > 1:
             self.likelihood = Gaussian(noise=raw)
-            sums = self._collect(None)
+            sums = self._collect(theta)
             unit, groups = torch.ones(1, dtype=torch.float64), torch.zeros(network.layout.size, dtype=torch.long)
-            squares, rows = torch.tensor([sums.statistics.weight * outputs]), sums.statistics.weight * outputs
+            squares = torch.tensor([sums.statistics.weight * outputs], dtype=torch.float64)
+            rows = sums.statistics.weight * outputs
             polish = False
         else:
             unit, squares, rows = raw, sums.squares, sums.statistics.weight
@@ -328,9 +380,9 @@ class _Job:
             if bool((free <= 1e-8 * rows).any()):
                 self._refuse_noise(f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted parameters")
             new = (rss.clamp_min(0) / free).sqrt()
-            if bool((new < 1e-6 * unit).any()):
+            if bool((new < 1e-8 * unit).any()):
                 self._refuse_noise("the residuals vanish: the free parameters reproduce every target, or the target is constant")
-            done = bool(((new - noise).abs() <= 1e-12 * noise).all())
+            done = bool(((new - noise).abs() <= 1e-10 * noise).all())
             noise = new
             if done:
                 break
@@ -343,7 +395,7 @@ class _Job:
     def _check_residuals(self, raw: Tensor, sums: _Sums) -> None:
         if sums.statistics.n < 2:
             self._refuse_noise("there is only one row")
-        if bool((raw <= 1e-10 * (1 + sums.largest)).any()):
+        if bool((raw <= 1e-10 * sums.largest).any()):
             self._refuse_noise("the residuals are zero: the network reproduces the targets exactly, or the target is constant")
 
     def _refuse_noise(self, why: str) -> None:
@@ -395,11 +447,12 @@ class _Sums:
     newton: Structure | None
     squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
     largest: float
+    reference: Tensor  # the noise that the statistics were taken at (C,)
 
     @staticmethod
     def zero(size: int, structure: Structure, newton: bool) -> _Sums:
         nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
-        return _Sums(nothing, Dense().zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0)
+        return _Sums(nothing, Dense().zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0, torch.ones(1))
 
     @property
     def newton_curvature(self) -> Structure:
@@ -424,8 +477,9 @@ class _Sums:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None]
             observed = None if observed is None else observed * weights[:, None, None]
-        squares = torch.zeros(f.shape[1], dtype=torch.float64)
+        squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
         if isinstance(likelihood, Gaussian):
+            reference = likelihood.covariance_for(f).diagonal().sqrt()
             r = (y.reshape(f.shape) - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
         s = self.statistics
@@ -440,23 +494,37 @@ class _Sums:
             None if self.newton is None or observed is None else self.newton.add(J, observed),
             self.squares + squares,
             max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
+            reference,
         )
 
     def at_noise(self, noise: Tensor) -> _Sums:
-        """Sums taken at unit noise, at another noise level (P,) (one for each parameter's output)."""
+        """The sums at `noise` times the noise they were taken at, (P,): one factor for each parameter's output."""
         s = self.statistics
-        groups = self.squares.numel()
-        by_output = noise.reshape(groups, -1)[:, 0] if noise.numel() % groups == 0 else noise[:1]
-        constant = -s.weight * float(by_output.expand(groups).log().sum())
-        unit = s.log_likelihood + 0.5 * float(self.squares.sum())
-        log_likelihood = unit + constant - 0.5 * float((self.squares / by_output.expand(groups) ** 2).sum())
+        outputs = self.squares.numel()
+        factor = noise.reshape(outputs, -1)[:, 0] if bool((noise != noise[0]).any()) else noise[:1].expand(outputs)
+        old, new = self.squares / self.reference**2, self.squares / (self.reference * factor) ** 2
+        change = 0.5 * float((old - new).sum()) - s.weight * float(factor.log().sum())
+        log_likelihood = s.log_likelihood + change
         statistics = replace(
             s,
             log_likelihood=log_likelihood,
             gradient=s.gradient / noise**2,
             curvature=s.curvature.scaled(1 / noise),
         )
-        return replace(self, statistics=statistics, newton=None if self.newton is None else self.newton.scaled(1 / noise))
+        newton = None if self.newton is None else self.newton.scaled(1 / noise)
+        return replace(self, statistics=statistics, newton=newton, reference=self.reference * factor)
+
+    def residual_squares(self, start: _Sums, moved: Tensor) -> Tensor:
+        """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as collected."""
+        if self.squares is not start.squares:
+            return self.squares
+        gain = float(moved @ start.statistics.gradient) - 0.5 * float(moved @ start.newton_curvature.push(moved))
+        noise = self.reference**2
+        return (
+            self.squares - 2 * gain * noise
+            if noise.numel() == 1
+            else self.squares * (1 - 2 * gain / (self.squares / noise).sum())
+        )
 
     def moved(self, step: Tensor) -> _Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
@@ -486,7 +554,7 @@ class _TargetRange:
     def see(self, y: Tensor, x: Any) -> None:
         self.rows += y.shape[0]
         self.low, self.high = _extend(self.low, self.high, y)
-        if isinstance(x, Tensor) and x.dim() == 2 and x.dtype != torch.bool:
+        if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
             self.x_low, self.x_high = _extend(self.x_low, self.x_high, x)
 
     def note(self, notes: list[str]) -> None:
@@ -494,7 +562,8 @@ class _TargetRange:
             notes.append("only one row was seen: the posterior is almost the prior")
             warnings.warn("The data hold one row only, so the posterior is almost the prior.", UserWarning, stacklevel=4)
             return
-        if self.low is not None and self.high is not None and bool((self.low == self.high).any()):
+        numbers = self.low is not None and self.low.is_floating_point()
+        if numbers and self.low is not None and self.high is not None and bool((self.low == self.high).any()):
             notes.append("the target is constant: nothing can be learned about its noise")
             warnings.warn("The target is constant: nothing can be learned about its noise.", UserWarning, stacklevel=4)
         if self.x_low is not None and self.x_high is not None:

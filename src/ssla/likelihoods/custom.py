@@ -213,6 +213,8 @@ def custom(
     ...     return -math.log(2) - f[..., 1] - distance * torch.exp(-f[..., 1])
     >>> likelihood = ssla.likelihoods.custom(log_prob, outputs=2)
     """
+    if not callable(log_prob):
+        raise TypeError(f"log_prob must be a function log_prob(y, f), but is {log_prob!r}.")
     if support not in SUPPORTS:
         raise ValueError(unknown_name("support", support, SUPPORTS))
     if (support == "classes") != (classes is not None):

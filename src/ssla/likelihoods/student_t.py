@@ -26,6 +26,8 @@ class StudentT:
 
     def __post_init__(self) -> None:
         positive("StudentT df", torch.tensor(float(self.df)))
+        if self.df <= 1:
+            raise ValueError(f"StudentT df must exceed 1 (lighter tails than Cauchy's), but is {self.df:g}. Use df=2 or more.")
         positive("StudentT scale", torch.tensor(float(self.scale)))
 
     @property

@@ -69,10 +69,10 @@ class Positive:
         _refuse(y <= 0, y, "numbers above zero")
 
     def to_real(self, y: Tensor) -> Tensor:
-        return y.log()
+        return y.clamp_min(0).log()  # −∞ below the support, so that its distribution function is 0 there
 
     def from_real(self, z: Tensor) -> Tensor:
-        return z.exp()
+        return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
         return z
@@ -90,10 +90,10 @@ class UnitInterval:
         _refuse((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
 
     def to_real(self, y: Tensor) -> Tensor:
-        return torch.logit(y)
+        return torch.logit(y.clamp(0, 1))
 
     def from_real(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(z)
+        return torch.sigmoid(z.clamp(-700, 36))
 
     def log_slope(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)

@@ -160,7 +160,7 @@ def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe
     extra = 8 * (2 * seen + outputs * (2 * rest_size + 3 * whole))
     network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra)
     few = frozen.cast(slice_inputs(x, slice(0, CHECKED_ROWS)))
-    if plans and not _agrees(network, few):
+    if not _agrees(network, few) and plans:
         return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size)
     return network
 
@@ -196,8 +196,15 @@ def _agrees(network: AnyParameters, x: Inputs) -> bool:
     free = {name: value.requires_grad_(True) for name, value in network._free(network.theta).items()}
     with torch.enable_grad():
         f = network.run(free, x)
+        if not f.requires_grad:
+            f = f + 0 * sum(value.sum() for value in free.values())  # a forward under no_grad: all gradients are zero
         g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
         grads = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
+    if all(grad is None or not bool(grad.any()) for grad in grads):
+        raise ValueError(
+            "The network's outputs do not depend on its free parameters as far as gradients can tell, so they would have no "
+            "uncertainty. Take torch.no_grad() and .detach() out of its forward, or free other parameters."
+        )
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
     found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))

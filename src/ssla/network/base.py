@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -83,8 +83,18 @@ class Frozen:
     call: Callable[[nn.Module, Inputs], Any]
     keep_integers: bool
     bytes_per_row: int
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of one row, by part, as first seen
 
     def cast(self, x: Inputs) -> Inputs:
+        if self.shapes and row_shapes(x).keys() != self.shapes.keys():
+            seen, came = ", ".join(self.shapes), ", ".join(row_shapes(x))
+            raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({came}).")
+        for name, shape in row_shapes(x).items():
+            if len(shape) != len(self.shapes.get(name, shape)) or shape[-1:] != self.shapes.get(name, shape)[-1:]:
+                expected = ", ".join(map(str, ("N", *self.shapes[name])))
+                raise ValueError(
+                    f"{name} must have shape ({expected}) as at fit, but one row of it is {shape}. Check its columns."
+                )
         if row_count(x) == 0:
             raise ValueError("x has no rows. Give at least one input.")
         for part in leaves(x):
@@ -92,7 +102,7 @@ class Frozen:
         return map_inputs(self._cast, x)
 
     def _cast(self, part: Tensor) -> Tensor:
-        keep = part.dtype == torch.bool or (self.keep_integers and not part.is_floating_point())
+        keep = self.keep_integers and not part.is_floating_point()
         return part.to(self.device) if keep else part.to(self.device, self.dtype)
 
     def forward(self, x: Inputs) -> Tensor:
@@ -101,6 +111,13 @@ class Frozen:
 
     def rows_at_once(self, budget: int, extra_per_row: int) -> int:
         return max(min(budget // (self.bytes_per_row + extra_per_row), 65536), 1)
+
+
+def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
+    if isinstance(x, Tensor):
+        return {"x": tuple(x.shape[1:])}
+    parts = x.items() if isinstance(x, Mapping) else enumerate(x)
+    return {f"x[{key!r}]": tuple(part.shape[1:]) for key, part in parts}
 
 
 def in_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
@@ -117,6 +134,8 @@ def as_outputs(result: Any, rows: int) -> Tensor:
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
+    if rows == 1 and result.dim() < 2:  # a forward that ends in squeeze() drops the row when there is one
+        return result.reshape(1, -1)
     if result.dim() != 2 or result.shape[0] != rows:
         raise ValueError(
             f"The network must return outputs of shape (N, C), here ({rows}, C), but returned {tuple(result.shape)}. "

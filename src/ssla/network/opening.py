@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssla._checks import finite, unknown_name
 from ssla.batches import Inputs, leaves, row_count, slice_inputs
 from ssla.network.any_parameters import open_any
-from ssla.network.base import Frozen, Network, as_outputs
+from ssla.network.base import Frozen, Network, as_outputs, row_shapes
 from ssla.network.last_layer import LastLayer
 from ssla.network.watch import Probe
 from ssla.parameters import last_layer_layout
@@ -110,10 +110,11 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
                 continue
             f = as_outputs(result, row_count(inputs))
             per_row = max(watch.bytes // row_count(inputs), 8)
-            return Frozen(frozen.module, frozen.dtype, frozen.device, frozen.call, keep, per_row), watch, f
-    shapes = [tuple(part.shape) for part in leaves(x)]
+            shapes = row_shapes(inputs)
+            return Frozen(frozen.module, frozen.dtype, frozen.device, frozen.call, keep, per_row, shapes), watch, f
+    came = [tuple(part.shape) for part in leaves(x)]
     raise ValueError(
-        f"The network refused the inputs (shapes {shapes}): {first}. Check the number of columns and how the forward takes "
+        f"The network refused the inputs (shapes {came}): {first}. Check the number of columns and how the forward takes "
         "its arguments: a tuple is passed as model(*x), a dict as model(**x)."
     ) from first
 

@@ -101,6 +101,12 @@ def checked(y: Tensor) -> Tensor:
     return y
 
 
+def not_nan(y: Tensor) -> None:
+    """Infinite values have a distribution function; NaN has none."""
+    if bool(y.isnan().any()):
+        raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
+
+
 def probabilities(q: Any) -> tuple[Tensor, bool]:
     """q as (k,) float64, and whether it came as one number."""
     value = as_tensor(q).to("cpu", torch.float64)

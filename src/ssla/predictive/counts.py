@@ -13,7 +13,7 @@ from torch import Tensor
 from ssla._checks import level as checked_level
 from ssla.expansion import Increments
 from ssla.likelihoods.support import Counts
-from ssla.predictive.base import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance, total_variance
 from ssla.quadrature import Regions
 from ssla.refit import Expansion
@@ -142,12 +142,14 @@ class CountPredictive:
     @cached_property
     def _cumulative(self) -> list[Tensor]:
         """(m, k + 1), from 0."""
-        return [torch.nn.functional.pad(share.cumsum(1), (1, 0)).clamp_max(1.0) for share in self._shares]
+        sums = [share.cumsum(1) for share in self._shares]
+        return [torch.nn.functional.pad(part / part[:, -1:], (1, 0)) for part in sums]
 
     def cdf(self, y: Any) -> Tensor:
         """P(Y ≤ y).  (N,) -> (N,); (N, k) -> (N, k)."""
         value, single = scalar_targets(y, self._rows)
-        value = torch.floor(checked(value))
+        not_nan(value)
+        value = torch.floor(value.clamp(-1, 1e300))
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             y_up = (value[table.rows] + 1).clamp(table.edges[:, :1], table.edges[:, -1:])  # counts below it are ≤ y

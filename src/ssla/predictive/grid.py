@@ -14,7 +14,7 @@ from ssla._checks import level as checked_level
 from ssla.expansion import Increments
 from ssla.likelihoods import Located
 from ssla.likelihoods.support import Continuous, Real
-from ssla.predictive.base import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance
 from ssla.quadrature import Built, Grid, Regions
 from ssla.refit import Expansion
@@ -108,7 +108,8 @@ class GridPredictive:
     def cdf(self, y: Any) -> Tensor:
         """P(Y ≤ y).  (N,) -> (N,); (N, k) -> (N, k)."""
         value, single = scalar_targets(y, self._rows)
-        z = self.support.to_real(checked(value))
+        not_nan(value)
+        z = self.support.to_real(value).clamp(-1e300, 1e300)
         return self._out(answer(self._gather([p.grid.cdf(z[p.rows]) for p in self.pieces]), single))
 
     def icdf(self, q: Any) -> Tensor:

@@ -31,6 +31,10 @@ REFITS: dict[str, Refit] = {
 def resolve(refit: str | Refit) -> Refit:
     """The door for names; objects pass."""
     if not isinstance(refit, str):
+        if isinstance(refit, type) or not callable(refit) or not hasattr(refit, "name"):
+            raise TypeError(
+                f"refit must be one of {', '.join(map(repr, REFITS))} or an object such as ssla.NoRefit(), but is {refit!r}."
+            )
         return refit
     if refit not in REFITS:
         raise ValueError(unknown_name("refit", refit, REFITS))

@@ -16,6 +16,10 @@ STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac"
 def resolve(structure: str | Structure) -> Structure:
     """The door for names: "dense", "diag", "kfac" -> the object; objects pass."""
     if not isinstance(structure, str):
+        if isinstance(structure, type) or not hasattr(structure, "with_prior"):
+            raise TypeError(
+                f"structure must be one of {', '.join(map(repr, STRUCTURES))} or a structure object, but is {structure!r}."
+            )
         return structure
     if structure not in STRUCTURES:
         raise ValueError(unknown_name("structure", structure, STRUCTURES))

@@ -89,7 +89,8 @@ class Dense:
         factor, info = torch.linalg.cholesky_ex(H)
         pivots = factor.diagonal()
         scale = H.diagonal().sqrt()
-        if int(info) != 0 or bool((pivots < 1e-7 * scale).any()):
+        improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding, not information
+        if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
             raise ValueError(
                 SINGULAR.format(
                     detail=f" (parameter {int(info) or int((pivots / scale).argmin()) + 1} of {len(H)} is not determined)"
