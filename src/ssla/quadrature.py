@@ -69,6 +69,15 @@ def _spline(count: int, reach: float) -> Tensor:
     return torch.from_numpy(np.linalg.solve(system / scale, right / scale))
 
 
+@lru_cache(maxsize=64)
+def _midpoints(count: int, reach: float) -> Tensor:
+    """The matrix (k − 1, k) that turns nodal values into the spline's values in the middle of its panels."""
+    x, bends = _pattern(count, reach)[0], _spline(count, reach)
+    eye = torch.eye(count, dtype=torch.float64)
+    square = ((x[1:] - x[:-1]) ** 2)[:, None]
+    return (eye[1:] + eye[:-1]) / 2 - square / 16 * (bends[1:] + bends[:-1])
+
+
 @lru_cache(maxsize=1)
 def _legendre() -> tuple[Tensor, Tensor]:
     """Four Gauss–Legendre nodes and weights on [0, 1]."""
@@ -204,11 +213,10 @@ class Grid:
 
     def overshoots(self) -> Tensor:
         """Rows (m,) whose spline rises well above the nodes in the middle of a panel that matters: a kink or a cliff."""
-        x = self.pattern
-        ends = self._logs[:, :-1], self._logs[:, 1:]
-        bump = (self._bends[:, :-1] + self._bends[:, 1:]) * ((x[1:] - x[:-1]) ** 2 / -16)
-        middle = bump.add_(ends[0], alpha=0.5).add_(ends[1], alpha=0.5)
-        return ((middle > torch.maximum(*ends) + OVERSHOOT) & (middle > -RELEVANT)).any(1)
+        logs = self._logs
+        middle = logs @ _midpoints(logs.shape[1], self.reach).mT
+        above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
+        return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
     def _panel_ends(self, panel: Tensor) -> tuple[Tensor, ...]:
         """Spline data of the panels (m, q): width, left value, right value, left bend, right bend."""
