@@ -113,6 +113,23 @@ def fit(
     return job.run()
 
 
+def collect(posterior: Posterior, data: Any) -> Statistics:
+    """The sums of more data at a posterior's θ̂, in one pass."""
+    job = _Job(
+        source=open_source(data),
+        model=None,
+        weights=LAST_LAYER,
+        likelihood=posterior.likelihood,
+        prior=posterior.prior,
+        structure=posterior.statistics.curvature,
+        mode=AS_IS,
+        budget=posterior.memory_budget,
+        progress=False,
+        network=posterior.network,
+    )
+    return job.sums_at(posterior.theta)
+
+
 @dataclass(eq=False)
 class _Row:
     """What the passes need of one chunk: its Jacobian or features, targets, weights."""
@@ -129,7 +146,7 @@ class _Job:
     """One call of `fit`: the things that its passes share."""
 
     source: Source
-    model: nn.Module
+    model: nn.Module | None
     weights: str | list[str] | tuple[str, ...]
     likelihood: Likelihood
     prior: Prior
@@ -209,6 +226,9 @@ class _Job:
             )
             self.notes.append(message)
             warnings.warn(message, UserWarning, stacklevel=5)
+
+    def sums_at(self, theta: Tensor) -> Statistics:
+        return self._collect(theta).statistics
 
     @property
     def _network(self) -> Network:
@@ -298,6 +318,7 @@ class _Job:
                 yield row
 
     def _open(self, batch: Batch) -> Network:
+        assert self.model is not None
         network = open_network(self.model, self.weights, batch.x, self.structure.materialises)
         self.likelihood.support_for(network.outputs)
         need = self.structure.memory(network.layout.size)

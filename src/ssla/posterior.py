@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ssla.batches import Inputs, as_inputs
 from ssla.jacobians import Jacobian
-from ssla.likelihoods import Likelihood
+from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
 from ssla.priors import BoundPrior, Prior
-from ssla.structures import Operator, Structure
+from ssla.structures import Dense, Operator, Structure
 
 if TYPE_CHECKING:
     from ssla.predictive import Predictive
@@ -56,6 +56,12 @@ class Statistics:
             self.gradient + other.gradient,
             self.curvature.merge(other.curvature),
         )
+
+    def moved(self, step: Tensor) -> Statistics:
+        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature."""
+        push = self.curvature.push(step)
+        gain = float(step @ self.gradient) - 0.5 * float(step @ push)
+        return replace(self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push)
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,66 @@ class Posterior:
         size = self.theta.numel()
         prior = float(self.bound_prior.log_prob(self.theta))
         return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - self.operator.logdet())
+
+    # --- more data -------------------------------------------------------------------------
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass."""
+        return self.network.linear and isinstance(self.likelihood, Gaussian) and isinstance(self.statistics.curvature, Dense)
+
+    def update(self, data: Any) -> Posterior:
+        """The posterior with more data, in one pass over them alone.
+
+        A polished last layer with Gaussian noise and dense curvature moves to the new mode, exactly as if all data had been
+        fitted at once. Otherwise θ̂ stays where it is, and the report says so.
+        """
+        from ssla.fitting import collect
+
+        return self._with_statistics(self.statistics.merge(collect(self, data)), passes=self.report.passes + 1)
+
+    def merge(self, other: Posterior) -> Posterior:
+        """The posterior of both data sets (the prior counts once). Associative, and free of order.
+
+        Both must come from the same network, likelihood and prior, and stand at the same θ̂ (fit shards with mode="tilt"), unless
+        their sums are quadratic, when they are brought to the same place exactly.
+        """
+        mine, theirs = self.report, other.report
+        for what in ("names", "outputs", "likelihood", "structure"):
+            if getattr(mine, what) != getattr(theirs, what):
+                pair = f"{getattr(mine, what)} and {getattr(theirs, what)}"
+                raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {pair}.")
+        if not torch.equal(self.network.theta, other.network.theta):
+            raise ValueError("Only posteriors of the same trained network can be merged, but the networks' weights differ.")
+        both = (self.bound_prior, other.bound_prior)
+        if any(
+            not torch.equal(getattr(both[0], m)(self.theta), getattr(both[1], m)(self.theta)) for m in ("gradient", "precision")
+        ):
+            raise ValueError("Only posteriors with the same prior can be merged, but the priors differ.")
+        statistics = other.statistics
+        if not torch.equal(self.theta, other.theta):
+            if not self.quadratic:
+                raise ValueError(
+                    "The two posteriors stand at different modes, and their sums cannot be moved. Fit every shard with "
+                    "mode='tilt'."
+                )
+            statistics = statistics.moved(self.theta - other.theta)
+        return self._with_statistics(self.statistics.merge(statistics), passes=mine.passes + theirs.passes)
+
+    def _with_statistics(self, statistics: Statistics, passes: int) -> Posterior:
+        theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
+        if self.quadratic and self.report.mode == POLISH:
+            operator = statistics.curvature.with_prior(self.bound_prior.precision(theta))
+            step = operator.solve(statistics.gradient + self.bound_prior.gradient(theta))
+            theta, statistics, note = theta + step, statistics.moved(step), "data were added: moved to the mode of all of them"
+        moved = replace(self, theta=theta, statistics=statistics)
+        gradient = statistics.gradient + self.bound_prior.gradient(theta)
+        residual = math.sqrt(max(float(gradient @ moved.operator.solve(gradient)), 0.0))
+        notes = tuple(n for n in self.report.notes if not n.startswith("data were added"))
+        report = replace(
+            self.report, n=statistics.n, weight=statistics.weight, passes=passes, residual_after=residual, notes=(*notes, note)
+        )
+        return replace(moved, report=report)
 
     def predict(self, x: Inputs, refit: str | Refit = "output") -> Predictive:
         """The predictive distribution of y at x.

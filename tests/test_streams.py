@@ -1,0 +1,74 @@
+"""More data later, and shards: update and merge."""
+
+import pytest
+import torch
+
+import ssla
+from ssla import likelihoods as L
+from ssla import priors
+from test_fit import data, mlp
+
+GAUSSIAN = L.Gaussian(noise=0.3)
+X, Y = data(90)
+PARTS = [(X[:40], Y[:40]), (X[40:55], Y[40:55]), (X[55:], Y[55:])]
+
+
+def same(a, b, tolerance=1e-10):
+    assert a.report.n == b.report.n
+    assert torch.allclose(a.theta, b.theta, atol=tolerance)
+    assert torch.allclose(a.marginal(X).covariance, b.marginal(X).covariance, rtol=1e-9)
+    assert abs(a.log_evidence() - b.log_evidence()) < 1e-8
+
+
+def test_update_equals_one_fit_of_all_data():
+    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
+    post = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
+    for part in PARTS[1:]:
+        post = post.update(part)
+    same(post, whole)
+    assert "moved to the mode of all" in str(post.report)
+
+
+@pytest.mark.filterwarnings("ignore:The network is")
+@pytest.mark.parametrize("structure", ["dense", "diag", "kfac"])
+@pytest.mark.parametrize(("likelihood", "options"), [(GAUSSIAN, {"weights": "all"}), (L.Poisson(), {"mode": "tilt"})])
+def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelihood, options):
+    target = Y.abs().round() if isinstance(likelihood, L.Poisson) else Y
+    options = {"likelihood": likelihood, "structure": structure, **options}
+    a, b, c = (
+        ssla.fit(mlp(), (x, target[: len(X)][s]), **options)
+        for (x, _), s in zip(PARTS, (slice(0, 40), slice(40, 55), slice(55, 90)), strict=True)
+    )
+    whole = ssla.fit(mlp(), (X, target), **options)
+    for merged in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b)):
+        same(merged, whole)
+    same(a.update((X[40:], target[40:])), whole)
+
+
+def test_polished_gaussian_shards_merge_exactly():
+    a, b, c = (ssla.fit(mlp(), part, likelihood=GAUSSIAN) for part in PARTS)
+    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
+    for merged in (a.merge(b).merge(c), c.merge(b).merge(a)):
+        same(merged, whole)
+
+
+def test_a_stream_of_unknown_length():
+    def rows():
+        yield from PARTS
+
+    same(ssla.fit(mlp(), rows(), likelihood=GAUSSIAN), ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN))
+
+
+def test_what_does_not_fit_together_is_refused():
+    one = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
+    for other, message in (
+        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5)), "likelihood differ"),
+        (ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN), "weights differ"),
+        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, structure="diag"), "structure differ"),
+        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(2.0)), "priors differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            one.merge(other)
+    counts = [ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson()) for x, y in PARTS[:2]]
+    with pytest.raises(ValueError, match=r"different modes.*mode='tilt'"):
+        counts[0].merge(counts[1])
