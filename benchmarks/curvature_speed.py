@@ -55,14 +55,11 @@ def main() -> None:
     try:
         from laplace import Laplace
     except ImportError:
-        Laplace = None  # noqa: N806
+        Laplace = None
         print("laplace-torch is not installed: `make bench` installs it; times of ours only\n")
-    print(
-        f"n = {options.rows:,}, {options.points:,} test points, {torch.get_num_threads()} threads; both read the same DataLoader\n"
-    )
-    print(
-        f"{'weights':<12}{'structure':<11}{'fit s':>9}{'predict s':>11}{'theirs fit':>12}{'predict':>10}{'fit ×':>9}{'predict ×':>11}"
-    )
+    threads = torch.get_num_threads()
+    print(f"n = {options.rows:,}, {options.points:,} test points, {threads} threads; both read the same DataLoader\n")
+    print("weights     structure      fit s  predict s  theirs fit   predict    fit ×  predict ×")
     for weights, theirs, ours in SETTINGS:
 
         def fit(weights: str = weights, ours: str = ours) -> ssla.Posterior:
