@@ -47,7 +47,7 @@ def increments(likelihood, size, scale, shape, seed, dtype, refit, location, y):
     return on_marginal(resolve(refit), likelihood, f, K)(torch.as_tensor(y).double().expand(3))
 
 
-def check(parts):
+def check_finite(parts):
     for name in ("likelihood", "prior", "curvature", "total"):
         assert torch.isfinite(getattr(parts, name)).all(), (name, getattr(parts, name))
 
@@ -56,20 +56,20 @@ def check(parts):
 @given(st.sampled_from(list(REAL)), SCALES, SHAPES, st.integers(0, 99), DTYPES, REFITS, st.floats(-40, 40),
        st.sampled_from([-1e8, -1e4, -50.0, -1.0, 0.0, 0.1, 3.0, 1e3, 1e6]))  # fmt: skip
 def test_real_targets(name, scale, shape, seed, dtype, refit, location, y):
-    check(increments(*REAL[name], scale, shape, seed, dtype, refit, location, y))
+    check_finite(increments(*REAL[name], scale, shape, seed, dtype, refit, location, y))
 
 
 @SETTINGS
 @given(st.sampled_from(list(COUNT)), SCALES, SHAPES, st.integers(0, 99), DTYPES, REFITS, st.floats(-40, 40),
        st.sampled_from([0.0, 1.0, 5.0, 300.0, 1e6]))  # fmt: skip
 def test_counts(name, scale, shape, seed, dtype, refit, location, y):
-    check(increments(*COUNT[name], scale, shape, seed, dtype, refit, location, y))
+    check_finite(increments(*COUNT[name], scale, shape, seed, dtype, refit, location, y))
 
 
 @SETTINGS
 @given(st.sampled_from(list(CLASS)), SCALES, SHAPES, st.integers(0, 99), DTYPES, REFITS, st.floats(-300, 300), st.integers(0, 1))
 def test_classes(name, scale, shape, seed, dtype, refit, location, y):
-    check(increments(*CLASS[name], scale, shape, seed, dtype, refit, location, float(y)))
+    check_finite(increments(*CLASS[name], scale, shape, seed, dtype, refit, location, float(y)))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

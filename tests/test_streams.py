@@ -13,7 +13,7 @@ X, Y = data(90)
 PARTS = [(X[:40], Y[:40]), (X[40:55], Y[40:55]), (X[55:], Y[55:])]
 
 
-def same(a, b, tolerance=1e-10):
+def assert_same(a, b, tolerance=1e-10):
     assert a.report.n == b.report.n
     assert torch.allclose(a.theta, b.theta, atol=tolerance)
     assert torch.allclose(a.marginal(X).covariance, b.marginal(X).covariance, rtol=1e-9)
@@ -25,7 +25,7 @@ def test_update_equals_one_fit_of_all_data():
     post = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
     for part in PARTS[1:]:
         post = post.update(part)
-    same(post, whole)
+    assert_same(post, whole)
     assert "moved to the mode of all" in str(post.report)
 
 
@@ -41,22 +41,22 @@ def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelih
     )
     whole = ssla.fit(mlp(), (X, target), **options)
     for merged in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b)):
-        same(merged, whole)
-    same(a.update((X[40:], target[40:])), whole)
+        assert_same(merged, whole)
+    assert_same(a.update((X[40:], target[40:])), whole)
 
 
 def test_polished_gaussian_shards_merge_exactly():
     a, b, c = (ssla.fit(mlp(), part, likelihood=GAUSSIAN) for part in PARTS)
     whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
     for merged in (a.merge(b).merge(c), c.merge(b).merge(a)):
-        same(merged, whole)
+        assert_same(merged, whole)
 
 
 def test_a_stream_of_unknown_length():
     def rows():
         yield from PARTS
 
-    same(ssla.fit(mlp(), rows(), likelihood=GAUSSIAN), ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN))
+    assert_same(ssla.fit(mlp(), rows(), likelihood=GAUSSIAN), ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN))
 
 
 def test_what_does_not_fit_together_is_refused():

@@ -1,0 +1,118 @@
+"""`fit`: from a trained network and its data to a Posterior.
+
+One pass collects the sums at the trained θ. What happens next is the `mode` (method.md section 4):
+
+  polish   Newton steps to the mode of ℓ_D + log π. With Gaussian noise and a last layer the objective is
+           quadratic, so the mode follows from the sums: no further pass. Otherwise each step is a pass
+           (over cached features while they fit the memory budget).
+  tilt     θ̂ stays; the residual gradient is subtracted from the objective, so that θ̂ is its mode.
+  as_is    θ̂ stays and is taken for the mode; a large residual gradient is warned about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ssla._checks import one_of
+from ssla.batches import open_source
+from ssla.fitting.job import Job
+from ssla.likelihoods import Gaussian, Likelihood, Tempered
+from ssla.network import LAST_LAYER
+from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
+from ssla.priors import Gaussian as GaussianPrior
+from ssla.priors import Prior
+from ssla.structures import Structure, resolve
+
+__all__ = ["collect", "fit"]
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    likelihood: Likelihood,
+    prior: Prior | None = None,
+    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
+    structure: str | Structure = "dense",
+    mode: str | None = None,
+    memory_budget: int | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """Fit a Laplace posterior to a trained network, ready to predict distributions.
+
+    Parameters
+    ----------
+    model:
+        The trained network, in eval mode. It is copied, never written to.
+    data:
+        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any iterable of
+        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)). Row weights are frequencies:
+        a row of weight 2 counts as if it were there twice.
+    likelihood:
+        What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
+    prior:
+        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given.
+    weights:
+        "last_layer" (its bias included), "all", a module's name, or a list of parameter names.
+    structure:
+        "dense" or "diag", or an object.
+    mode:
+        "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+    memory_budget:
+        Bytes that intermediate results may take (1 GiB if not given).
+    progress:
+        Show a bar (needs tqdm).
+
+    Example
+    -------
+    >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
+    >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
+    """
+    if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            f"likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), but is {likelihood!r}."
+        )
+    if isinstance(likelihood, type):
+        raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
+    if prior is not None and (isinstance(prior, type) or not hasattr(prior, "bind")):
+        raise TypeError(f"prior must be an object such as ssla.priors.Gaussian(precision=1.0), but is {prior!r}.")
+    if not isinstance(weights, str | list | tuple):
+        raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
+    if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
+        raise ValueError(f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}.")
+    if isinstance(likelihood, Tempered) and isinstance(likelihood.base, Gaussian) and likelihood.base.estimated:
+        raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
+    if mode is not None:
+        one_of("mode", mode, (POLISH, TILT, AS_IS))
+    budget = DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
+    job = Job(
+        source=open_source(data),
+        model=model,
+        weights=weights,
+        likelihood=likelihood,
+        prior=GaussianPrior() if prior is None else prior,
+        structure=resolve(structure),
+        mode=mode,
+        budget=budget,
+        progress=progress,
+    )
+    return job.run()
+
+
+def collect(posterior: Posterior, data: Any) -> Statistics:
+    """The sums of more data at a posterior's θ̂, in one pass."""
+    job = Job(
+        source=open_source(data),
+        model=None,
+        weights=LAST_LAYER,
+        likelihood=posterior.likelihood,
+        prior=posterior.prior,
+        structure=posterior.statistics.curvature,
+        mode=AS_IS,
+        budget=posterior.memory_budget,
+        progress=False,
+        network=posterior.network,
+    )
+    return job.sums_at(posterior.theta)

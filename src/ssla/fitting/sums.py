@@ -1,0 +1,118 @@
+"""Sums over the data at one θ, with what fitting needs besides the statistics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ssla._checks import finite
+from ssla.jacobians import Jacobian
+from ssla.likelihoods import Gaussian, Likelihood
+from ssla.posterior import Statistics
+from ssla.priors import BoundPrior
+from ssla.structures import Dense, Structure
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Statistics with what fitting needs besides: the observed curvature for Newton steps, squared residuals."""
+
+    statistics: Statistics
+    newton: Structure | None
+    squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
+    largest: float
+    reference: Tensor  # the noise that the statistics were taken at (C,)
+
+    @staticmethod
+    def zero(size: int, structure: Structure, newton: bool) -> Sums:
+        nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
+        return Sums(nothing, Dense().zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0, torch.ones(1))
+
+    @property
+    def newton_curvature(self) -> Structure:
+        return self.newton or self.statistics.curvature
+
+    def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
+        """H⁻¹ g with the observed curvature; with the Fisher where that is not positive definite."""
+        if self.newton is not None:
+            try:
+                return self.newton.with_prior(prior_precision).solve(gradient)
+            except ValueError:
+                pass
+        return self.statistics.curvature.with_prior(prior_precision).solve(gradient)
+
+    def add(self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Sums:
+        finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
+        likelihood.check_outputs(f)
+        log_prob, score, precision = likelihood.log_prob(y, f), likelihood.score(y, f), likelihood.fisher(f)
+        observed = likelihood.precision(y, f) if self.newton is not None else None
+        finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
+        if weights is not None:
+            log_prob, score = log_prob * weights, score * weights[:, None]
+            precision = precision * weights[:, None, None]
+            observed = None if observed is None else observed * weights[:, None, None]
+        squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
+        if isinstance(likelihood, Gaussian):
+            reference = likelihood.covariance_for(f).diagonal().sqrt()
+            r = (y.reshape(f.shape) - f) ** 2
+            squares = (r if weights is None else r * weights[:, None]).sum(0)
+        s = self.statistics
+        return Sums(
+            Statistics(
+                s.n + f.shape[0],
+                s.weight + (f.shape[0] if weights is None else float(weights.sum())),
+                s.log_likelihood + float(log_prob.sum()),
+                s.gradient + J.pull(score),
+                s.curvature.add(J, precision, weights),
+            ),
+            None if self.newton is None or observed is None else self.newton.add(J, observed),
+            self.squares + squares,
+            max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
+            reference,
+        )
+
+    def at_noise(self, noise: Tensor) -> Sums:
+        """The sums at `noise` times the noise they were taken at, (P,): one factor for each parameter's output."""
+        s = self.statistics
+        outputs = self.squares.numel()
+        factor = noise.reshape(outputs, -1)[:, 0] if bool((noise != noise[0]).any()) else noise[:1].expand(outputs)
+        old, new = self.squares / self.reference**2, self.squares / (self.reference * factor) ** 2
+        change = 0.5 * float((old - new).sum()) - s.weight * float(factor.log().sum())
+        log_likelihood = s.log_likelihood + change
+        statistics = replace(
+            s,
+            log_likelihood=log_likelihood,
+            gradient=s.gradient / noise**2,
+            curvature=s.curvature.scaled(1 / noise),
+        )
+        newton = None if self.newton is None else self.newton.scaled(1 / noise)
+        return replace(self, statistics=statistics, newton=newton, reference=self.reference * factor)
+
+    def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
+        """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as collected."""
+        if self.squares is not start.squares:
+            return self.squares
+        gain = float(moved @ start.statistics.gradient) - 0.5 * float(moved @ start.newton_curvature.push(moved))
+        noise = self.reference**2
+        return (
+            self.squares - 2 * gain * noise
+            if noise.numel() == 1
+            else self.squares * (1 - 2 * gain / (self.squares / noise).sum())
+        )
+
+    def moved(self, step: Tensor) -> Sums:
+        """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
+        s = self.statistics
+        push = self.newton_curvature.push(step)
+        gain = float(step @ s.gradient) - 0.5 * float(step @ push)
+        return replace(self, statistics=replace(s, log_likelihood=s.log_likelihood + gain, gradient=s.gradient - push))
+
+
+def residual(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
+    """√(gᵀH⁻¹g): how far θ is from the mode, in posterior standard deviations."""
+    gradient = sums.statistics.gradient + bound.gradient(theta)
+    step = sums.newton_step(gradient, bound.precision(theta))
+    return math.sqrt(max(float(gradient @ step), 0.0))
