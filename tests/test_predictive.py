@@ -91,6 +91,7 @@ def test_shapes_of_classes(name):
     assert p.mean.shape == p.epistemic.shape == ((N,) if name == "bernoulli" else (N, C))
 
 
+@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate \\(refit='newton'")
 @pytest.mark.parametrize("refit", REFITS)
 @pytest.mark.parametrize("name", SCALAR + COUNTS)
 def test_variance_is_epistemic_plus_aleatoric(name, refit):
@@ -239,6 +240,7 @@ def test_the_distribution_function_outside_the_support():
     assert not make("custom gamma").cdf(-1.0).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_mode_is_found_among_several():
     """Wide doubt about the log variance: the refit has a mode near \"noise explains y\" and one near \"the mean does\"."""
     f, K = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[[30.0, 0.0], [0.0, 16.0]]], dtype=torch.float64)
@@ -249,6 +251,7 @@ def test_a_mode_is_found_among_several():
     assert torch.allclose(parts.likelihood, profile.amax(0, keepdim=True), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_saddle_is_not_taken_for_a_mode():
     """Two bumps at ±3 around f: at y = 0 the centre is a minimum of the objective between two maxima."""
 
@@ -259,3 +262,11 @@ def test_a_saddle_is_not_taken_for_a_mode():
     f, K = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), 4.0, dtype=torch.float64)
     total = from_marginal(L.custom(bumps), f, K).increments(torch.tensor([[0.0, 1e-3]])).total[0]
     assert abs(float(total[0] - total[1])) < 1e-2
+
+
+def test_rows_without_integral_are_warned_about_and_flagged():
+    f, K = torch.zeros(2, 1, dtype=torch.float64), torch.full((2, 1, 1), 4.0, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"2 of 2 predictives are inaccurate \(refit='newton'\).*refit='output' is safer"):
+        p = from_marginal(L.Poisson(), f, K, refit="newton")
+    assert p.diagnostics.inaccurate.all()
+    assert torch.isfinite(p.interval(0.9)).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -76,6 +77,21 @@ def _answer(expansion: Expansion, rung: Refit) -> Predictive:
     if isinstance(support, Classes):
         return class_predictive(expansion, support.count, rung.name)
     if support.kind == "count":
-        return count_predictive(expansion, rung.name)
+        return _warned(count_predictive(expansion, rung.name))
     assert isinstance(support, Continuous)
-    return grid_predictive(expansion, support, rung.name)
+    return _warned(grid_predictive(expansion, support, rung.name))
+
+
+def _warned(predictive: Predictive) -> Predictive:
+    """Say it aloud where rows could not be integrated to their tolerance."""
+    bad = predictive.diagnostics.inaccurate
+    if bool(bad.any()):
+        better = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
+        warnings.warn(
+            f"{int(bad.sum())} of {bad.numel()} predictives are inaccurate (refit={predictive.diagnostics.refit!r}): their "
+            "density has no integral, or a spike that could not be resolved. See predictive.diagnostics and predictive.mass."
+            + better,
+            UserWarning,
+            stacklevel=4,
+        )
+    return predictive
