@@ -1,7 +1,6 @@
 """ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
 
 from ssla import likelihoods, metrics, priors
-from ssla._checks import NotFittedError
 from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
@@ -14,7 +13,6 @@ __all__ = [
     "Increments",
     "Marginal",
     "NoRefit",
-    "NotFittedError",
     "OutputRefit",
     "PlugIn",
     "Posterior",

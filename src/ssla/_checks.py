@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 
-class NotFittedError(RuntimeError):
-    """A result was asked for before there was one."""
-
-
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The text of an error for a name that is not in a list, with the nearest one that is."""
     names = list(valid)

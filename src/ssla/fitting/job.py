@@ -187,6 +187,12 @@ class Job:
         same = isinstance(self.structure, Dense) and isinstance(self.likelihood, Gaussian)
         return polish and not same and Dense().memory(self._network.layout.size) <= self.budget
 
+    def _needs_passes(self) -> bool:
+        """Whether polish will read the data again: not where the sums hold a Gaussian's quadratic whole."""
+        polish = self.mode == POLISH or (self.mode is None and self._network.linear)
+        whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self._wants_newton())
+        return polish and not whole
+
     def _expand(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
             f = row.features.push(theta)
@@ -251,7 +257,7 @@ class Job:
         """Keep features for further passes while they take at most half the budget."""
         if self.cache is None or self.passes > 1:
             return
-        if row.features is None:
+        if row.features is None or not self._needs_passes():
             self.cache = None
             return
         self.cached_bytes += 8 * (row.features.phi.numel() + row.y.numel())
