@@ -124,6 +124,7 @@ CASES = {
     "tied last layer": (lambda: fit(Tied(), (torch.arange(3).repeat(7)[:20], torch.arange(20) % 3), L.Categorical()), "'table.weight'|'head.weight'.*tied to"),
     "unknown parameter": (lambda: fit(weights=["2.wieght"]), r"Unknown parameter '2.wieght'. Did you mean '2.weight'\?"),
     "unknown scope": (lambda: fit(weights="last_layers"), r"Unknown weights 'last_layers'. Did you mean 'last_layer'\?"),
+    "a parameter as a string": (lambda: fit(weights="2.weight"), r"names a parameter. For that one alone write weights=\['2.weight'\]"),
     "no names": (lambda: fit(weights=[]), "empty list"),
     "outputs do not fit": (lambda: fit(likelihood=L.HeteroscedasticGaussian()), r"needs a network with 2 outputs \(mean and log variance\), but this one has 1"),
     "one logit for classes": (lambda: fit(data=(X, (Y > 0).long()), likelihood=L.Categorical()), r"at least two.*Bernoulli\(\)"),

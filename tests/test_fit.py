@@ -91,6 +91,8 @@ def all_sources(x, y):
         "dict batches": [{"x": a, "y": b} for a, b in pairs],
         "unit weights": (x, y, torch.ones(len(x))),
         "generator": (pair for pair in pairs),
+        "dataset": TensorDataset(x, y),
+        "lists": (x.tolist(), y.tolist()),
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
@@ -49,6 +50,10 @@ class Source:
 
 def open_source(data: Any) -> Source:
     """Recognise what the user gave."""
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, tuple) and len(data) in (2, 3) and all(_is_numbers(part) for part in data[1:]):
+        data = (data[0], *(as_tensor(part) for part in data[1:]))
     if isinstance(data, tuple | list) and len(data) in (2, 3) and all(_is_array(part) for part in data[1:]):
         whole = as_batch(tuple(data))
         rows = row_count(whole.x)
@@ -170,6 +175,11 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
 def _slices(whole: Batch, rows: int) -> Iterator[Batch]:
     if rows:
         yield from split(whole, ARRAY_ROWS)
+
+
+def _is_numbers(value: Any) -> bool:
+    """A plain list of numbers."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value[:8])
 
 
 def _is_array(value: Any) -> bool:

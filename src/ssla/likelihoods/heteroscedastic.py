@@ -134,7 +134,10 @@ class HeteroscedasticGaussian:
         r, s = event(y, f) - f[..., 0], f[..., 1]
         c = torch.addcmul(b * b, low, low)
         share = a / c.clamp_min(torch.finfo(c.dtype).tiny)
-        beta, q = share * b, torch.where(c > 0, share * a * low * low, a * a)
+        beta, q = share * b, share * a * (low * low)
+        certain = c == 0  # no doubt about s at all
+        if bool(certain.any()):
+            q = torch.where(certain, a * a, q)
         rough = [part.float() for part in (r, s, c, beta, q)]
         d = _profile_start(*rough)
         for _ in range(PROFILE_STEPS):

@@ -193,6 +193,8 @@ def _scope(
             )
         return tuple(name for name in (head.weight, head.bias) if name is not None)
     if isinstance(weights, str):
+        if weights in parameters:
+            raise ValueError(f"weights={weights!r} names a parameter. For that one alone write weights=[{weights!r}].")
         inside = tuple(name for name in parameters if name.startswith(weights + "."))
         if not inside:
             modules = [name for name, _ in model.named_modules() if name]

@@ -160,8 +160,10 @@ def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> Gr
 
     def log_density(z: Tensor, rows: Tensor) -> Tensor:
         density = expansion.density(support.from_real(z), rows)
-        fallback[rows] |= density.fallback.any(1)
-        unconverged[rows] |= ~density.converged.all(1)
+        if bool(density.fallback.any()):
+            fallback[rows] |= density.fallback.any(1)
+        if not bool(density.converged.all()):
+            unconverged[rows] |= ~density.converged.all(1)
         return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
 
     located = expansion.likelihood
