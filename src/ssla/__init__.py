@@ -1,6 +1,7 @@
 """ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
 
 from ssla import likelihoods, metrics, priors
+from ssla.cost import estimate_cost
 from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
@@ -17,6 +18,7 @@ __all__ = [
     "PlugIn",
     "Posterior",
     "Predictive",
+    "estimate_cost",
     "fit",
     "likelihoods",
     "metrics",

@@ -1,0 +1,50 @@
+"""What is said before the work agrees with what the work reports."""
+
+import pytest
+import torch
+from torch import nn
+
+import ssla
+from ssla import likelihoods as L
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:The network is")
+@pytest.mark.parametrize("structure", ["dense", "diag"])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_the_estimate_is_what_the_report_says(weights, structure):
+    cost = ssla.estimate_cost(mlp(), 100, weights=weights, structure=structure)
+    x = torch.randn(100, 8)
+    report = ssla.fit(mlp(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.3), weights=weights, structure=structure).report
+    assert cost.parameters == report.parameters == (51 if weights == "last_layer" else 3051)
+    assert cost.statistics == report.memory
+    assert str(report.passes) in cost.passes
+
+
+def test_kfac_grows_with_widths_and_not_with_parameters():
+    wide = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    cost = ssla.estimate_cost(wide, 10**6, weights="all", structure="kfac")
+    assert cost.statistics == 4 * 8 * (2 * 1001**2 + 1000**2 + 10**2)
+    assert cost.fits
+
+
+def test_what_cannot_fit_names_the_alternative():
+    big = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    cost = ssla.estimate_cost(big, 10**6, weights="all", structure="dense")
+    assert not cost.fits
+    text = str(cost)
+    assert "BEYOND the budget of 1 GiB" in text
+    assert "structure='kfac'" in text
+    assert "structure='diag'" in text
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"Unknown structure 'kfca'. Did you mean 'kfac'\?"):
+        ssla.estimate_cost(mlp(), 10, structure="kfca")
+    with pytest.raises(ValueError, match=r"Did you mean '0.weight'\?"):
+        ssla.estimate_cost(mlp(), 10, weights=["0.wieght"])
+    with pytest.raises(ValueError, match="it has none"):
+        ssla.estimate_cost(nn.Conv1d(1, 1, 1), 10)
