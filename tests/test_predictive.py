@@ -11,6 +11,7 @@ from cases import CASES
 from oracles import random_spd
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal
+from ssla.refit import on_marginal, resolve
 
 N, QUANTILES = 5, torch.tensor([0.001, 0.025, 0.3, 0.5, 0.9, 0.999], dtype=torch.float64)
 REFITS = ["plug_in", "none", "newton", "output"]
@@ -270,3 +271,35 @@ def test_rows_without_integral_are_warned_about_and_flagged():
         p = from_marginal(L.Poisson(), f, K, refit="newton")
     assert p.diagnostics.inaccurate.all()
     assert torch.isfinite(p.interval(0.9)).all()
+
+
+def test_student_refits_reach_the_higher_of_two_modes():
+    f, K = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), 25.0, dtype=torch.float64)
+    y = torch.linspace(0, 30, 13, dtype=torch.float64)[None]
+    likelihood = L.StudentT(df=3.0, scale=1.0)
+    found = from_marginal(likelihood, f, K).increments(y).likelihood[0]
+    grid = torch.linspace(-10, 40, 200_001, dtype=torch.float64)
+    objective = likelihood.log_prob(y[0][:, None], grid[:, None]) - grid**2 / 50
+    assert torch.allclose(found, objective.amax(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("classes", [3, 10])
+def test_epistemic_share_of_classes_equals_monte_carlo(classes):
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(4, classes, dtype=torch.float64, generator=generator)
+    K = random_spd(4, classes, classes, seed=1) / classes
+    p = from_marginal(L.Categorical(), f, K)
+    white = torch.randn(200_000, classes, dtype=torch.float64, generator=generator)
+    for i in range(4):
+        draws = torch.softmax(f[i] + white @ torch.linalg.cholesky(K[i]).mT, -1)
+        share = draws.var(0) / (draws.var(0) + (draws * (1 - draws)).mean(0))
+        assert torch.allclose(p.epistemic[i] / p.variance[i], share, rtol=0.1, atol=0.015)  # 512 quasi-random points
+
+
+def test_a_likelihood_with_a_kink_ends():
+    """sqrt((y − f)²) has no derivative at y = f: whatever comes, the ascent must end there."""
+    kink = L.custom(lambda y, f: -math.log(2) - torch.sqrt((y - f[..., 0]) ** 2), outputs=1)
+    f, K = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
+    expansion = on_marginal(resolve("output"), kink, f, K)
+    density = expansion.density(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64))
+    assert density.log.shape == (1, 3)
