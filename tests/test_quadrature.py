@@ -110,3 +110,18 @@ def test_a_density_without_integral_is_cut_at_its_valley_and_flagged():
     assert torch.allclose(grid.log_mass.exp(), expected.expand(2), rtol=1e-4)
     assert torch.isfinite(grid.moments[1]).all()
     assert torch.isfinite(grid.icdf(torch.tensor([[1e-4, 0.5, 0.9999]] * 2, dtype=torch.float64))).all()
+
+
+@pytest.mark.parametrize(("height", "steep", "at"), [(-30.0, 60.0, 3.0), (-60.0, 80.0, 5.0)])
+def test_a_cliff_does_not_make_the_spline_overshoot(height, steep, at):
+    """The trapezoid alone accepts these at a few nodes, where the spline puts mass on the cliff's edge."""
+
+    def log_density(z, rows):
+        return -0.5 * z**2 + height * torch.sigmoid((z - at) * steep)
+
+    ((_, grid),) = quadrature.build(log_density, torch.zeros(1), torch.ones(1))
+    z = torch.linspace(-12, 12, 400_001, dtype=torch.float64)
+    exact = log_density(z, None).exp().cumsum(0)
+    q = torch.tensor([0.025, 0.5, 0.975], dtype=torch.float64)
+    expected = z[torch.searchsorted(exact / exact[-1], q)]
+    assert (grid.icdf(q[None])[0] - expected).abs().max() < 2e-3
