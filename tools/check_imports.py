@@ -25,13 +25,14 @@ ALLOWED: dict[str, set[str]] = {
     "posterior": GROUND | MIDDLE,
     "fitting": CORE,
     "cost": CORE | {"fitting"},
+    "distributed": CORE | {"fitting"},
     "expansion": {"likelihoods", "linalg"},
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},
     "metrics": ANSWERS,
     "plots": ANSWERS,
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "metrics"},
+    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

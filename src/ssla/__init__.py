@@ -1,6 +1,6 @@
 """ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
 
-from ssla import likelihoods, metrics, priors
+from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.cost import estimate_cost
 from ssla.expansion import Increments
 from ssla.fitting import fit
@@ -18,9 +18,11 @@ __all__ = [
     "PlugIn",
     "Posterior",
     "Predictive",
+    "distributed",
     "estimate_cost",
     "fit",
     "likelihoods",
     "metrics",
     "priors",
+    "structures",
 ]
