@@ -40,7 +40,7 @@ def model(name):
 def shards_of(name, count=3):
     x, y = rows(90, name)
     cuts = [0, 20, 55, 90] if count == 3 else [0, 35, 90]
-    return [(x[a:b], y[a:b]) for a, b in zip(cuts, cuts[1:])]
+    return [(x[a:b], y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
 def whole(name):

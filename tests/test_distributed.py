@@ -132,6 +132,7 @@ def test_a_dask_cluster_gives_the_posterior_of_all_shards(name, dask_client):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_dask_reads_functions_futures_and_delayed_values(dask_client):
     import dask
+
     from distributed_cases import shards_of
 
     one, two, three = shards_of("polished")
@@ -177,7 +178,7 @@ def test_mistakes_are_named():
             ssla.distributed.fit(net, [(x[:0], y[:0])], **good)
         with pytest.raises(ValueError, match="x must be finite"):
             ssla.distributed.fit(net, [(x, y), (x * float("nan"), y)], **good)
-        with pytest.raises(ValueError, match="needs .* more than the memory budget"):
+        with pytest.raises(ValueError, match=r"needs .* more than the memory budget"):
             ssla.distributed.fit(net, [(x, y)], **good, memory_budget=100)
 
 
