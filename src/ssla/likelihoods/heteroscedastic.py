@@ -92,7 +92,11 @@ class HeteroscedasticGaussian:
         return torch.where(outside, torch.full_like(value, -torch.inf), value)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        return self.derivatives(y, f).score
+        if not self.linear_domain:
+            return self.derivatives(y, f).score
+        r = event(y, f) - f[..., 0]
+        rw = r * capped_exp(-f[..., 1])
+        return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         return self.derivatives(y, f).precision

@@ -11,6 +11,7 @@ order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum of smal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,10 +27,11 @@ from ssla.posterior import Posterior
 from ssla.refit.ascent import ascend
 from ssla.refit.last_layer_group import Base, Group, congruent
 from ssla.refit.solved import Options, Solved
-from ssla.refit.training import PriorChange, TrainingRows, check_seen, open_rows, square
+from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.structures.base import SINGULAR
+from ssla.structures.dense import DenseOperator
 
-CACHE_ELEMENTS = 1 << 16  # rows × tasks worked on together: arrays of this size stay in the processor's cache
+CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,29 @@ class LastLayerRefit:
         solved: Tensor = torch.linalg.solve_triangular(self.basis, parts.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
+    @cached_property
+    def _memo(self) -> dict[tuple[int, str], Tensor]:
+        """What was computed of cached blocks, while it fits. (A cached block lives as long as we do, so its id is its own.)"""
+        return {}
+
+    def _remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
+        known = self._memo.get((id(block), what))
+        if known is None:
+            known = compute()
+            used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
+            if self.rows.cached and used <= self.posterior.memory_budget // 4:
+                self._memo[id(block), what] = known
+        return known
+
+    def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
+        upper = torch.triu_indices(block.x.shape[1], block.x.shape[1])
+        return self._remember(block, str(dtype), lambda: (block.x[:, upper[0]] * block.x[:, upper[1]]).to(dtype))
+
+    def covariances(self, block: Block, base: Base) -> Tensor:
+        """K = J H⁻¹ Jᵀ at a block's rows (b, C, C)."""
+        return self._remember(block, base.kind, lambda: DenseOperator(base.factor).covariance(Features(block.x, self.outputs)))
+
     # --- one group of tasks ----------------------------------------------------------------
 
     def solve(self, where: Tensor, y: Tensor) -> Solved:
@@ -134,7 +159,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     whole = {kind: total + believed for kind, total in sums.items()}
     middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
     basis = torch.linalg.cholesky(middle)
-    bases = [_base(kind, congruent(H, basis)) for kind, H in whole.items()]
+    bases = [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
         raise ValueError(SINGULAR.format(detail=" on the data to refit on"))
@@ -158,6 +183,6 @@ def _whitened(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
-def _base(kind: str, H: Tensor) -> Base | None:
+def _base(kind: str, H: Tensor, outputs: int) -> Base | None:
     factor, info = torch.linalg.cholesky_ex(H)
-    return None if int(info) else Base(kind, factor)
+    return None if int(info) else Base(kind, factor, outputs)
