@@ -134,8 +134,8 @@ def last_layer(rounds: int, singles: int) -> None:
     print(
         f"  ratio           {ratio(times, 'one by one', 'together', singles, grid.numel()):8.1f}x; largest |difference| {worst:.1e}"
     )
-    mean = float(post.predict(many, refit="weights").diagnostics.refits.double().mean())
-    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {mean:.1f} refits a point, "
+    refits = float(post.predict(many, refit="weights").diagnostics.refits.double().mean())
+    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} refits a point, "
           f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of OutputRefit\n")  # fmt: skip
 
 

@@ -114,3 +114,85 @@ def test_row_weights_and_a_tilted_network_equal_brute_force(name):
     for i, j in ((0, 0), (1, 1), (2, -1)):
         expected, _ = brute_force_refit(log_joint, log_new(i, candidates[j]), post.theta)
         assert abs(float(found[i, j]) - expected) < 1e-6
+
+
+def plausible(post, new, candidates):
+    """y in the body of the predictive (far outside, a network has several modes to refit to): (N, k)."""
+    predictive = post.predict(new)
+    return predictive.icdf(T(0.02, 0.3, 0.7, 0.98)) if hasattr(predictive, "icdf") else candidates.expand(len(new), -1)
+
+
+def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=400, **options):
+    """A tanh network trained for a while, all its weights free, and the oracle's functions of a flat θ."""
+    likelihood, law, outputs, targets, candidates = FAMILIES[name]
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+    x = inputs(n, 5)
+    y = targets(x)
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimiser.zero_grad()
+        value = -law(model(x)).log_prob(y).sum() + 0.15 * sum((p**2).sum() for p in model.parameters())
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    with torch.no_grad():
+        for p in model.parameters():  # near the mode, not at it
+            p.mul_(0.998)
+    model = model.to(dtype)
+    prior = priors.Gaussian(precision=0.3)
+    post = ssla.fit(model, (x.to(dtype), y), likelihood=likelihood, prior=prior, weights="all", mode=mode, **options)
+    wide = {key: value.double() for key, value in model.state_dict().items()}
+    new = inputs(2, 6)
+
+    def run(t, a):
+        return torch.func.functional_call(model, post.network.layout.unpack(t) if len(t) else wide, (a,))
+
+    def log_joint(t):
+        return law(run(t, x)).log_prob(y).sum() - 0.15 * (t**2).sum()
+
+    def log_new(i, value):
+        return lambda t: law(run(t, new[i : i + 1])[0]).log_prob(value)
+
+    def outputs_of(t, augmented):
+        rows = x if augmented is None else torch.cat([x, new[augmented : augmented + 1]])
+        return run(t, rows)
+
+    return post, new, candidates, log_joint, log_new, outputs_of
+
+
+@pytest.mark.parametrize("name", ["gaussian", "heteroscedastic", "poisson", "categorical"])
+def test_all_weights_with_the_full_hessian_equal_brute_force(name):
+    post, new, candidates, log_joint, log_new, _ = small_network(name)
+    found = ssla.WeightRefit(curvature="hessian")(post, new)
+    y = plausible(post, new, candidates)
+    totals, solved = found(y).total, found.solve(y)
+    assert solved.converged.all()
+    assert not solved.fallback.any()
+    for i in range(len(new)):
+        for j, value in enumerate(y[i]):
+            expected, _ = brute_force_refit(log_joint, log_new(i, value), post.theta)
+            assert abs(float(totals[i, j]) - expected) < 1e-4
+
+
+@pytest.mark.parametrize("structure", ["dense", "kfac", "diag"])
+def test_all_weights_with_gauss_newton_equal_brute_force_for_every_structure(structure):
+    """The structure preconditions; the answer does not depend on it."""
+    post, new, candidates, log_joint, log_new, outputs_of = small_network("gaussian", structure=structure)
+
+    def logdet(t, augmented):  # Σ JᵀJ/σ² + prior, by a Jacobian of all rows at once
+        J = torch.func.jacrev(lambda s: outputs_of(s, augmented))(t).flatten(0, 1)
+        return float(torch.linalg.slogdet(J.mT @ J / 0.25 + 0.3 * torch.eye(len(t)))[1])
+
+    y = plausible(post, new, candidates)
+    found = ssla.WeightRefit(curvature="fisher")(post, new)(y)
+    for i in range(len(new)):
+        for j, value in enumerate(y[i]):
+            _, end = brute_force_refit(log_joint, log_new(i, value), post.theta)
+            slope = torch.func.grad(log_joint)(post.theta)
+            gain = log_joint(end) - log_joint(post.theta) + log_new(i, value)(end) - slope @ (end - post.theta)
+            expected = float(gain) - 0.5 * (logdet(end, i) - logdet(post.theta, None))
+            assert abs(float(found.total[i, j]) - expected) < 1e-4
+            assert abs(float(found.prior[i, j] + 0.15 * ((end**2).sum() - (post.theta**2).sum()))) < 1e-6

@@ -37,6 +37,13 @@ class Found:
     steps: Tensor
     converged: Tensor
 
+    def followed_by(self, rows: Tensor, later: Found) -> Found:
+        """Some tasks taken further by another ascent."""
+        point, norm, steps, converged = self.point.clone(), self.norm.clone(), self.steps.clone(), self.converged.clone()
+        point[rows], norm[rows], converged[rows] = later.point, later.norm, later.converged
+        steps[rows] += later.steps
+        return Found(point, norm, steps, converged)
+
 
 Evaluate = Callable[[Tensor, Tensor], Slope]
 """(points (m, P), which tasks (m,)) -> Slope; NaN where a point is outside the domain."""
@@ -82,6 +89,17 @@ def ascend(evaluate: Evaluate, start: Tensor, *, tolerance: float, max_steps: in
         direction = torch.where(again.unsqueeze(-1), fresh, direction[keep])
         slope = torch.where(again, fresh_slope, slope[keep])
     return Found(point, norm, steps, norm <= tolerance)
+
+
+def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:
+    """|H|⁻¹g: Newton's step, uphill also where H is indefinite.  (m, P, P), (m, P) -> (m, P)."""
+    H = torch.where(torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True), H, torch.eye(H.shape[-1], dtype=H.dtype))
+    values, vectors = torch.linalg.eigh((H + H.mT) / 2)
+    size = values.abs()
+    size = torch.maximum(size, 1e-8 * size.amax(-1, keepdim=True))
+    white = (vectors.mT @ gradient.unsqueeze(-1)).squeeze(-1) / size
+    step: Tensor = (vectors @ white.unsqueeze(-1)).squeeze(-1)
+    return step
 
 
 def _finite(slope: Slope) -> Tensor:

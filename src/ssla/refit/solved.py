@@ -11,6 +11,7 @@ from torch import Tensor
 from ssla import linalg
 
 EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
+HESSIAN = "hessian"
 LOGDETS = (EXACT, FROZEN, STRUCTURE)
 MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.batches import Batch, Inputs, Source, leaves, open_source, split
+from ssla.batches import Batch, Inputs, Source, leaves, map_inputs, open_source, split
 from ssla.posterior import Posterior
 from ssla.priors import BoundGaussian, BoundPrior
 
@@ -154,6 +154,16 @@ class PriorChange:
             return None
         change = by_rows(self.bound.precision, self.theta + step) - self.bound.precision(self.theta)
         return torch.diag_embed(change) if change.dim() == 2 else change
+
+
+def take(x: Inputs, rows: Tensor) -> Inputs:
+    """Some rows of an input."""
+    return map_inputs(lambda part: part[rows], x)
+
+
+def leading(row: Inputs) -> Inputs:
+    """One row -> a batch of one."""
+    return map_inputs(lambda part: part.unsqueeze(0), row)
 
 
 def square(precision: Tensor) -> Tensor:

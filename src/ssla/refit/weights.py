@@ -16,14 +16,15 @@ from ssla.batches import Inputs
 from ssla.expansion import FISHER, OBSERVED, Increments
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal, Posterior
+from ssla.refit.all_weights import open_all_weights
+from ssla.refit.all_weights_determinant import SMALL
 from ssla.refit.base import Density, OutputExpansion
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
-from ssla.refit.solved import EXACT, LOGDETS, STRUCTURE, Engine, Options, Solved
+from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
-HESSIAN = "hessian"
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
 
 
@@ -41,9 +42,9 @@ class WeightRefit:
     max_steps:
         Gradient evaluations for each task before it counts as failed.
     curvature:
-        Of every row, in both determinants: "observed" (the exact Hessian of a last layer; its default), "fisher" (the
-        generalised Gauss–Newton; default for other weights), or "hessian" (with the network's second derivatives, for few
-        weights). Where the observed one is indefinite at the end, that task uses the Fisher and is counted.
+        Of every row, in both determinants: "observed" (default; the exact Hessian of a last layer), "fisher" (the generalised
+        Gauss–Newton), or "hessian" (with the network's second derivatives, for few weights). Where it is indefinite at the
+        end, that task uses the Fisher and is counted.
     logdet:
         "exact" at θ̃ (default for a last layer and for few weights), "frozen" (at θ̂, plus the new point's own part: an error of
         O(1/n); default otherwise), or "structure" (the fitted structure at θ̃; a pass over the data for each task).
@@ -89,7 +90,7 @@ class WeightRefit:
         """Stage one: what does not depend on y."""
         if posterior.network.linear:
             return open_last_layer(posterior, x, self._last_layer(posterior), self.data)
-        raise NotImplementedError
+        return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
 
     def _last_layer(self, posterior: Posterior) -> Options:
         if self.logdet == STRUCTURE:
@@ -106,6 +107,17 @@ class WeightRefit:
                 "fit with a larger memory_budget."
             )
         return Options(self.tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=2)
+
+    def _all_weights(self, posterior: Posterior) -> Options:
+        size = posterior.theta.numel()
+        logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
+        curvature = self.curvature or OBSERVED
+        if size > SMALL and (logdet == EXACT or (curvature == HESSIAN and logdet != STRUCTURE)):
+            raise ValueError(
+                f"logdet='exact' and curvature='hessian' form a matrix for each refit and are for at most {SMALL} weights, but "
+                f"this posterior has {size:,}. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
+            )
+        return Options(self.tolerance, self.max_steps, curvature, logdet, memory=6)
 
 
 @dataclass(frozen=True, eq=False)
