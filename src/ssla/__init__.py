@@ -6,7 +6,7 @@ from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive
-from ssla.refit import NoRefit, OutputRefit, PlugIn
+from ssla.refit import NoRefit, OutputRefit, PlugIn, WeightRefit
 
 __version__ = "0.1.0"
 
@@ -18,6 +18,7 @@ __all__ = [
     "PlugIn",
     "Posterior",
     "Predictive",
+    "WeightRefit",
     "distributed",
     "estimate_cost",
     "fit",

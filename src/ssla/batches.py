@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,9 +49,16 @@ class Source:
     def __iter__(self) -> Iterator[Batch]:
         return self.iterate()
 
+    def then(self, other: Source) -> Source:
+        """The batches of both, one source after the other; nothing is copied."""
+        length = None if self.length is None or other.length is None else self.length + other.length
+        return Source(lambda: chain(self, other), self.repeatable and other.repeatable, length)
+
 
 def open_source(data: Any) -> Source:
     """Recognise what the user gave."""
+    if isinstance(data, Source):
+        return data
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, tuple) and len(data) in (2, 3) and all(_is_numbers(part) for part in data[1:]):

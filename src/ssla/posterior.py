@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.batches import Inputs, as_inputs
+from ssla.batches import Inputs, Source, as_inputs, open_source
 from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
@@ -123,6 +123,7 @@ class Posterior:
     statistics: Statistics  # at θ̂
     report: Report
     memory_budget: int = DEFAULT_BUDGET
+    source: Source | None = None  # the training data, by reference: what a refit of the weights reads again
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
@@ -184,7 +185,9 @@ class Posterior:
         """
         from ssla.fitting import collect
 
-        return self._with_statistics(self.statistics.merge(collect(self, data)), passes=self.report.passes + 1)
+        source = open_source(data)
+        more = replace(self, source=_chained(self.source, source))
+        return more._with_statistics(self.statistics.merge(collect(self, source)), passes=self.report.passes + 1)
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
@@ -212,7 +215,8 @@ class Posterior:
                     "mode='tilt'."
                 )
             statistics = statistics.moved(self.theta - other.theta)
-        return self._with_statistics(self.statistics.merge(statistics), passes=mine.passes + theirs.passes)
+        more = replace(self, source=_chained(self.source, other.source))
+        return more._with_statistics(self.statistics.merge(statistics), passes=mine.passes + theirs.passes)
 
     def _with_statistics(self, statistics: Statistics, passes: int) -> Posterior:
         theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
@@ -232,8 +236,9 @@ class Posterior:
     def predict(self, x: Inputs, refit: str | Refit = "output") -> Predictive:
         """The predictive distribution of y at x.
 
-        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), or an object such
-        as `ssla.NoRefit(curvature="fisher")`.
+        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
+        on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
+        `ssla.NoRefit(curvature="fisher")`.
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
@@ -244,6 +249,11 @@ class Posterior:
     def __repr__(self) -> str:
         r = self.report
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
+
+
+def _chained(first: Source | None, second: Source | None) -> Source | None:
+    """Both data sets, where both are known."""
+    return None if first is None or second is None else first.then(second)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Marginal:

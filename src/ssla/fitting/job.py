@@ -68,7 +68,7 @@ class Job:
         target.note(self.notes)
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
-        posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget)
+        posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.source)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
 

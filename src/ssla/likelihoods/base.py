@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from ssla.likelihoods.support import Support
 
@@ -44,6 +45,10 @@ class Likelihood(Protocol):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """(...), normalised over y."""
+        ...
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """log p(y|f_new) − log p(y|f_old) (...), formed so that close outputs keep the digits of their difference."""
         ...
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -125,6 +130,12 @@ def capped_exp(t: Tensor) -> Tensor:
     Float64: t ≤ 177, float32: t ≤ 22 is exact.
     """
     return torch.exp(t.clamp_max(math.log(torch.finfo(t.dtype).max) / 4))
+
+
+def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
+    """softplus(old + step) − softplus(old) = log1p(σ(old)·expm1(step)), in that form while the step is short."""
+    close = torch.log1p(torch.sigmoid(old) * torch.expm1(step.clamp(-1, 1)))
+    return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
 
 
 def uniform(like: Tensor, n: int, generator: torch.Generator | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs
+from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
 
 
@@ -36,6 +36,10 @@ class Bernoulli:
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f).to(f.dtype), f[..., 0]
         return logsigmoid((2 * y - 1) * a)
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        sign = 2 * event(y, f_new).to(f_new.dtype) - 1
+        return -softplus_difference(-sign * f_old[..., 0], -sign * (f_new - f_old)[..., 0])
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         sign = 2 * event(y, f).to(f.dtype) - 1
@@ -93,6 +97,15 @@ class Categorical:
         y = y.long()
         shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
         return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y exceeds one."""
+        y = y.long()
+        shape = torch.broadcast_shapes(y.shape, f_new.shape[:-1], f_old.shape[:-1])
+        d = (f_new - f_old).expand(*shape, -1)
+        d = d - d.gather(-1, y.expand(shape).unsqueeze(-1))
+        close = -torch.log1p((torch.softmax(f_old, -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
+        return torch.where(d.abs().amax(-1) <= 1, close, self.log_prob(y, f_new) - self.log_prob(y, f_old))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         # column y as −Σ_{c≠y} p_c: no 1 − p_y, so a sure answer keeps its digits

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ssla._checks import one_of, positive
-from ssla.likelihoods.base import Derivatives, Likelihood, capped_exp, event, need_outputs
+from ssla.likelihoods.base import Derivatives, Likelihood, capped_exp, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Counts, Support
 
 
@@ -55,6 +55,18 @@ class Poisson:
         if self.linear_domain:
             return y * a - capped_exp(a) - torch.lgamma(y + 1)
         value = torch.xlogy(y, a.clamp_min(0)) - a - torch.lgamma(y + 1)
+        return torch.where(a > 0, value, torch.full_like(value, -math.inf))
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """log: yΔ − λ expm1(Δ) with Δ = f̃ − f̂; identity: y log1p(Δ/λ) − Δ."""
+        y, a, b = event(y, f_new).to(f_new.dtype), f_new[..., 0], f_old[..., 0]
+        d = a - b
+        if self.linear_domain:
+            rate = torch.where(d.abs() <= 1, capped_exp(b) * torch.expm1(d.clamp(-1, 1)), capped_exp(a) - capped_exp(b))
+            return y * d - rate
+        part = d / b
+        log = torch.where(part.abs() <= 0.5, torch.log1p(part.clamp(-0.5, 0.5)), a.clamp_min(0).log() - b.log())
+        value = torch.where(y == 0, torch.zeros_like(d), y * log) - d
         return torch.where(a > 0, value, torch.full_like(value, -math.inf))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -120,6 +132,10 @@ class NegativeBinomial:
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, z, r = event(y, f).to(f.dtype), self._logit(f), 1 / self.dispersion
         return torch.lgamma(y + r) - math.lgamma(r) - torch.lgamma(y + 1) - r * softplus(z) - y * softplus(-z)
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        y, z, d = event(y, f_new).to(f_new.dtype), self._logit(f_old), (f_new - f_old)[..., 0]
+        return -softplus_difference(z, d) / self.dispersion - y * softplus_difference(-z, -d)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         y, z = event(y, f).to(f.dtype), self._logit(f)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ssla.likelihoods.support import Classes, Continuous, Counts, Positive, Real
 
 SUPPORTS = ("real", "positive", "unit_interval", "counts", "classes")
 MOST_COUNTS = 1 << 16
+SMALL_STEP = 0.01
 
 Function = Callable[[Tensor], Tensor]
 
@@ -54,6 +56,22 @@ class Custom:
                 f"{tuple(expected)}, but it returned {tuple(value.shape)}. Index the outputs as f[..., 0], f[..., 1], …"
             )
         return value
+
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no digit of a small Δ is lost, and the rule's
+        own error is of the order |Δ|⁹. Elsewhere the plain difference, whose rounding is that of log p itself.
+        """
+        y = event(y, f_new)
+        d = f_new - f_old
+        plain = self.log_prob(y, f_new) - self.log_prob(y, f_old)
+        close = (d.abs() <= SMALL_STEP).all(-1)
+        if not bool(close.any()):
+            return plain
+        nodes, weights = np.polynomial.legendre.leggauss(4)
+        total = torch.zeros_like(plain)
+        for node, weight in zip(nodes, weights, strict=True):
+            total = total + weight / 2 * (self.score(y, f_old + (node + 1) / 2 * d) * d).sum(-1)
+        return torch.where(close, total, plain)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         return self._differentiate(y, f, second=False)[1]

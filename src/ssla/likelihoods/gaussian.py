@@ -119,6 +119,11 @@ class Gaussian:
         value: Tensor = -0.5 * (white * white).sum(-1) - factor.diagonal().log().sum() - 0.5 * f.shape[-1] * LOG_2PI
         return value
 
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """(f̃ − f̂)ᵀ Σ⁻¹ (y − (f̃ + f̂)/2)."""
+        middle = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
+        return ((f_new - f_old) @ self._precision(f_new) * middle).sum(-1)
+
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         return self._residual(y, f) @ self._precision(f)
 

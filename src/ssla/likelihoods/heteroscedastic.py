@@ -71,8 +71,32 @@ class HeteroscedasticGaussian:
         value = 0.5 * (width.log() - LOG_2PI - width * r * r)
         return torch.nan_to_num(value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """In (μ, s), with r̃, r̂ the residuals: −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))].
+
+        Natural, w = −2η₂ = 1/σ² and m = η₁/w: ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], m̃ − m = (Δη₁ − mΔw)/w̃.
+        """
+        y = event(y, f_new)
+        d, e = (f_new - f_old).unbind(-1)
+        if self.linear_domain:
+            new, old = y - f_new[..., 0], y - f_old[..., 0]
+            close = capped_exp(-f_old[..., 1]) * (new * new * torch.expm1(-e.clamp(-1, 1)) - d * (new + old))
+            far = new * new * capped_exp(-f_new[..., 1]) - old * old * capped_exp(-f_old[..., 1])
+            return -0.5 * (e + torch.where(e.abs() <= 1, close, far))
+        w, w_new, dw = -2 * f_old[..., 1], -2 * f_new[..., 1], -2 * e
+        m = f_old[..., 0] / w
+        dm = (d - m * dw) / w_new
+        new, old = y - m - dm, y - m
+        value = 0.5 * (torch.log1p(dw / w) - dw * new * new + w * dm * (new + old))
+        outside = ~(w_new > 0) | ~torch.isfinite(value)
+        return torch.where(outside, torch.full_like(value, -torch.inf), value)
+
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        return self.derivatives(y, f).score
+        if not self.linear_domain:
+            return self.derivatives(y, f).score
+        r = event(y, f) - f[..., 0]
+        rw = r * capped_exp(-f[..., 1])
+        return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         return self.derivatives(y, f).precision

@@ -55,6 +55,13 @@ class StudentT:
         constant = math.lgamma((self.df + 1) / 2) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
         return constant - math.log(self.scale) - (self.df + 1) / 2 * torch.log1p(z * z / self.df)
 
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """−½(df + 1) log1p((z̃ − ẑ)(z̃ + ẑ)/(df + ẑ²)); the plain difference where the ratio is below a half."""
+        new, old = self._z(y, f_new), self._z(y, f_old)
+        excess = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
+        plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
+        return -(self.df + 1) / 2 * torch.where(excess > -0.5, torch.log1p(excess.clamp_min(-0.5)), plain)
+
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         z = self._z(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)

@@ -47,6 +47,9 @@ class Tempered:
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         return self.beta * self.base.log_prob(y, f)
 
+    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        return self.beta * self.base.log_prob_difference(y, f_new, f_old)
+
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         return self.beta * self.base.score(y, f)
 

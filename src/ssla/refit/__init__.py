@@ -1,4 +1,4 @@
-"""The refit ladder: plug_in (the baseline), none (ASSLA), newton, output."""
+"""The refit ladder: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ssla._checks import unknown_name
 from ssla.refit.base import Density, Expansion, OutputRung, Refit, on_marginal
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
+from ssla.refit.weights import WeightExpansion, WeightRefit
 
 __all__ = [
     "REFITS",
@@ -16,6 +17,8 @@ __all__ = [
     "OutputRung",
     "PlugIn",
     "Refit",
+    "WeightExpansion",
+    "WeightRefit",
     "on_marginal",
     "resolve",
 ]
@@ -25,6 +28,7 @@ REFITS: dict[str, Refit] = {
     "none": NoRefit(),
     "newton": OutputRefit(steps=1),
     "output": OutputRefit(),
+    "weights": WeightRefit(),
 }
 
 

@@ -1,0 +1,151 @@
+"""Refits of the weights: thousands together, beside one-by-one Newton and beside a fresh optimiser for each.
+
+    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200]
+
+Every ratio comes from the same run: the jobs take turns. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
+and is timed on a part of the tasks. "The authors' way" retrains a copy of the network on the data and (x, y) for each y: a
+fresh Adam, ten epochs, batches of 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import ssla
+
+
+def one_by_one(features: Tensor, y: Tensor, theta: Tensor, phi: Tensor, target: Tensor, precision: float) -> tuple[float, int]:
+    """SSLA of one heteroscedastic task by Newton from θ̂ (C, F), to a decrement of 1e-8: (log density, steps)."""
+
+    def derivatives(t: Tensor, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = (rows @ t.mT).unbind(-1)
+        r, w = values - mean, torch.exp(-log_variance)
+        score = torch.stack([r * w, 0.5 * r * r * w - 0.5], -1)
+        curvature = torch.stack([w, r * w, r * w, 0.5 * r * r * w], -1)
+        return -0.5 * (log_variance + r * r * w), score, curvature
+
+    def hessian(rows: Tensor, curvature: Tensor) -> Tensor:
+        blocks = [(rows * curvature[:, k, None]).mT @ rows for k in (0, 1, 3)]
+        H = torch.cat([torch.cat([blocks[0], blocks[1]], 1), torch.cat([blocks[1], blocks[2]], 1)])
+        H.diagonal().add_(precision)
+        return H
+
+    rows, values = torch.cat([features, phi[None]]), torch.cat([y, target[None]])
+    first, _, curvature = derivatives(theta, features, y)
+    before = torch.linalg.cholesky(hessian(features, curvature)).diagonal().log().sum()
+    start = first.sum() - 0.5 * precision * (theta**2).sum()
+    t = theta.clone()
+    logs, score, curvature = derivatives(t, rows, values)
+    value = logs.sum() - 0.5 * precision * (t**2).sum()
+    steps = 0
+    while True:
+        gradient = (score.mT @ rows - precision * t).flatten()
+        factor = torch.linalg.cholesky(hessian(rows, curvature))
+        move = torch.cholesky_solve(gradient[:, None], factor)[:, 0]
+        if float(gradient @ move) <= 1e-16:
+            break
+        steps += 1
+        size = 1.0
+        while True:
+            trial = t + size * move.reshape(t.shape)
+            logs, score, curvature = derivatives(trial, rows, values)
+            new = logs.sum() - 0.5 * precision * (trial**2).sum()
+            if float(new) >= float(value) - 1e-9:
+                break
+            size /= 2
+        t, value = trial, new
+    constant = -0.5 * torch.log(torch.tensor(2 * torch.pi))
+    return float(value - start + constant - (factor.diagonal().log().sum() - before)), steps
+
+
+def authors_way(model: nn.Module, x: Tensor, y: Tensor, new: Tensor, target: Tensor) -> nn.Module:
+    """A copy of the network, trained on the data and (x, y): a fresh Adam, ten epochs, batches of 32."""
+    again = copy.deepcopy(model)
+    optimiser = torch.optim.Adam(again.parameters(), lr=1e-3)
+    rows, values = torch.cat([x, new[None]]), torch.cat([y, target[None]])
+    for _ in range(10):
+        for part in torch.randperm(len(rows)).split(32):
+            optimiser.zero_grad()
+            ((again(rows[part])[:, 0] - values[part]) ** 2).mean().backward()
+            optimiser.step()
+    return again
+
+
+def timed(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each job, taking turns; the first round does not count."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for round_ in range(rounds + 1):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(times: dict[str, list[float]], slow: str, fast: str, per_slow: int, per_fast: int) -> float:
+    """How many times as long one unit of `slow` takes as one of `fast`: the median over rounds."""
+    return statistics.median((a / per_slow) / (b / per_fast) for a, b in zip(times[slow], times[fast], strict=True))
+
+
+def last_layer(rounds: int, singles: int) -> None:
+    """n = 1,000, 51 features, two outputs, 100 points × 20 y."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
+    x = torch.randn(1000, 8, dtype=torch.float64)
+    y = x[:, 0] + torch.randn(1000, dtype=torch.float64) * (0.2 + 0.2 * x[:, 1].abs())
+    post = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
+    new = torch.randn(100, 8, dtype=torch.float64)
+    grid = post.predict(new).icdf(torch.linspace(0.002, 0.998, 20, dtype=torch.float64))
+    refit = ssla.WeightRefit()
+
+    def features(a: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([model[1](model[0](a)), torch.ones(len(a), 1, dtype=a.dtype)], 1)
+
+    phi, phi_new, theta = features(x), features(new), post.theta.reshape(2, -1)
+    chosen = torch.linspace(0, grid.numel() - 1, singles).long()
+
+    def singly() -> list[tuple[float, int]]:
+        tasks = [(int(i) // grid.shape[1], int(i) % grid.shape[1]) for i in chosen]
+        return [one_by_one(phi, y, theta, phi_new[i], grid[i, j], 1.0) for i, j in tasks]
+
+    many = torch.randn(1000, 8, dtype=torch.float64)
+    jobs: dict[str, Callable[[], object]] = {
+        "together": lambda: refit(post, new).solve(grid),
+        "one by one": singly,
+        "predict output": lambda: post.predict(many).mass,
+        "predict weights": lambda: post.predict(many, refit="weights").mass,
+    }
+    times = timed(jobs, rounds)
+    solved, single = refit(post, new).solve(grid), singly()
+    worst = max(abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True))
+    print(f"Last layer: n = 1,000, 51 features, 2 outputs, {grid.numel():,} refits at 1e-8, {torch.get_num_threads()} threads")
+    print(f"  together        {min(times['together']):8.2f} s, {float(solved.steps.double().mean()):.1f} gradients a task")
+    print(f"  one by one      {min(times['one by one']) / singles * grid.numel():8.2f} s (from {singles}), "
+          f"{statistics.mean(s for _, s in single):.1f} Newton steps a task")  # fmt: skip
+    print(
+        f"  ratio           {ratio(times, 'one by one', 'together', singles, grid.numel()):8.1f}x; largest |difference| {worst:.1e}"
+    )
+    refits = float(post.predict(many, refit="weights").diagnostics.refits.double().mean())
+    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} refits a point, "
+          f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of OutputRefit\n")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one-by-one", type=int, default=200)
+    options = parser.parse_args()
+    last_layer(options.rounds, options.one_by_one)
+
+
+if __name__ == "__main__":
+    main()

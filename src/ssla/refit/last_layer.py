@@ -1,0 +1,188 @@
+"""Refits of a last layer: thousands of tasks as a few matrix products over the features.
+
+With f = φᵀΘ the outputs of n rows under m tasks are Φ Δ (n × mC), their scores come elementwise, and the gradients of all
+tasks are one product with Φ again. Nothing is formed per task but its step (P) and, for the determinant, its curvature (P×P):
+
+    H(θ̃) − H(θ̂) = Σ_i φφᵀ ⊗ (Λ(y_i, f̃_i) − Λ(y_i, f̂_i)): vech(φφᵀ) is shared, so this too is one product.
+
+Features are first brought to a basis in which the curvature's diagonal blocks average to the identity. Pivots are then of the
+order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum of small terms, not a difference of large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssla.batches import as_inputs
+from ssla.expansion import FISHER, OBSERVED
+from ssla.jacobians import Features
+from ssla.likelihoods import Likelihood
+from ssla.posterior import Posterior
+from ssla.refit.ascent import ascend
+from ssla.refit.last_layer_group import Base, Group, congruent
+from ssla.refit.solved import Options, Solved
+from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
+from ssla.structures.base import SINGULAR
+from ssla.structures.dense import DenseOperator
+
+CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
+
+
+@dataclass(frozen=True, eq=False)
+class LastLayerRefit:
+    """All refits of one posterior's last layer at inputs x. `solve` answers for any tasks (row of x, y)."""
+
+    posterior: Posterior
+    options: Options
+    rows: TrainingRows  # features in the basis
+    features: Tensor  # of x, in the basis (N, F)
+    f: Tensor  # f̂ at x (N, C)
+    basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
+    gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
+    bases: tuple[Base, ...]  # the kind asked for first; the Fisher after it where they differ
+    fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+
+    # --- sizes -----------------------------------------------------------------------------
+
+    @property
+    def law(self) -> Likelihood:
+        """Of the new observation."""
+        return self.posterior.likelihood.predictive
+
+    @property
+    def outputs(self) -> int:
+        return self.f.shape[1]
+
+    @property
+    def tasks_at_once(self) -> int:
+        size, P = self.posterior.memory_budget, self.gradient.numel()
+        state = 8 * P * (3 * self.options.memory + 12)
+        if not self.rows.cached:  # a pass is dear: as many tasks as the memory holds
+            return max(size // 2 // state, 1)
+        largest = max(block.f.shape[0] for block in self.rows)
+        return max(min(CACHE_ELEMENTS // largest, size // 2 // state), 8)
+
+    @cached_property
+    def prior(self) -> PriorChange:
+        return PriorChange(self.posterior.bound_prior, self.posterior.theta)
+
+    def original(self, point: Tensor) -> Tensor:
+        """δ' (m, P) -> δ (m, P)."""
+        m = point.shape[0]
+        parts = point.reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, parts.mT, upper=True)
+        return solved.mT.reshape(m, -1)
+
+    def to_basis(self, gradient: Tensor) -> Tensor:
+        """A gradient (m, P) in the coordinates δ'."""
+        parts = gradient.reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis, parts.mT, upper=False)
+        return solved.mT.reshape(gradient.shape)
+
+    @cached_property
+    def _memo(self) -> dict[tuple[int, str], Tensor]:
+        """What was computed of cached blocks, while it fits. (A cached block lives as long as we do, so its id is its own.)"""
+        return {}
+
+    def _remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
+        known = self._memo.get((id(block), what))
+        if known is None:
+            known = compute()
+            used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
+            if self.rows.cached and used <= self.posterior.memory_budget // 4:
+                self._memo[id(block), what] = known
+        return known
+
+    def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
+        upper = torch.triu_indices(block.x.shape[1], block.x.shape[1])
+        return self._remember(block, str(dtype), lambda: (block.x[:, upper[0]] * block.x[:, upper[1]]).to(dtype))
+
+    def covariances(self, block: Block, base: Base) -> Tensor:
+        """K = J H⁻¹ Jᵀ at a block's rows (b, C, C)."""
+        return self._remember(block, base.kind, lambda: DenseOperator(base.factor).covariance(Features(block.x, self.outputs)))
+
+    # --- one group of tasks ----------------------------------------------------------------
+
+    def solve(self, where: Tensor, y: Tensor) -> Solved:
+        """Tasks (row of x, y): the three increments at each one's own mode."""
+        base = self.bases[0]
+        group = Group(self, base, where, y)
+        found = ascend(
+            group.evaluate,
+            group.start(),
+            tolerance=self.options.tolerance,
+            max_steps=self.options.max_steps,
+            memory=self.options.memory,
+        )
+        likelihood, prior = group.values(found.point)
+        curvature, positive = group.curvature(found.point, base)
+        bad = (~positive).nonzero().squeeze(-1)
+        if bad.numel() and base.kind == OBSERVED:
+            curvature[bad], positive[bad] = group.take(bad).curvature(found.point[bad], self.bases[-1])
+        fallback = torch.ones_like(positive) if self.fallback else torch.zeros_like(positive)
+        fallback[bad] = True
+        converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
+        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
+
+
+def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
+    """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that does not depend on y."""
+    network, likelihood = posterior.network, posterior.likelihood
+    C = network.outputs
+
+    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+        f, J = network.expand(inputs, posterior.theta)
+        assert isinstance(J, Features)
+        return J.double().phi, f.double()
+
+    rows = open_rows(posterior, data, prepare)
+    kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
+    F = posterior.theta.numel() // C
+    n, gradient = 0, torch.zeros(C * F, dtype=torch.float64)
+    sums = {kind: torch.zeros(C * F, C * F, dtype=torch.float64) for kind in kinds}
+    for block in rows:
+        features = Features(block.x, C)
+        n += block.y.shape[0]
+        gradient += features.pull(block.weighted(likelihood.score(block.y, block.f)))
+        for kind, total in sums.items():
+            precision = likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
+            total += features.gram(block.weighted(precision))
+    check_seen(posterior, n, gradient)
+    believed = square(posterior.bound_prior.precision(posterior.theta))
+    whole = {kind: total + believed for kind, total in sums.items()}
+    middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
+    basis = torch.linalg.cholesky(middle)
+    bases = [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
+    usable = tuple(base for base in bases if base is not None)
+    if not usable:
+        raise ValueError(SINGULAR.format(detail=" on the data to refit on"))
+    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
+    return LastLayerRefit(
+        posterior=posterior,
+        options=options,
+        rows=rows.changed(lambda block: block._replace(x=_whitened(block.x, basis))),
+        features=_whitened(torch.cat([phi for phi, _ in parts]), basis),
+        f=torch.cat([f for _, f in parts]),
+        basis=basis,
+        gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
+        bases=usable,
+        fallback=usable[0].kind != options.curvature,
+    )
+
+
+def _whitened(phi: Tensor, basis: Tensor) -> Tensor:
+    """φ' = L_B⁻¹φ for the rows of phi."""
+    white: Tensor = torch.linalg.solve_triangular(basis, phi.mT, upper=False)
+    return white.mT.contiguous()
+
+
+def _base(kind: str, H: Tensor, outputs: int) -> Base | None:
+    factor, info = torch.linalg.cholesky_ex(H)
+    return None if int(info) else Base(kind, factor, outputs)

@@ -1,0 +1,70 @@
+"""What a refit of the weights is told, and what it tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ssla import linalg
+
+EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
+HESSIAN = "hessian"
+LOGDETS = (EXACT, FROZEN, STRUCTURE)
+MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one refit, resolved: nothing is left to a default here."""
+
+    tolerance: float
+    max_steps: int
+    curvature: str
+    logdet: str
+    memory: int  # rounds that the ascent mixes
+
+
+class Solved(NamedTuple):
+    """M tasks, each at its own mode: three increments, and how they came about. All (M,)."""
+
+    likelihood: Tensor
+    prior: Tensor
+    curvature: Tensor
+    fallback: Tensor  # the Fisher in place of an indefinite observed curvature
+    converged: Tensor
+    steps: Tensor  # evaluations of the gradient
+    norm: Tensor  # √(gᵀH⁻¹g) at the end: posterior standard deviations from the mode
+
+    @property
+    def total(self) -> Tensor:
+        return self.likelihood + self.prior + self.curvature
+
+    @staticmethod
+    def joined(parts: list[Solved]) -> Solved:
+        return Solved(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class Engine(Protocol):
+    """Refits at fixed inputs for any tasks (row of x (M,), y (M, …))."""
+
+    @property
+    def tasks_at_once(self) -> int: ...
+
+    def solve(self, where: Tensor, y: Tensor) -> Solved: ...
+
+
+def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+    """−½ log|I + ΛK|, the determinant frozen at θ̂ but for the new point's own curvature; and where it exists.
+
+    Leaves out tr H⁻¹(H(θ̃) − H(θ̂)), which is O(1/n).
+    """
+    factor = linalg.identity_plus(root, precision)
+    return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
+
+
+def at_once(budget: int, size: int) -> int:
+    """How many P×P matrices may be formed together."""
+    return max(min(MATRICES_AT_ONCE, budget // 4) // (8 * 4 * size * size), 1)

@@ -1,0 +1,211 @@
+"""SSLA: a real refit of the weights on all of the data plus (x, y), for every candidate y."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssla._checks import one_of
+from ssla.batches import Inputs
+from ssla.expansion import FISHER, OBSERVED, Increments
+from ssla.likelihoods import Likelihood
+from ssla.posterior import Marginal, Posterior
+from ssla.refit.all_weights import open_all_weights
+from ssla.refit.all_weights_determinant import SMALL
+from ssla.refit.base import Density, OutputExpansion
+from ssla.refit.last_layer import open_last_layer
+from ssla.refit.output import OutputRefit
+from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
+
+FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
+FAILURES = (FALLBACK, NAN, RAISE)
+CURVATURES = (OBSERVED, FISHER, HESSIAN)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRefit:
+    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at θ̃ (method.md, equation 1).
+
+    All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y); after
+    mode="polish" it is zero to rounding, with mode="as_is" it is left out.
+
+    Parameters
+    ----------
+    tolerance:
+        A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it.
+    max_steps:
+        Gradient evaluations for each task before it counts as failed.
+    curvature:
+        Of every row, in both determinants: "observed" (default; the exact Hessian of a last layer), "fisher" (the generalised
+        Gauss–Newton), or "hessian" (with the network's second derivatives, for few weights). Where it is indefinite at the
+        end, that task uses the Fisher and is counted.
+    logdet:
+        "exact" at θ̃ (default for a last layer and for few weights), "frozen" (at θ̂, plus the new point's own part: an error of
+        O(1/n); default otherwise), or "structure" (the fitted structure at θ̃; a pass over the data for each task).
+    on_failure:
+        For a task that does not reach its mode: "fallback" (take the output refit's answer, and count it in `diagnostics`),
+        "nan", or "raise".
+    data:
+        The training data, where the posterior does not hold them (fitted from a generator, loaded from a file).
+    interpolation:
+        The error allowed in log density when a whole predictive is drawn from few refits (inside its 99.9% region).
+    progress:
+        Show a bar over the tasks (needs tqdm).
+    """
+
+    tolerance: float = 1e-8
+    max_steps: int = 100
+    curvature: str | None = None
+    logdet: str | None = None
+    on_failure: str = FALLBACK
+    data: Any = None
+    interpolation: float = 1e-4
+    progress: bool = False
+
+    name = "weights"
+
+    def __post_init__(self) -> None:
+        for what, value in (("tolerance", self.tolerance), ("interpolation", self.interpolation)):
+            if isinstance(value, bool | str) or not 0 < value < 1:
+                raise ValueError(f"{what} must be a number between 0 and 1, for example 1e-8, but is {value!r}.")
+        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 1:
+            raise ValueError(f"max_steps must be a whole number from 1, but is {self.max_steps!r}.")
+        if self.curvature is not None:
+            one_of("curvature", self.curvature, CURVATURES)
+        if self.logdet is not None:
+            one_of("logdet", self.logdet, LOGDETS)
+        one_of("on_failure", self.on_failure, FAILURES)
+
+    def __call__(self, posterior: Posterior, x: Inputs) -> WeightExpansion:
+        output = OutputRefit()(posterior, x)
+        return WeightExpansion(self, posterior, x, output)
+
+    def engine(self, posterior: Posterior, x: Inputs) -> Engine:
+        """Stage one: what does not depend on y."""
+        if posterior.network.linear:
+            return open_last_layer(posterior, x, self._last_layer(posterior), self.data)
+        return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
+
+    def _last_layer(self, posterior: Posterior) -> Options:
+        if self.logdet == STRUCTURE:
+            raise ValueError(
+                "logdet='structure' is for weights='all'; a last layer has its exact curvature: use 'exact' or 'frozen'."
+            )
+        curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature  # f is linear: the observed is the Hessian
+        assert curvature is not None
+        need = 8 * 6 * posterior.theta.numel() ** 2
+        if need > posterior.memory_budget:
+            raise ValueError(
+                f"A refit of a last layer with {posterior.theta.numel():,} parameters needs {need / 2**30:.2g} GiB for its "
+                f"curvature, more than the memory budget of {posterior.memory_budget / 2**30:.2g} GiB. Use refit='output', or "
+                "fit with a larger memory_budget."
+            )
+        return Options(self.tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=2)
+
+    def _all_weights(self, posterior: Posterior) -> Options:
+        size = posterior.theta.numel()
+        logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
+        curvature = self.curvature or OBSERVED
+        if size > SMALL and (logdet == EXACT or (curvature == HESSIAN and logdet != STRUCTURE)):
+            raise ValueError(
+                f"logdet='exact' and curvature='hessian' form a matrix for each refit and are for at most {SMALL} weights, but "
+                f"this posterior has {size:,}. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
+            )
+        return Options(self.tolerance, self.max_steps, curvature, logdet, memory=6)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightExpansion:
+    """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
+
+    refit: WeightRefit
+    posterior: Posterior
+    x: Inputs
+    output: OutputExpansion  # the rung below: where refits start from, and what failures fall back on
+
+    moves = True
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.output.likelihood
+
+    @property
+    def marginal(self) -> Marginal:
+        return self.output.marginal
+
+    @property
+    def like(self) -> Tensor:
+        return self.output.like
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.refit.engine(self.posterior, self.x)
+
+    def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
+        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
+        per_row = y.shape[1] if y.dim() > 1 + self._vector else 1
+        index = torch.arange(len(y)) if rows is None else rows
+        where, flat = index.repeat_interleave(per_row), y.reshape(-1, *y.shape[y.dim() - self._vector :])
+        if self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class":
+            flat = flat.long()
+        parts = [self._engine.solve(where[part], flat[part]) for part in self._groups(len(where))]
+        return Solved.joined(parts)
+
+    def _groups(self, count: int) -> Iterable[slice]:
+        size = self._engine.tasks_at_once
+        groups = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        if not self.refit.progress:
+            return groups
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
+        bar: Iterable[slice] = tqdm(groups, desc=f"{count:,} refits", unit="group")
+        return bar
+
+    @property
+    def _vector(self) -> int:
+        return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
+
+    def _shape(self, y: Tensor) -> torch.Size:
+        return y.shape[:-1] if self._vector else y.shape
+
+    def _failed(self, solved: Solved) -> Tensor:
+        failed = ~solved.converged
+        if self.refit.on_failure == RAISE and bool(failed.any()):
+            worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
+            raise RuntimeError(
+                f"{int(failed.sum())} of {failed.numel()} refits did not reach their mode in {self.refit.max_steps} steps (the "
+                f"worst is {worst:.2g} posterior standard deviations from it). Likely causes: (a) y far outside what the model "
+                "expects; (b) a network whose trained weights are no mode under this prior. Remedy: more max_steps, a larger "
+                "tolerance, a stronger prior, or on_failure='fallback', which takes the output refit's answer there."
+            )
+        return failed
+
+    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        solved = self.solve(y, rows)
+        failed, total = self._failed(solved), solved.total
+        if bool(failed.any()):
+            instead = self.output.density(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
+            total = torch.where(failed, instead, total)
+        shape = self._shape(y)
+        return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))
+
+    def __call__(self, y: Tensor) -> Increments:
+        solved = self.solve(y)
+        failed = self._failed(solved)
+        parts = [solved.likelihood, solved.prior, solved.curvature]
+        if bool(failed.any()):
+            if self.refit.on_failure == FALLBACK:
+                below = self.output(y)
+                instead = [p.reshape(-1) for p in (below.likelihood, below.prior, below.curvature)]
+            else:
+                instead = [torch.full_like(parts[0], torch.nan)] * 3
+            parts = [torch.where(failed, b, a) for a, b in zip(parts, instead, strict=True)]
+        return Increments(*(part.reshape(self._shape(y)) for part in parts))
