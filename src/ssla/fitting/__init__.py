@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributions import Distribution
 
 from ssla._checks import one_of
 from ssla.batches import open_source
@@ -22,7 +23,7 @@ from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.priors import Prior
+from ssla.priors import Prior, as_prior
 from ssla.structures import Structure, resolve
 
 __all__ = ["collect", "fit"]
@@ -33,7 +34,7 @@ def fit(
     data: Any,
     *,
     likelihood: Likelihood,
-    prior: Prior | None = None,
+    prior: Prior | Distribution | None = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
@@ -53,7 +54,7 @@ def fit(
     likelihood:
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
-        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given.
+        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
     weights:
         "last_layer" (its bias included), "all", a module's name, or a list of parameter names.
     structure:
@@ -76,8 +77,6 @@ def fit(
         )
     if isinstance(likelihood, type):
         raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
-    if prior is not None and (isinstance(prior, type) or not hasattr(prior, "bind")):
-        raise TypeError(f"prior must be an object such as ssla.priors.Gaussian(precision=1.0), but is {prior!r}.")
     if not isinstance(weights, str | list | tuple):
         raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
     if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
@@ -92,7 +91,7 @@ def fit(
         model=model,
         weights=weights,
         likelihood=likelihood,
-        prior=GaussianPrior() if prior is None else prior,
+        prior=GaussianPrior() if prior is None else as_prior(prior),
         structure=resolve(structure),
         mode=mode,
         budget=budget,

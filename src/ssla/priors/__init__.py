@@ -1,0 +1,33 @@
+"""What is believed about θ before the data: log density, gradient, curvature.
+
+A prior is written in the user's terms (a number, layer names, tensors) and bound to a layout once;
+the bound prior speaks of flat θ only. Any twice-differentiable log density fits the interface:
+`precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
+"""
+
+from ssla.priors.base import BoundPrior, Prior, Setting, check_at, describe, indefinite
+from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
+from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
+from ssla.priors.separable import Gamma, Horseshoe, Laplace, SpikeSlab, StudentT
+
+__all__ = [
+    "BoundGaussian",
+    "BoundPrior",
+    "Flat",
+    "FromDistribution",
+    "Gamma",
+    "Gaussian",
+    "Horseshoe",
+    "Laplace",
+    "NormalInverseGamma",
+    "Prior",
+    "Product",
+    "Setting",
+    "SpikeSlab",
+    "StudentT",
+    "as_prior",
+    "check_at",
+    "custom",
+    "describe",
+    "indefinite",
+]
