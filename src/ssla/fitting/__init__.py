@@ -26,7 +26,7 @@ from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
 from ssla.structures import Structure, resolve
 
-__all__ = ["collect", "fit"]
+__all__ = ["collect", "fit", "polish_again"]
 
 
 def fit(
@@ -115,3 +115,20 @@ def collect(posterior: Posterior, data: Any) -> Statistics:
         network=posterior.network,
     )
     return job.sums_at(posterior.theta)
+
+
+def polish_again(posterior: Posterior, prior: Prior, data: Any) -> Posterior:
+    """The same network and likelihood polished under another prior, on the training data."""
+    job = Job(
+        source=open_source(data),
+        model=None,
+        weights=LAST_LAYER,
+        likelihood=posterior.likelihood,
+        prior=prior,
+        structure=posterior.statistics.curvature.zero(posterior.theta.numel()),
+        mode=POLISH,
+        budget=posterior.memory_budget,
+        progress=False,
+        network=posterior.network,
+    )
+    return job.run()

@@ -5,12 +5,28 @@ the bound prior speaks of flat θ only. Any twice-differentiable log density fit
 `precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
 """
 
-from ssla.priors.base import BoundPrior, Prior, Setting, check_at, describe, indefinite
+from ssla.priors.base import (
+    ADDITIVE,
+    CONVENTIONS,
+    EXACT,
+    PAPER,
+    BoundPrior,
+    Prior,
+    Setting,
+    check_at,
+    concavity_notes,
+    describe,
+    indefinite,
+)
 from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
 from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
 from ssla.priors.separable import Gamma, Horseshoe, Laplace, SpikeSlab, StudentT
 
 __all__ = [
+    "ADDITIVE",
+    "CONVENTIONS",
+    "EXACT",
+    "PAPER",
     "BoundGaussian",
     "BoundPrior",
     "Flat",
@@ -27,6 +43,7 @@ __all__ = [
     "StudentT",
     "as_prior",
     "check_at",
+    "concavity_notes",
     "custom",
     "describe",
     "indefinite",

@@ -15,6 +15,10 @@ from ssla.parameters import Layout
 Setting = float | Tensor | Mapping[str, "float | Tensor"]
 """One number, a tensor (P,) in the order of the parameter names, or a dict by layer or parameter name."""
 
+EXACT, PAPER, ADDITIVE = "exact", "paper", "additive"
+CONVENTIONS = (EXACT, PAPER, ADDITIVE)
+"""Where the prior enters: in the refit and in the curvature; in the refit only; in neither, as an increment alone."""
+
 
 class BoundPrior(Protocol):
     """π over flat θ (P,)."""
@@ -102,6 +106,18 @@ def indefinite(precision: Tensor) -> int:
     """In how many directions log π is not concave: the negative eigenvalues of −∇² log π."""
     values = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
     return int((values < -1e-12 * values.abs().max()).sum())
+
+
+def concavity_notes(precision: Tensor) -> list[str]:
+    """What a report has to say about −∇² log π at θ̂: nothing where it is positive semi-definite."""
+    count = indefinite(precision)
+    if not count:
+        return []
+    of = precision.shape[0]
+    return [
+        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative there and takes away from the "
+        "curvature of the data"
+    ]
 
 
 def describe(prior: object) -> str:
