@@ -7,7 +7,7 @@ needed unchanged nor ever written to. Predictions live above this room; `predict
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
 from ssla.structures import Dense, Operator, Structure
+from ssla.trace import Trace
 
 if TYPE_CHECKING:
     from ssla.predictive import Predictive
@@ -128,6 +129,7 @@ class Posterior:
     report: Report
     memory_budget: int = DEFAULT_BUDGET
     convention: str = EXACT  # where the prior enters: see `with_prior`
+    trace: Trace | None = None  # of `tune`
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
@@ -226,6 +228,26 @@ class Posterior:
         from ssla.modularity import with_prior
 
         return with_prior(self, prior, convention, data)
+
+    def tune(
+        self,
+        objective: str = "evidence",
+        data: Any = None,
+        over: Sequence[str] = ("prior", "noise"),
+        per_layer: bool = True,
+        folds: int | None = None,
+    ) -> Posterior:
+        """The posterior with prior precisions and noise chosen by the data; how it went is in `.trace`.
+
+        objective: "evidence" (from the sums, no pass over data), or "nll" or "crps" of predictions for `data`: a validation set,
+        or the training data with folds=k. One factor on the precision for each layer (or for all with per_layer=False), one on
+        the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
+
+        >>> tuned = post.tune(); print(tuned.trace)      # doctest: +SKIP
+        """
+        from ssla.tuning import tune
+
+        return tune(self, objective, data, over, per_layer, folds)
 
     # --- more data -------------------------------------------------------------------------
 
