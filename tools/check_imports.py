@@ -34,9 +34,11 @@ ALLOWED: dict[str, set[str]] = {
     "predictive": CORE | {"expansion", "refit"},
     "metrics": ANSWERS,
     "tuning": ANSWERS | {"fitting", "modularity", "evidence", "ascent", "metrics"},
-    "plots": ANSWERS,
+    "expectation": {"predictive"},
+    "sensitivity": ANSWERS | {"evidence", "expectation"},
+    "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "metrics"},
+    "__init__": ANSWERS | {"fitting", "cost", "metrics", "sensitivity"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

@@ -7,6 +7,7 @@ from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive
 from ssla.refit import NoRefit, OutputRefit, PlugIn
+from ssla.sensitivity import conflict, local_sensitivity, sensitivity
 
 __version__ = "0.1.0"
 
@@ -18,9 +19,12 @@ __all__ = [
     "PlugIn",
     "Posterior",
     "Predictive",
+    "conflict",
     "estimate_cost",
     "fit",
     "likelihoods",
+    "local_sensitivity",
     "metrics",
     "priors",
+    "sensitivity",
 ]
