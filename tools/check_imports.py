@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-GROUND = {"_checks", "linalg", "quadrature", "parameters", "jacobians", "batches"}
+GROUND = {"_checks", "linalg", "quadrature", "parameters", "jacobians", "batches", "trace"}
 MIDDLE = {"likelihoods", "priors", "structures", "network"}  # none of these sees another
 CORE = GROUND | MIDDLE | {"posterior"}
 ANSWERS = CORE | {"expansion", "refit", "predictive"}
@@ -18,6 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "parameters": set(),
     "jacobians": set(),
     "batches": set(),
+    "trace": set(),
+    "ascent": set(),
     "likelihoods": {"_checks", "linalg", "quadrature"},
     "priors": {"_checks", "parameters"},
     "structures": {"_checks", "jacobians"},
@@ -26,17 +28,28 @@ ALLOWED: dict[str, set[str]] = {
     "fitting": CORE,
     "cost": CORE | {"fitting"},
     "distributed": CORE | {"fitting"},
+    "modularity": CORE | {"fitting"},
+    "evidence": {"structures"},
     "expansion": {"likelihoods", "linalg"},
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},
     "metrics": ANSWERS,
-    "plots": ANSWERS,
+    "tuning": ANSWERS | {"fitting", "modularity", "evidence", "ascent", "metrics"},
+    "expectation": {"predictive"},
+    "sensitivity": ANSWERS | {"evidence", "expectation"},
+    "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics"},
+    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics", "sensitivity"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.
-DOORS = {("posterior", "predictive"), ("posterior", "refit"), ("posterior", "fitting")}
+DOORS = {
+    ("posterior", "predictive"),
+    ("posterior", "refit"),
+    ("posterior", "fitting"),
+    ("posterior", "modularity"),
+    ("posterior", "tuning"),
+}
 
 
 def room_of(module: str) -> str:

@@ -7,6 +7,7 @@ from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive
 from ssla.refit import NoRefit, OutputRefit, PlugIn, WeightRefit
+from ssla.sensitivity import conflict, local_sensitivity, sensitivity
 
 __version__ = "0.1.0"
 
@@ -19,11 +20,14 @@ __all__ = [
     "Posterior",
     "Predictive",
     "WeightRefit",
+    "conflict",
     "distributed",
     "estimate_cost",
     "fit",
     "likelihoods",
+    "local_sensitivity",
     "metrics",
     "priors",
+    "sensitivity",
     "structures",
 ]

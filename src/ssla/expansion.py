@@ -12,8 +12,8 @@ Where I + RᵀΛR with the observed Λ is not positive definite, that task uses 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,15 +33,21 @@ class Increments:
     """The three increments of an un-normalised log predictive density, and their total.
 
     likelihood: of the data and the new observation; prior: of log π; curvature: −½ of the log determinant's.
+    convention: where the prior enters, "exact", "paper" or "additive" (see Posterior.with_prior).
     """
 
     likelihood: Tensor
     prior: Tensor
     curvature: Tensor
+    convention: str = "exact"
 
     @property
     def total(self) -> Tensor:
         return self.likelihood + self.prior + self.curvature
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Increments:
+        """Each of the three, reshaped or cast."""
+        return replace(self, likelihood=function(self.likelihood), prior=function(self.prior), curvature=function(self.curvature))
 
 
 class Expanded(NamedTuple):
@@ -59,20 +65,29 @@ class Expanded(NamedTuple):
         return (self.fit + self.shift).add_(self.curvature)
 
 
-Rule = Callable[[Likelihood, Tensor, Tensor, Tensor], Expanded]
-"""(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Expanded."""
+class Rule(Protocol):
+    """(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Expanded.
+
+    D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R Rᵀ: the paper leaves the prior
+    out of the curvature but not out of the refit.
+    """
+
+    def __call__(self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /) -> Expanded: ...
 
 
-def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
     """log p(y|f̂): as if f were known."""
     fit = likelihood.log_prob(y, f)
     no = torch.zeros_like(fit, dtype=torch.bool)
     return Expanded(fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no)
 
 
-def without_refit(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, *, curvature: str) -> Expanded:
+def without_refit(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, *, curvature: str
+) -> Expanded:
     """θ̃ = θ̂ (ASSLA): log p(y|f̂) − ½ log|I + ΛK|."""
     base = plug_in(likelihood, y, f, R)
+    R = R if D is None else D
     if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
         white = linalg.upper_times(R, likelihood.score(y, f))
         return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
@@ -81,7 +96,7 @@ def without_refit(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, *, cu
     return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
-def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
     """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value.
 
     Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that (STEP_MARGIN), and is counted.
@@ -96,14 +111,30 @@ def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expande
     fit = log_prob + 0.5 * gain - shift
     delta = linalg.lower_times(R, v)
     pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
-    return Expanded(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
+    found = Expanded(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
+    return found if D is None else _with_determinant(likelihood, y, f, D, found)
 
 
-def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
     """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
 
     At a mode I + RᵀΛR is positive semi-definite by the second-order condition.
     """
+    found = _highest(likelihood, y, f, R)
+    if D is None:
+        return found
+    end = f + linalg.lower_times(R, linalg.upper_times(R, found.pull))
+    return _with_determinant(likelihood, y, end, D, found)
+
+
+def _with_determinant(likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Expanded) -> Expanded:
+    """The curvature increment −½ log|I + DᵀΛ(y, f)D| in place of the refit's own."""
+    factor, fallback, _ = _safe_factor(likelihood, f, D, likelihood.precision(y, f))
+    return found._replace(curvature=-0.5 * factor.logdet(), fallback=found.fallback | fallback)
+
+
+def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+    """The highest of the modes that the likelihood's starts lead to."""
     starts = likelihood.starts(y, f, R) if isinstance(likelihood, Started) else []
     if not starts:
         return _climb(likelihood, y, f, R, torch.zeros_like(f))

@@ -7,20 +7,22 @@ needed unchanged nor ever written to. Predictions live above this room; `predict
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from ssla.batches import Inputs, Source, as_inputs, open_source
 from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
-from ssla.priors import BoundPrior, Prior
+from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
 from ssla.structures import Dense, Operator, Structure
+from ssla.trace import Trace
 
 if TYPE_CHECKING:
     from ssla.predictive import Predictive
@@ -84,6 +86,8 @@ class Report:
     passes: int
     memory: int  # bytes of statistics and factorisation
     notes: tuple[str, ...] = ()
+    prior: str = ""
+    convention: str = EXACT  # where the prior enters
 
     @property
     def residual_per_parameter(self) -> float:
@@ -104,6 +108,7 @@ class Report:
             f"parameters   {self.parameters:,} free ({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
             f"likelihood   {self.likelihood} on {self.outputs} output{'s' * (self.outputs != 1)}",
             f"structure    {self.structure} ({blocks})",
+            f"prior        {self.prior or 'not described'} (convention: {self.convention})",
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",
             f"memory       {self.memory / 2**20:.1f} MiB",
@@ -124,15 +129,44 @@ class Posterior:
     report: Report
     memory_budget: int = DEFAULT_BUDGET
     source: Source | None = None  # the training data, by reference: what a refit of the weights reads again
+    convention: str = EXACT  # where the prior enters: see `with_prior`
+    trace: Trace | None = None  # of `tune`
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
         return self.prior.bind(self.network.layout)
 
+    @property
+    def objective_prior(self) -> BoundPrior:
+        """The prior that θ̂ and every refit answer to: none under the additive convention."""
+        return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
+
     @cached_property
     def operator(self) -> Operator:
-        """H⁻¹, H = Σ JᵀΛJ − ∇² log π."""
-        return self.statistics.curvature.with_prior(self.bound_prior.precision(self.theta))
+        """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive convention)."""
+        if self.convention == ADDITIVE:
+            return self.data_operator
+        precision = self.bound_prior.precision(self.theta)
+        try:
+            return self.statistics.curvature.with_prior(precision)
+        except ValueError as error:
+            count = indefinite(precision)
+            if not count:
+                raise
+            raise ValueError(
+                f"{error} Here the prior is not log-concave in {count} directions at θ̂, and the data do not make up for it."
+            ) from None
+
+    @cached_property
+    def data_operator(self) -> Operator:
+        """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of it."""
+        try:
+            return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
+        except ValueError as error:
+            raise ValueError(
+                f"convention={self.convention!r} leaves the prior out of the curvature, and the data alone do not determine "
+                f"every parameter. Use convention='exact'. ({error})"
+            ) from None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -162,13 +196,59 @@ class Posterior:
         """
         pull = self.operator.solve(self.bound_prior.gradient(self.theta))
         middle = self.bound_prior.precision(self.theta)
-        return _joined([(J.push(pull), self.operator.response(J, middle)) for _, J in self.expansions(x)])
+        return _joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
+
+    def data_covariance(self, x: Inputs) -> Tensor:
+        """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
+        return _joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
 
     def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models."""
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
+
+        H holds the prior's curvature under the exact convention only.
+        """
         size = self.theta.numel()
         prior = float(self.bound_prior.log_prob(self.theta))
-        return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - self.operator.logdet())
+        operator = self.operator if self.convention == EXACT else self.data_operator
+        return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+
+    # --- another prior ---------------------------------------------------------------------
+
+    def with_prior(self, prior: Prior | Distribution, convention: str = EXACT, data: Any = None) -> Posterior:
+        """The posterior under another prior, without a pass over the data where the mathematics allows it.
+
+        convention (named in the report and in every result):
+          "exact"     the prior is in the refit and in the curvature: Bayes' rule, by Laplace
+          "paper"     in the refit, not in the curvature, as the paper's prior-modularity tables were made
+          "additive"  in neither: θ̂ and θ̃ are the likelihood's, and log π(θ̃) − log π(θ̂) is added
+
+        A polished last layer with Gaussian noise and dense curvature moves to the new mode from the sums alone (the noise stays
+        what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data` (the
+        training data) it is polished again.
+        """
+        from ssla.modularity import with_prior
+
+        return with_prior(self, prior, convention, data)
+
+    def tune(
+        self,
+        objective: str = "evidence",
+        data: Any = None,
+        over: Sequence[str] = ("prior", "noise"),
+        per_layer: bool = True,
+        folds: int | None = None,
+    ) -> Posterior:
+        """The posterior with prior precisions and noise chosen by the data; how it went is in `.trace`.
+
+        objective: "evidence" (from the sums, no pass over data), or "nll" or "crps" of predictions for `data`: a validation set,
+        or the training data with folds=k. One factor on the precision for each layer (or for all with per_layer=False), one on
+        the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
+
+        >>> tuned = post.tune(); print(tuned.trace)      # doctest: +SKIP
+        """
+        from ssla.tuning import tune
+
+        return tune(self, objective, data, over, per_layer, folds)
 
     # --- more data -------------------------------------------------------------------------
 
@@ -221,11 +301,11 @@ class Posterior:
     def _with_statistics(self, statistics: Statistics, passes: int) -> Posterior:
         theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
         if self.quadratic and self.report.mode == POLISH:
-            operator = statistics.curvature.with_prior(self.bound_prior.precision(theta))
-            step = operator.solve(statistics.gradient + self.bound_prior.gradient(theta))
+            operator = statistics.curvature.with_prior(self.objective_prior.precision(theta))
+            step = operator.solve(statistics.gradient + self.objective_prior.gradient(theta))
             theta, statistics, note = theta + step, statistics.moved(step), "data were added: moved to the mode of all of them"
         moved = replace(self, theta=theta, statistics=statistics)
-        gradient = statistics.gradient + self.bound_prior.gradient(theta)
+        gradient = statistics.gradient + self.objective_prior.gradient(theta)
         residual = math.sqrt(max(float(gradient @ moved.operator.solve(gradient)), 0.0))
         notes = tuple(n for n in self.report.notes if not n.startswith("data were added"))
         report = replace(
@@ -254,6 +334,17 @@ class Posterior:
 def _chained(first: Source | None, second: Source | None) -> Source | None:
     """Both data sets, where both are known."""
     return None if first is None or second is None else first.then(second)
+
+
+def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
+    """J H⁻¹ M H⁻¹ Jᵀ for any symmetric M: a diagonal (P,) of either sign, or a full matrix by its eigenvectors."""
+    if middle.dim() == 1:
+        plus = operator.response(J, middle.clamp_min(0))
+        return plus if bool((middle >= 0).all()) else plus - operator.response(J, (-middle).clamp_min(0))
+    values, vectors = torch.linalg.eigh(middle)
+    moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
+    whole: Tensor = (moves * values) @ moves.mT
+    return whole
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> Marginal:

@@ -119,6 +119,7 @@ class Cluster:
     passes: int = 0
     opening: Inputs | None = None
     opened: Network | None = None
+    source = None  # the workers read, not this process
 
     @property
     def network(self) -> Network:

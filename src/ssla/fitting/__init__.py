@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributions import Distribution
 
 from ssla._checks import one_of
 from ssla.batches import open_source
@@ -24,10 +25,10 @@ from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.priors import Prior
+from ssla.priors import Prior, as_prior
 from ssla.structures import Structure, resolve
 
-__all__ = ["collect", "fit"]
+__all__ = ["collect", "fit", "polish_again"]
 
 
 def fit(
@@ -35,7 +36,7 @@ def fit(
     data: Any,
     *,
     likelihood: Likelihood,
-    prior: Prior | None = None,
+    prior: Prior | Distribution | None = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
@@ -55,7 +56,7 @@ def fit(
     likelihood:
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
-        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given.
+        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
     weights:
         "last_layer" (its bias included), "all", a module's name, or a list of parameter names.
     structure:
@@ -81,7 +82,12 @@ def fit(
 
 
 def checked_job(
-    data: Data, likelihood: Likelihood, prior: Prior | None, structure: str | Structure, mode: str | None, budget: int
+    data: Data,
+    likelihood: Likelihood,
+    prior: Prior | Distribution | None,
+    structure: str | Structure,
+    mode: str | None,
+    budget: int,
 ) -> Job:
     """The work, if its parts are what they should be."""
     if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
@@ -90,13 +96,11 @@ def checked_job(
         )
     if isinstance(likelihood, type):
         raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
-    if prior is not None and (isinstance(prior, type) or not hasattr(prior, "bind")):
-        raise TypeError(f"prior must be an object such as ssla.priors.Gaussian(precision=1.0), but is {prior!r}.")
     if isinstance(likelihood, Tempered) and isinstance(likelihood.base, Gaussian) and likelihood.base.estimated:
         raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
     if mode is not None:
         one_of("mode", mode, (POLISH, TILT, AS_IS))
-    return Job(data, likelihood, GaussianPrior() if prior is None else prior, resolve(structure), mode, budget)
+    return Job(data, likelihood, GaussianPrior() if prior is None else as_prior(prior), resolve(structure), mode, budget)
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
@@ -117,3 +121,11 @@ def collect(posterior: Posterior, data: Any) -> Statistics:
     reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     job = Job(shared(reader), posterior.likelihood, posterior.prior, posterior.statistics.curvature, AS_IS, budget)
     return job.sums_at(posterior.theta)
+
+
+def polish_again(posterior: Posterior, prior: Prior, data: Any) -> Posterior:
+    """The same network and likelihood polished under another prior, on the training data."""
+    size, budget = posterior.theta.numel(), posterior.memory_budget
+    reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
+    structure = posterior.statistics.curvature.zero(size)
+    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget).run()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
-from ssla.fitting.sums import Sums, residual
+from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
-from ssla.priors import BoundPrior, Prior
-from ssla.structures import Dense, Extent, Kfac, LowRank, Structure
+from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
+from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
 MOST_NEWTON_STEPS = 200
 NOISE_ROUNDS = 10
@@ -51,6 +51,7 @@ class Job:
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
+        check_at(self.prior, bound, network.theta)
         mode = self.mode or (POLISH if network.linear else TILT)
         theta, steps = network.theta, 0
         if estimate:
@@ -59,16 +60,17 @@ class Job:
         before = residual(sums, bound, theta)
         if mode == POLISH:
             theta, sums, steps = self._polish(theta, sums, bound)
-            if estimate and not network.linear:
+            if estimate and not (network.linear and isinstance(bound, BoundGaussian)):
                 theta, sums, steps = self._settle_noise(theta, sums, steps, bound)
             self._compare_fit(start_fit, sums, theta, network.theta)
         after = residual(sums, bound, theta)
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
         target.note(self.notes)
+        self.notes.extend(concavity_notes(bound.precision(theta)))
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
-        posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.source)
+        posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.data.source)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
 
@@ -157,6 +159,7 @@ class Job:
             passes=self.data.passes,
             memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
+            prior=describe(self.prior),
         )
 
     def _blocks(self) -> dict[str, str]:
@@ -205,14 +208,15 @@ class Job:
             unit, squares, rows = raw, sums.squares, sums.statistics.weight
             groups = torch.arange(outputs).repeat_interleave(network.layout.size // outputs)
         noise = unit.clone()
+        at = network.theta if theta is None else theta
         for _ in range(200):
             scaled = sums.at_noise(noise[groups])
-            precision = bound.precision(network.theta)
-            operator = scaled.newton_curvature.with_prior(precision)
-            used = torch.zeros_like(unit).index_add(0, groups, 1 - precision * operator.variances())
+            precision = bound.precision(at)
+            operator = climbing(scaled.newton_curvature, precision)
+            used = torch.zeros_like(unit).index_add(0, groups, 1 - _prior_share(operator, precision))
             rss = squares
             if polish:
-                step = operator.solve(scaled.statistics.gradient + bound.gradient(network.theta))
+                step = operator.solve(scaled.statistics.gradient + bound.gradient(at))
                 unit_gradient = sums.statistics.gradient
                 change = step * (sums.newton_curvature.push(step) - 2 * unit_gradient)
                 rss = squares + torch.zeros_like(unit).index_add(0, groups, change)
@@ -252,15 +256,16 @@ class Job:
             gradient = sums.statistics.gradient + bound.gradient(theta)
             step = sums.newton_step(gradient, bound.precision(theta))
             decrement = float(gradient @ step)
-            if decrement <= enough**2 or decrement <= 1e-15 * abs(height):
+            rounding = 1e-22 if quadratic else 1e-15  # sums that are moved know small gains, sums over n do not
+            if decrement <= enough**2 or decrement <= rounding * abs(height):
                 return theta, sums, step_count
-            if quadratic:
+            if quadratic and isinstance(bound, BoundGaussian):
                 return theta + step, sums.moved(step), 1
             trusted = self._network.linear and decrement <= TRUSTED_DECREMENT**2
             size = 1.0
             while True:
                 there = theta + size * step
-                trial = self._collect(there)
+                trial = sums.moved(size * step) if quadratic else self._collect(there)
                 new = trial.statistics.log_likelihood + float(bound.log_prob(there))
                 if new >= height + 1e-4 * size * decrement - 1e-13 * abs(height) or trusted:
                     break
@@ -277,3 +282,10 @@ class Job:
             stacklevel=4,
         )
         return theta, sums, MOST_NEWTON_STEPS
+
+
+def _prior_share(operator: Operator, precision: Tensor) -> Tensor:
+    """diag(T H⁻¹) (P,): how much of each parameter the prior decides."""
+    if precision.dim() == 1:
+        return precision * operator.variances()
+    return torch.stack([operator.solve(row) for row in precision]).diagonal()

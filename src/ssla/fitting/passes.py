@@ -72,6 +72,11 @@ class Data(Protocol):
         """Passes begun."""
         ...
 
+    @property
+    def source(self) -> Source | None:
+        """All of the data, if this process can read them again."""
+        ...
+
     def read(self, order: Order) -> Pass: ...
 
 

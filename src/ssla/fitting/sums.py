@@ -13,7 +13,7 @@ from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Statistics
 from ssla.priors import BoundPrior
-from ssla.structures import Dense, Structure
+from ssla.structures import Dense, Operator, Structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Sums:
                 return self.newton.with_prior(prior_precision).solve(gradient)
             except ValueError:
                 pass
-        return self.statistics.curvature.with_prior(prior_precision).solve(gradient)
+        return climbing(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Sums:
         finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
@@ -117,6 +117,16 @@ class Sums:
         push = self.newton_curvature.push(step)
         gain = float(step @ s.gradient) - 0.5 * float(step @ push)
         return replace(self, statistics=replace(s, log_likelihood=s.log_likelihood + gain, gradient=s.gradient - push))
+
+
+def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
+    """(S + T)⁻¹ for a step uphill: where a prior that is not log-concave makes S + T indefinite, with T's positive part."""
+    try:
+        return curvature.with_prior(prior_precision)
+    except ValueError:
+        if prior_precision.dim() == 2 or bool((prior_precision >= 0).all()):
+            raise
+        return curvature.with_prior(prior_precision.clamp_min(0))
 
 
 def residual(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from ssla.posterior import Posterior
 from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive
+from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive, additive_law
 from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.priors import ADDITIVE, EXACT
 from ssla.quadrature import Regions
-from ssla.refit import Expansion, NoRefit, OutputRung, Refit, on_marginal, resolve
+from ssla.refit import Expansion, NoRefit, OutputExpansion, OutputRung, Refit, on_marginal, resolve
 
 __all__ = [
     "ClassPredictive",
@@ -40,6 +42,11 @@ def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> P
     if not isinstance(posterior, Posterior):
         raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
     rung = resolve(refit)
+    if posterior.convention != EXACT and not isinstance(rung, OutputRung):
+        raise ValueError(
+            f"refit={rung.name!r} knows the exact convention only, but this posterior has convention={posterior.convention!r}. "
+            "Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior)."
+        )
     return _answer(rung(posterior, x), rung)
 
 
@@ -66,20 +73,27 @@ def _answer(expansion: Expansion, rung: Refit) -> Predictive:
     f = expansion.marginal.mean
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
+    convention = expansion.convention if isinstance(expansion, OutputExpansion) else EXACT
     if isinstance(likelihood, Gaussian) and not empirical:
         no = torch.zeros(f.shape[0], dtype=torch.bool)
-        flags = Diagnostics(rung.name, no, no, no)
-        return GaussianPredictive(expansion, likelihood.covariance_for(f), isinstance(rung, NoRefit), flags)
+        flags = Diagnostics(rung.name, no, no, no, convention)
+        noise, law = likelihood.covariance_for(f), None
+        if convention == ADDITIVE and expansion.moves and isinstance(expansion, OutputExpansion):
+            law = additive_law(noise, expansion.marginal, expansion.prior_response)
+        return GaussianPredictive(expansion, noise, isinstance(rung, NoRefit), flags, law)
     if support.kind == "vector":
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
         )
     if isinstance(support, Classes):
-        return class_predictive(expansion, support.count, rung.name)
+        classes = class_predictive(expansion, support.count, rung.name)
+        return replace(classes, diagnostics=replace(classes.diagnostics, convention=convention))
     if support.kind == "count":
-        return _warned(count_predictive(expansion, rung.name))
+        counts = count_predictive(expansion, rung.name)
+        return _warned(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
     assert isinstance(support, Continuous)
-    return _warned(grid_predictive(expansion, support, rung.name))
+    grid = grid_predictive(expansion, support, rung.name)
+    return _warned(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))
 
 
 def _warned(predictive: Predictive) -> Predictive:

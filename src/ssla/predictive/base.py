@@ -11,6 +11,7 @@ from torch import Tensor
 from ssla._checks import finite
 from ssla.batches import as_tensor
 from ssla.expansion import Increments
+from ssla.priors import EXACT
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,12 @@ class Diagnostics:
     fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     inaccurate: Tensor  # (N,) bool: the quadrature did not reach its tolerance
+    convention: str = EXACT  # where the prior entered
 
     def __str__(self) -> str:
         count = self.fallback.numel()
         return (
-            f"refit {self.refit}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
+            f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
 

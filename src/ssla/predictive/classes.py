@@ -126,7 +126,7 @@ class ClassPredictive:
         value, single = scalar_targets(y, self._rows)
         Classes(self._count).check(value.flatten(), self._count)
         parts = self.expansion(value)
-        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+        return parts.map(lambda part: self._out(answer(part, single)))
 
 
 def class_predictive(expansion: Expansion, count: int, refit: str) -> ClassPredictive:

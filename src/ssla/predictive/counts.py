@@ -207,7 +207,7 @@ class CountPredictive:
         value, single = scalar_targets(y, self._rows)
         Counts().check(value.flatten(), 1)
         parts = self.expansion(value)
-        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+        return parts.map(lambda part: self._out(answer(part, single)))
 
 
 def _heights(table: Table) -> Tensor:

@@ -15,7 +15,9 @@ from ssla._checks import level as checked_level
 from ssla.batches import as_tensor
 from ssla.expansion import Increments
 from ssla.likelihoods.base import LOG_2PI
+from ssla.posterior import Marginal
 from ssla.predictive.base import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.priors import EXACT
 from ssla.quadrature import Regions
 from ssla.refit import Expansion
 
@@ -38,13 +40,16 @@ class Ellipsoid(NamedTuple):
 class GaussianPredictive:
     """N(f̂, Σ + K) for a refit, N(f̂, Σ) for none; one target (N,) or D of them (N, D).
 
-    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`).
+    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`); under the conventions
+    that do not treat the prior as Bayes' rule does, it is what the increments integrate to. `law` is the Gaussian of y where the
+    prior is added to the likelihood's own predictive.
     """
 
     expansion: Expansion
     noise: Tensor  # Σ (C, C)
     loses_mass: bool
     diagnostics: Diagnostics
+    law: Marginal | None = None
 
     def _out(self, value: Tensor) -> Tensor:
         return value.to(self.expansion.like)
@@ -59,10 +64,12 @@ class GaussianPredictive:
 
     @property
     def _mean(self) -> Tensor:
-        return self.expansion.marginal.mean
+        return self.expansion.marginal.mean if self.law is None else self.law.mean
 
     @cached_property
     def _covariance(self) -> Tensor:
+        if self.law is not None:
+            return self.law.covariance
         K = self.expansion.marginal.covariance
         return self.noise + K if self.expansion.moves else self.noise.expand_as(K)
 
@@ -92,18 +99,30 @@ class GaussianPredictive:
         """(N, D, D)."""
         return self._out(self._covariance)
 
+    @cached_property
+    def _doubt(self) -> Tensor:
+        """The epistemic part of the variance (N, D): K's; where a prior was added, in the proportion of K to Σ + K."""
+        K = self.expansion.marginal.covariance.diagonal(dim1=-2, dim2=-1)
+        if not self.expansion.moves:
+            return torch.zeros_like(K)
+        return K if self.law is None else self._scale**2 * K / (K + self.noise.diagonal())
+
     @property
     def epistemic(self) -> Tensor:
-        K = self.expansion.marginal.covariance.diagonal(dim1=-2, dim2=-1)
-        return self._targets(K if self.expansion.moves else torch.zeros_like(K))
+        return self._targets(self._doubt)
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._targets(self.noise.diagonal().expand_as(self._mean))
+        return self._targets(self.noise.diagonal().expand_as(self._mean) if self.law is None else self._scale**2 - self._doubt)
 
     @cached_property
     def mass(self) -> Tensor:
         """(N,)."""
+        if self.diagnostics.convention != EXACT:
+            # the increments are quadratic in y: their height at the mean, over that of the normalised density
+            peak = self.expansion.density(self._mean.squeeze(1) if self._scalar else self._mean).log
+            half_logdet = torch.linalg.cholesky(self._covariance).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            return self._out((peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp())
         if not self.loses_mass:
             return self._out(torch.ones(self._mean.shape[0], dtype=torch.float64))
         factor = torch.linalg.cholesky(self.noise)
@@ -176,7 +195,24 @@ class GaussianPredictive:
         else:
             value, single = scalar_targets(y, self._mean.shape[0])
         parts = self.expansion(checked(value))
-        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+        return parts.map(lambda part: self._out(answer(part, single)))
+
+
+def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
+    """N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K, u = A⁻¹(y − f̂): the Gaussian N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+
+    Fails where A + M is not positive definite: the prior then grows faster than the likelihood's predictive falls.
+    """
+    A = noise + marginal.covariance
+    factor, info = torch.linalg.cholesky_ex(A + response.covariance)
+    if bool((info != 0).any()):
+        raise ValueError(
+            f"Under convention='additive' {int((info != 0).sum())} of {len(info)} predictives have no integral: this prior is "
+            "not log-concave at θ̂ and outgrows the likelihood's predictive, to which it is added. Use convention='exact'."
+        )
+    half = torch.linalg.solve_triangular(factor, A, upper=False)  # V = halfᵀ half
+    pull = torch.linalg.solve_triangular(factor, response.mean.unsqueeze(-1), upper=False)
+    return Marginal(marginal.mean + (half.mT @ pull).squeeze(-1), half.mT @ half)
 
 
 def chi_square_quantile(level: float, df: int) -> float:

@@ -149,7 +149,7 @@ class GridPredictive:
         value, single = scalar_targets(y, self._rows)
         self.support.check(value.flatten(), 1)
         parts = self.expansion(value)
-        return Increments(*(self._out(answer(p, single)) for p in (parts.likelihood, parts.prior, parts.curvature)))
+        return parts.map(lambda part: self._out(answer(part, single)))
 
 
 def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> GridPredictive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ssla._checks import unknown_name
-from ssla.refit.base import Density, Expansion, OutputRung, Refit, on_marginal
+from ssla.refit.base import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
 from ssla.refit.weights import WeightExpansion, WeightRefit
@@ -13,6 +13,7 @@ __all__ = [
     "Density",
     "Expansion",
     "NoRefit",
+    "OutputExpansion",
     "OutputRefit",
     "OutputRung",
     "PlugIn",

@@ -15,6 +15,7 @@ from ssla.batches import Inputs
 from ssla.expansion import Expanded, Increments, Rule
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal, Posterior
+from ssla.priors import ADDITIVE, EXACT, PAPER
 
 TASKS_AT_ONCE = 1 << 18
 
@@ -84,7 +85,8 @@ class OutputRung(Refit, Protocol):
 class OutputExpansion:
     """An expansion that needs f̂ and K only, by one of the rules of `ssla.expansion`.
 
-    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked only for increments.
+    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked for increments, and always under the
+    additive convention, where it is no part of K. `determinant` answers the covariance of the determinant where that is not K.
     """
 
     likelihood: Likelihood
@@ -93,37 +95,50 @@ class OutputExpansion:
     rule: Rule
     moves: bool
     like: Tensor
+    convention: str = EXACT
+    determinant: Callable[[], Tensor] | None = None
 
     @cached_property
     def _root(self) -> Tensor:
         return linalg.root(self.marginal.covariance)
 
     @cached_property
-    def _prior(self) -> Marginal:
+    def _determinant_root(self) -> Tensor | None:
+        return None if self.determinant is None else linalg.root(self.determinant())
+
+    @cached_property
+    def prior_response(self) -> Marginal:
         return self.prior()
 
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        f, R = self.marginal.mean, self._root
-        if rows is not None:
-            f, R = f[rows], R[rows]
-        parts = self._run(y, f, R)
+        parts = self._run(y, rows)
         shape = self._shape(y)
+        log = _cat([p.total for p in parts]).reshape(shape)
+        if self.convention == ADDITIVE:
+            log = log + self._prior_increment(_cat([p.pull for p in parts]).reshape(*shape, -1), rows)
         return Density(
-            _cat([p.total for p in parts]).reshape(shape),
+            log,
             _cat([p.fallback for p in parts]).reshape(shape),
             _cat([p.converged for p in parts]).reshape(shape),
         )
 
     def __call__(self, y: Tensor) -> Increments:
-        parts = self._run(y, self.marginal.mean, self._root)
+        parts = self._run(y, None)
         shape = self._shape(y)
         fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
-        pull = pull.reshape(*shape, -1)
-        b, K = (t.reshape(t.shape[0], *[1] * (len(shape) - 1), *t.shape[1:]) for t in self._prior)
-        prior = (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ K @ pull.unsqueeze(-1)).squeeze((-2, -1))
+        prior = self._prior_increment(pull.reshape(*shape, -1), None)
+        likelihood = (fit + shift).reshape(shape)
+        # −½‖v‖² is what data and prior lose together, but under the additive convention it is what the data alone lose
+        likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
+        return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
+
+    def _prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
+        """log π(θ̃) − log π(θ̂), to second order: bᵀu − ½ uᵀMu.  u (N, …, C) -> (N, …)."""
         if not self.moves:
-            prior = torch.zeros_like(prior)
-        return Increments((fit + shift).reshape(shape) - prior, prior, curvature.reshape(shape))
+            return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
+        response = self.prior_response if rows is None else Marginal(*(part[rows] for part in self.prior_response))
+        b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
+        return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
 
     def _shape(self, y: Tensor) -> torch.Size:
         return y.shape[:-1] if self._vector else y.shape
@@ -132,19 +147,26 @@ class OutputExpansion:
     def _vector(self) -> bool:
         return self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector"
 
-    def _run(self, y: Tensor, f: Tensor, R: Tensor) -> list[Expanded]:
+    def _run(self, y: Tensor, rows: Tensor | None) -> list[Expanded]:
         """All tasks, component-major, in pieces that bound the memory."""
+        f, R, D = (
+            part if part is None or rows is None else part[rows]
+            for part in (self.marginal.mean, self._root, self._determinant_root)
+        )
+        assert f is not None
+        assert R is not None
         shape = self._shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
-        rows = max(TASKS_AT_ONCE // per_row, 1)
+        size = max(TASKS_AT_ONCE // per_row, 1)
         return [
             self.rule(
                 self.likelihood,
-                y[start : start + rows].reshape(-1, *y.shape[len(shape) :]),
-                _spread(f[start : start + rows], per_row),
-                _spread(R[start : start + rows], per_row),
+                y[start : start + size].reshape(-1, *y.shape[len(shape) :]),
+                _spread(f[start : start + size], per_row),
+                _spread(R[start : start + size], per_row),
+                None if D is None else _spread(D[start : start + size], per_row),
             )
-            for start in range(0, shape[0], rows)
+            for start in range(0, shape[0], size)
         ]
 
 
@@ -162,6 +184,8 @@ def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExp
         rule=rung.rule,
         moves=rung.moves,
         like=torch.empty(0, dtype=network.dtype, device=network.device),
+        convention=posterior.convention,
+        determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
     )
 
 

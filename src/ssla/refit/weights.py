@@ -208,4 +208,5 @@ class WeightExpansion:
             else:
                 instead = [torch.full_like(parts[0], torch.nan)] * 3
             parts = [torch.where(failed, b, a) for a, b in zip(parts, instead, strict=True)]
-        return Increments(*(part.reshape(self._shape(y)) for part in parts))
+        likelihood, prior, curvature = (part.reshape(self._shape(y)) for part in parts)
+        return Increments(likelihood, prior, curvature)

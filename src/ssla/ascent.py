@@ -1,0 +1,94 @@
+"""Maximising a smooth function of a few coordinates inside a box: projected BFGS with a safeguard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
+Function = Callable[[Tensor], "tuple[float, Tensor]"]
+
+
+@dataclass(frozen=True, eq=False)
+class Maximum:
+    """Where the ascent ended, and the way there."""
+
+    point: Tensor  # (d,)
+    value: float
+    gradient: Tensor
+    at_bound: Tensor  # (d,) bool: pushed against an edge
+    converged: bool
+    points: Tensor  # (rounds + 1, d)
+    values: Tensor
+    evaluations: int
+
+
+def maximise(
+    function: Function, start: Tensor, low: Tensor, high: Tensor, scale: Tensor, *, tolerance: float = 1e-9, rounds: int = 200
+) -> Maximum:
+    """Climb from `start` within low ≤ point ≤ high.
+
+    function(point) -> (value, gradient). `scale` (d,) is about the inverse of the curvature by coordinate. A coordinate at an
+    edge whose gradient points outwards is held. Ends when the free gradient, in units of the value, is below the tolerance, or
+    when no step rises any more (rounding). converged = False after `rounds` steps, or where no step rises from a steep place.
+    """
+    point = start.clamp(low, high)
+    value, gradient = function(point)
+    evaluations, points, values = 1, [point], [value]
+    inverse = torch.diag(scale)
+    converged = False
+    for _ in range(rounds):
+        held = ((point <= low) & (gradient <= 0)) | ((point >= high) & (gradient >= 0))
+        free = torch.where(held, 0.0, gradient)
+        if float(free.abs().max()) <= tolerance * (1 + abs(value)):
+            converged = True
+            break
+        step = _direction(inverse, free, held)
+        steep = float(free.abs().max()) > 1e-6 * (1 + abs(value))
+        if not steep and float(free @ step) <= 1e-14 * (1 + abs(value)):  # what is left to gain drowns in rounding
+            converged = True
+            break
+        size = min(1.0, LONGEST_STEP / float(step.abs().max()))
+        while True:
+            trial = (point + size * step).clamp(low, high)
+            new, slope = function(trial)
+            evaluations += 1
+            if new >= value + 1e-4 * float(gradient @ (trial - point)) and new > value - 1e-14 * abs(value):
+                break
+            size /= 2
+            if size < 1e-12:
+                break
+        if size < 1e-12:
+            if torch.equal(inverse, torch.diag(scale)):  # not even along the gradient: the top, to rounding
+                converged = not steep
+                break
+            inverse = torch.diag(scale)
+            continue
+        inverse = _updated(inverse, trial - point, gradient - slope, scale)
+        point, value, gradient = trial, new, slope
+        points.append(point)
+        values.append(value)
+    bound = ((point <= low) & (gradient < 0)) | ((point >= high) & (gradient > 0))
+    return Maximum(
+        point, value, gradient, bound, converged, torch.stack(points), torch.tensor(values, dtype=torch.float64), evaluations
+    )
+
+
+def _direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
+    """An ascent direction among the free coordinates."""
+    keep = (~held).double()
+    step = keep * (inverse @ gradient)
+    return step if float(step @ gradient) > 0 else gradient * inverse.diagonal()
+
+
+def _updated(inverse: Tensor, s: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """BFGS on the inverse of minus the Hessian; left alone where the curvature along s is not negative."""
+    along = float(s @ y)
+    if along <= 1e-12 * float(s.norm() * y.norm()):
+        return torch.diag(scale)
+    eye = torch.eye(len(s), dtype=torch.float64)
+    left = eye - torch.outer(s, y) / along
+    return left @ inverse @ left.mT + torch.outer(s, s) / along

@@ -1,0 +1,152 @@
+"""The log evidence as a function of prior precisions and noise, with its gradient, from the sums alone.
+
+With precisions τ = e^a·pattern (one a for each group of parameters) and noise e^t times what it was, H = S/e^2t + diag(τ) and
+
+    log Z = ℓ(θ̂; t) + ½ Σ log τ − ½ Σ τ (θ̂ − m)² − ½ log|H|
+    ∂/∂a_g = ½ [P_g − Σ_g τ (θ̂ − m)² − Σ_g τ diag(H⁻¹)]
+    ∂/∂t   = RSS/e^2t − nC + tr(S/e^2t H⁻¹)
+
+in both cases: where θ̂ moves with the prior (a Gaussian last layer, where log Z is exact) its own derivative vanishes at the
+mode, and where it stays there is none. In an eigenbasis of S whose blocks share one τ everything is a sum over P eigenvalues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ssla.structures import Dense, Diagonal, Kfac, Structure
+
+
+class Problem(NamedTuple):
+    """What the sums say about θ and noise, at the θ and the noise they were taken at."""
+
+    curvature: Structure  # S
+    gradient: Tensor  # ∇ℓ (P,)
+    offset: Tensor  # θ − m (P,)
+    log_likelihood: float
+    squares: float  # residual sum of squares in units of the noise; 0 where there is no noise to tune
+    rows: float  # n·C (weighted)
+    pattern: Tensor  # (P,) precisions at a = 0
+    groups: Tensor  # (P,) long: which a
+    moves: bool  # whether θ̂ follows the prior
+
+
+class Value(NamedTuple):
+    """log Z and its gradient in (a_1 … a_G, t)."""
+
+    value: float
+    gradient: Tensor
+
+
+class Evidence(Protocol):
+    """log Z at any (a, t)."""
+
+    def __call__(self, point: Tensor) -> Value: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """S = Q diag(values) Qᵀ; `rotated` applies Qᵀ. Coordinates stay inside their block."""
+
+    values: Tensor  # (P,)
+    parts: tuple[tuple[Tensor, Tensor, Tensor], ...]  # positions (out, in), Q_in, Q_out of blocks that are not diagonal already
+
+    def rotated(self, v: Tensor) -> Tensor:
+        out = v.clone()
+        for positions, inner, outer in self.parts:
+            out[positions] = outer.mT @ v[positions] @ inner
+        return out
+
+
+def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:
+    """The kept eigenbasis of S, if every block of it has one precision; None otherwise."""
+    if isinstance(structure, Diagonal):
+        return Eigenbasis(structure._diagonal, ())
+    same = torch.stack([pattern, groups.double()])
+    if isinstance(structure, Kfac):
+        values, parts = torch.zeros_like(pattern), []
+        for layer in structure.layers:
+            if not _constant(same[:, layer.positions.flatten()]):
+                return None
+            values_a, basis_a, values_g, basis_g = layer.eigen
+            values[layer.positions] = values_g[:, None] * values_a[None, :]
+            parts.append((layer.positions, basis_a, basis_g))
+        values[structure.rest_positions] = structure.rest
+        return Eigenbasis(values, tuple(parts))
+    if isinstance(structure, Dense) and structure.matrix is not None and _constant(same):
+        values, vectors = torch.linalg.eigh(structure.matrix)
+        whole = torch.arange(len(values)).unsqueeze(0)  # one row: Q_out is 1×1
+        return Eigenbasis(values.clamp_min(0), ((whole, vectors, torch.ones(1, 1, dtype=torch.float64)),))
+    return None
+
+
+def _constant(values: Tensor) -> bool:
+    return bool((values == values[:, :1]).all())
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralEvidence:
+    """By eigenvalues: O(P) for each evaluation."""
+
+    problem: Problem
+    values: Tensor  # λ
+    gradient: Tensor  # Qᵀ∇ℓ
+    offset: Tensor  # Qᵀ(θ − m)
+
+    def __call__(self, point: Tensor) -> Value:
+        p = self.problem
+        tau = p.pattern * point[:-1].exp()[p.groups]
+        c = float((-2 * point[-1]).exp())
+        data = c * self.values
+        h = data + tau
+        q, squares, gain = self.offset, p.squares, 0.0
+        if p.moves:
+            step = (c * self.gradient - tau * q) / h
+            gain = float((step * self.gradient).sum() - 0.5 * (self.values * step * step).sum())
+            q, squares = q + step, squares - 2 * gain
+        terms = 0.5 * (tau.log() - tau * q * q - h.log())
+        each = 0.5 * (1 - tau * q * q - tau / h)
+        return _value(p, point, squares, gain, terms.sum(), each, float((data / h).sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorEvidence:
+    """By factorising H anew each time: any structure, any pattern of precisions."""
+
+    problem: Problem
+
+    def __call__(self, point: Tensor) -> Value:
+        p = self.problem
+        tau = p.pattern * point[:-1].exp()[p.groups]
+        c = float((-2 * point[-1]).exp())
+        operator = p.curvature.scaled(torch.full_like(tau, c**0.5)).with_prior(tau)
+        q, squares, gain = p.offset, p.squares, 0.0
+        if p.moves:
+            step = operator.solve(c * p.gradient - tau * q)
+            gain = float(step @ p.gradient) - 0.5 * float(step @ p.curvature.push(step))
+            q, squares = q + step, squares - 2 * gain
+        share = tau * operator.variances()
+        terms = 0.5 * (tau.log().sum() - (tau * q * q).sum() - operator.logdet())
+        return _value(p, point, squares, gain, terms, 0.5 * (1 - tau * q * q - share), len(tau) - float(share.sum()))
+
+
+def _value(p: Problem, point: Tensor, squares: float, gain: float, terms: Tensor, each: Tensor, used: float) -> Value:
+    """ℓ at the noise e^t, the prior's and the determinant's terms, and the gradient."""
+    t = float(point[-1])
+    c = float((-2 * point[-1]).exp())
+    log_likelihood = p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t if p.rows else p.log_likelihood + gain
+    by_group = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
+    of_noise = torch.tensor([c * squares - p.rows + used if p.rows else 0.0], dtype=torch.float64)
+    return Value(log_likelihood + float(terms), torch.cat([by_group, of_noise]))
+
+
+def evidence_of(problem: Problem) -> Evidence:
+    """By eigenvalues where the structure has them under this pattern, else by factorisation."""
+    basis = eigenbasis(problem.curvature, problem.pattern, problem.groups)
+    if basis is None:
+        return OperatorEvidence(problem)
+    return SpectralEvidence(problem, basis.values, basis.rotated(problem.gradient), basis.rotated(problem.offset))

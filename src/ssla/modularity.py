@@ -1,0 +1,107 @@
+"""Another prior for the same data: what the sums allow, and what needs a pass.
+
+H = S + T holds the data in S and the prior in T = −∇² log π, so another prior is another factorisation and no pass. Whether θ̂
+can follow depends on what the sums know of the likelihood away from θ̂:
+
+  Gaussian noise, last layer, dense    ℓ_D is a quadratic that the sums hold whole: θ̂ moves, for any prior
+  anything else                        θ̂ stays (as in a fit with mode="as_is"), or is polished again on the data
+
+The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all of it; for another the exact
+increments are a matter of refitting weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributions import Distribution
+
+from ssla._checks import one_of
+from ssla.fitting import polish_again
+from ssla.fitting.sums import climbing
+from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics
+from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
+
+MOST_STEPS = 200
+DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
+TRUSTED = 1e-10  # a squared decrement below which a gain drowns in rounding, and the full step is safe
+MARK = "prior: "  # begins the notes written here, so that the next change replaces them
+
+
+def with_prior(posterior: Posterior, prior: Prior | Distribution, convention: str, data: Any) -> Posterior:
+    """See Posterior.with_prior."""
+    one_of("convention", convention, CONVENTIONS)
+    new = as_prior(prior)
+    check_at(new, new.bind(posterior.network.layout), posterior.theta)
+    if data is not None:
+        return _polished(posterior, new, convention, data)
+    moved = replace(posterior, prior=new, convention=convention)
+    if convention != EXACT:
+        _ = moved.data_operator  # data too few for it are an error of the change, not of a later prediction
+    if posterior.quadratic and posterior.report.mode == POLISH:
+        theta, statistics = mode_from_sums(posterior.statistics, moved.objective_prior, posterior.theta)
+        moved = replace(moved, theta=theta, statistics=statistics)
+        return described(moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH)
+    kept = "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= to polish again"
+    return described(moved, kept, TILT if posterior.report.mode == TILT else AS_IS)
+
+
+def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
+    """A fresh polish on the data, from the trained weights; the noise stays what it is."""
+    objective = Flat() if convention == ADDITIVE else prior
+    again = polish_again(posterior, objective, data)
+    passes = posterior.report.passes + again.report.passes
+    found = replace(again, prior=prior, convention=convention, report=replace(again.report, passes=passes))
+    return described(found, "polished again on the data; the noise was kept", POLISH)
+
+
+def described(posterior: Posterior, what: str, mode: str) -> Posterior:
+    """The posterior with a report that tells of its prior, its convention and its distance to the mode."""
+    gradient = posterior.statistics.gradient + posterior.objective_prior.gradient(posterior.theta)
+    residual = math.sqrt(max(float(gradient @ posterior.operator.solve(gradient)), 0.0))
+    each = residual / math.sqrt(posterior.theta.numel())
+    notes = [note for note in posterior.report.notes if not note.startswith(MARK) and "log-concave" not in note]
+    notes += [MARK + what.format(residual=residual, each=each)]
+    notes += concavity_notes(posterior.bound_prior.precision(posterior.theta))
+    report = replace(
+        posterior.report,
+        prior=describe(posterior.prior),
+        convention=posterior.convention,
+        mode=mode,
+        residual_after=residual,
+        notes=tuple(notes),
+        likelihood=repr(posterior.likelihood),
+    )
+    return replace(posterior, report=report)
+
+
+def mode_from_sums(statistics: Statistics, bound: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
+    """The mode of ℓ_D + log π where ℓ_D is the quadratic of the sums, and the sums there.
+
+    One Newton step for a Gaussian prior, a safeguarded ascent for another. Fails after `MOST_STEPS` steps.
+    """
+    height = float(bound.log_prob(theta))
+    for _ in range(MOST_STEPS):
+        gradient = statistics.gradient + bound.gradient(theta)
+        step = climbing(statistics.curvature, bound.precision(theta)).solve(gradient)
+        decrement = float(gradient @ step)
+        if decrement <= DECREMENT**2 * (1 + abs(height)):
+            return theta, statistics
+        rise, bend = float(step @ statistics.gradient), float(step @ statistics.curvature.push(step))
+        size = 1.0
+        while True:
+            there = float(bound.log_prob(theta + size * step))
+            gain = size * rise - 0.5 * size**2 * bend + there - height
+            if gain >= 1e-4 * size * decrement or decrement <= TRUSTED:
+                break
+            size /= 2
+            if size < 1e-10:
+                return theta, statistics  # no step rises: the mode to rounding
+        theta, statistics, height = theta + size * step, statistics.moved(size * step), there
+    raise ValueError(
+        f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have several modes or none. Use a "
+        "smoother prior, or a fit with mode='as_is'."
+    )

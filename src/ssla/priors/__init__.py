@@ -1,0 +1,50 @@
+"""What is believed about θ before the data: log density, gradient, curvature.
+
+A prior is written in the user's terms (a number, layer names, tensors) and bound to a layout once;
+the bound prior speaks of flat θ only. Any twice-differentiable log density fits the interface:
+`precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
+"""
+
+from ssla.priors.base import (
+    ADDITIVE,
+    CONVENTIONS,
+    EXACT,
+    PAPER,
+    BoundPrior,
+    Prior,
+    Setting,
+    check_at,
+    concavity_notes,
+    describe,
+    indefinite,
+)
+from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
+from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
+from ssla.priors.separable import Gamma, Horseshoe, Laplace, SpikeSlab, StudentT
+
+__all__ = [
+    "ADDITIVE",
+    "CONVENTIONS",
+    "EXACT",
+    "PAPER",
+    "BoundGaussian",
+    "BoundPrior",
+    "Flat",
+    "FromDistribution",
+    "Gamma",
+    "Gaussian",
+    "Horseshoe",
+    "Laplace",
+    "NormalInverseGamma",
+    "Prior",
+    "Product",
+    "Setting",
+    "SpikeSlab",
+    "StudentT",
+    "as_prior",
+    "check_at",
+    "concavity_notes",
+    "custom",
+    "describe",
+    "indefinite",
+]

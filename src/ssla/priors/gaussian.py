@@ -1,0 +1,64 @@
+"""Gaussian beliefs, and none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssla._checks import finite, positive
+from ssla.parameters import Layout
+from ssla.priors.base import Setting, resolve, values_of
+
+
+@dataclass(frozen=True)
+class BoundGaussian:
+    """N(mean, diag(1/scale_precision)) over θ; a zero precision leaves that coordinate flat."""
+
+    mean: Tensor
+    scale_precision: Tensor
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        tau = self.scale_precision
+        proper = tau > 0
+        constant = 0.5 * (tau[proper].log() - math.log(2 * math.pi)).sum()
+        return constant - 0.5 * (tau * (theta - self.mean) ** 2).sum()
+
+    def gradient(self, theta: Tensor) -> Tensor:
+        return -self.scale_precision * (theta - self.mean)
+
+    def precision(self, theta: Tensor) -> Tensor:
+        return self.scale_precision
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """θ ~ N(mean, 1/precision), independent.
+
+    `precision` and `mean` are each a number for all parameters, a dict by layer ("head") or parameter
+    name ("head.weight") whose values are numbers or tensors of the parameter's shape, or a tensor (P,) in
+    the order of the parameter names. A dict must cover every free parameter.
+    """
+
+    precision: Setting = 1.0
+    mean: Setting = 0.0
+
+    def __post_init__(self) -> None:
+        for value in values_of(self.precision):
+            positive("prior precision", value, "For no prior use priors.Flat().")
+        for value in values_of(self.mean):
+            finite("prior mean", value, "Give finite numbers.")
+
+    def bind(self, layout: Layout) -> BoundGaussian:
+        return BoundGaussian(resolve("mean", self.mean, layout), resolve("precision", self.precision, layout))
+
+
+@dataclass(frozen=True)
+class Flat:
+    """π(θ) ∝ 1: maximum likelihood. log π is 0, so the evidence is undefined up to a constant."""
+
+    def bind(self, layout: Layout) -> BoundGaussian:
+        zero = torch.zeros(layout.size, dtype=torch.float64)
+        return BoundGaussian(zero, zero)

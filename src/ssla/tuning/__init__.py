@@ -1,0 +1,148 @@
+"""Prior precisions and noise from the data: by the evidence, or by a held-out score. The result is a new Posterior.
+
+  evidence      closed-form value and gradient from the sums (`ssla.evidence`): no pass over the data
+  nll, crps     of predictions for a validation set, read once; or by k folds of the training data, whose sums are taken once
+                and recombined, so that no fold is fitted again. The features were still learned from all rows: where they
+                overfit, a validation set that the network has not seen is the honest choice.
+
+Precisions are tuned by one factor for each layer (or one for all), keeping the pattern of the prior at hand and its means; the
+noise of a Gaussian likelihood by one factor. A solution at the edge of its range is reported, as is one that did not converge.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssla._checks import one_of
+from ssla.ascent import Maximum, maximise
+from ssla.evidence import Evidence, evidence_of
+from ssla.modularity import described
+from ssla.posterior import POLISH, Posterior
+from ssla.priors import EXACT
+from ssla.trace import Trace
+from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
+from ssla.tuning.space import NOISE, PRIOR, Space
+
+__all__ = ["tune"]
+
+SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)  # log factors on all precisions from which an ascent may start
+SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
+DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
+
+
+def tune(posterior: Posterior, objective: str, data: Any, over: Sequence[str], per_layer: bool, folds: int | None) -> Posterior:
+    """See Posterior.tune."""
+    one_of("objective", objective, (EVIDENCE, NLL, CRPS))
+    chosen = (over,) if isinstance(over, str) else tuple(over)
+    for name in chosen:
+        one_of("thing to tune over", name, (PRIOR, NOISE))
+    if posterior.convention != EXACT:
+        raise ValueError(
+            f"Tuning needs the exact convention, but this posterior has {posterior.convention!r}: use with_prior(prior) first."
+        )
+    if objective == EVIDENCE and (data is not None or folds is not None):
+        raise ValueError("objective='evidence' comes from the sums and takes no data. For held-out data use 'nll' or 'crps'.")
+    if objective != EVIDENCE and data is None:
+        raise ValueError(
+            f"objective={objective!r} needs data=: a validation set, or the training data with folds=5. Without data use "
+            "'evidence'."
+        )
+    space, notes = Space.of(posterior, chosen, per_layer)
+    if not space.names:
+        raise ValueError(f"There is nothing to tune: over={chosen!r}, and {notes[0] if notes else 'it is empty'}.")
+    if objective == EVIDENCE:
+        best = _climb_evidence(space)
+    else:
+        score = HeldOut.of(posterior, data, objective, folds)
+        notes += score.notes
+        best = _climb_scores(space, score)
+    trace = _trace(objective, space, best, notes)
+    return _finished(space.posterior_at(best.point), trace)
+
+
+def _climb_evidence(space: Space) -> Maximum:
+    """From the best of a scan over all precisions together, and from where the prior stands."""
+    evidence: Evidence = evidence_of(space.problem)
+
+    def function(point: Tensor) -> tuple[float, Tensor]:
+        value, gradient = evidence(space.full(point))
+        return value, gradient[space.free]
+
+    low, high = space.box
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    best = maximise(function, start, low, high, space.scale, tolerance=1e-10)
+    tuned = space.free < len(space.labels)
+    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT:
+        starts = start + SCAN[:, None] * tuned.double()
+        heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
+        other = maximise(function, starts[int(heights.argmax())], low, high, space.scale, tolerance=1e-10)
+        if other.value > best.value + 1e-9 * abs(best.value):
+            whole = torch.cat([start[None].clamp(low, high), other.points]), torch.cat([best.values[:1], other.values])
+            best = replace(other, points=whole[0], values=whole[1], evaluations=other.evaluations + best.evaluations)
+    return best
+
+
+def _climb_scores(space: Space, score: HeldOut) -> Maximum:
+    """By central differences: 2d scores a gradient."""
+
+    def function(point: Tensor) -> tuple[float, Tensor]:
+        steps = DIFFERENCE * torch.eye(len(point), dtype=torch.float64)
+        slope = [(score(space, point + h) - score(space, point - h)) / (2 * DIFFERENCE) for h in steps]
+        return score(space, point), torch.tensor(slope, dtype=torch.float64)
+
+    low, high = space.box
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    tuned = (space.free < len(space.labels)).double()
+    starts = torch.cat([start[None], start + SCAN[:, None] * tuned]) if bool(tuned.any()) else start[None]
+    heights = torch.tensor([score(space, point.clamp(low, high)) for point in starts])
+    scale = torch.ones(len(space.free), dtype=torch.float64)
+    best = maximise(function, starts[int(heights.argmax())], low, high, scale, tolerance=1e-6, rounds=100)
+    if not torch.equal(best.points[0], start.clamp(low, high)):
+        first = torch.cat([start[None], best.points]), torch.cat([heights[:1].double(), best.values])
+        best = replace(best, points=first[0], values=first[1])
+    return replace(best, evaluations=best.evaluations * (2 * len(space.free) + 1) + len(starts))
+
+
+def _trace(objective: str, space: Space, best: Maximum, notes: list[str]) -> Trace:
+    names = space.names
+    edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
+    label = "log evidence" if objective == EVIDENCE else f"held-out −{objective}"
+    return Trace(
+        label,
+        names,
+        space.units(best.points),
+        best.values,
+        best.gradient,
+        best.converged,
+        edge,
+        best.evaluations,
+        tuple(notes),
+    )
+
+
+def _finished(posterior: Posterior, trace: Trace) -> Posterior:
+    """The tuned posterior with its trace and a report that tells of it; a poor solution is warned about."""
+    if trace.at_bound:
+        warnings.warn(
+            f"Tuning ended at the edge of its range for {', '.join(trace.at_bound)}: the objective has no maximum inside. A "
+            "precision at the upper edge says that those parameters do not help, at the lower edge that the prior is not wanted.",
+            UserWarning,
+            stacklevel=4,
+        )
+    if not trace.converged:
+        warnings.warn("Tuning did not converge: see posterior.trace.", RuntimeWarning, stacklevel=4)
+    summary = "tuned by " + str(trace).replace("\n", "; ")
+    kept = (
+        ""
+        if posterior.quadratic and posterior.report.mode == POLISH
+        else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
+    )
+    told = described(posterior, kept + "precision and noise were tuned", posterior.report.mode)
+    notes = (note for note in told.report.notes if not note.startswith("tuned"))
+    return replace(told, trace=trace, report=replace(told.report, notes=(*notes, summary)))

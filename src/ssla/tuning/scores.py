@@ -1,0 +1,133 @@
+"""Held-out scores at any precision and noise, from sums and Jacobians that are taken once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.special import ndtr
+
+from ssla import metrics
+from ssla.batches import Batch, Inputs, leaves, map_inputs, open_source
+from ssla.fitting import collect
+from ssla.jacobians import Jacobian
+from ssla.posterior import POLISH, Posterior, Statistics
+from ssla.predictive import GaussianPredictive, Predictive, from_marginal
+from ssla.tuning.space import Space, at_noise
+
+EVIDENCE, NLL, CRPS = "evidence", "nll", "crps"
+
+
+class Part(NamedTuple):
+    """Held-out rows with f̂ and J at them, and the sums of the rows that are not held out."""
+
+    chunks: list[tuple[Tensor, Jacobian]]
+    y: Tensor
+    statistics: Statistics
+    moves: bool  # whether θ̂ follows the sums by a Newton step
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """−score of predictions for held-out rows, at any precision and noise."""
+
+    posterior: Posterior
+    parts: tuple[Part, ...]
+    score: Callable[[Predictive, Tensor], Tensor]
+    notes: list[str]
+
+    @staticmethod
+    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOut:
+        whole = _whole(data)
+        score = negative_log_density if objective == NLL else crps
+        if folds is None:
+            moves = posterior.quadratic and posterior.report.mode == POLISH
+            part = Part(list(posterior.expansions(whole.x)), _targets(whole.y), posterior.statistics, moves)
+            return HeldOut(posterior, (part,), score, [])
+        count = len(whole.y)
+        if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
+            raise ValueError(f"folds must be a whole number from 2 to the number of rows ({count}), but is {folds!r}.")
+        if not math.isclose(posterior.statistics.n, count):
+            raise ValueError(
+                f"With folds= the data must be those of the fit: {posterior.statistics.n} rows were fitted, but {count} came. "
+                "For a validation set leave folds out."
+            )
+        # a refit of each fold by one Newton step: exact for a quadratic, first order for other likelihoods of a last layer
+        moves = posterior.network.linear and posterior.report.mode == POLISH
+        notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
+        pieces = [_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
+        sums = [collect(posterior, tuple(p for p in piece if p is not None)) for piece in pieces]
+        parts = []
+        for k, piece in enumerate(pieces):
+            rest = [s for j, s in enumerate(sums) if j != k]
+            merged = rest[0]
+            for more in rest[1:]:
+                merged = merged.merge(more)
+            parts.append(Part(list(posterior.expansions(piece.x)), _targets(piece.y), merged, moves))
+        return HeldOut(posterior, tuple(parts), score, notes)
+
+    def __call__(self, space: Space, point: Tensor) -> float:
+        factor = math.exp(float(space.full(point)[-1]))
+        precision, total, rows = space.precision(point), 0.0, 0
+        for part in self.parts:
+            post = at_noise(replace(self.posterior, statistics=part.statistics), factor)
+            operator = post.statistics.curvature.with_prior(precision)
+            step = torch.zeros_like(post.theta)
+            if part.moves:
+                step = operator.solve(post.statistics.gradient - precision * (post.theta - space.bound.mean))
+            f = torch.cat([f.double() + J.push(step).double() for f, J in part.chunks])
+            K = torch.cat([operator.covariance(J).double() for _, J in part.chunks])
+            with warnings.catch_warnings():  # far from the optimum predictives may be rough; the last one is asked again
+                warnings.simplefilter("ignore", UserWarning)
+                predictive = from_marginal(post.likelihood, f, K)
+            total += float(self.score(predictive, part.y).double().sum())
+            rows += len(part.y)
+        return -total / rows
+
+
+def negative_log_density(predictive: Predictive, y: Tensor) -> Tensor:
+    return metrics.nll(predictive, y, reduce=False)
+
+
+def crps(predictive: Predictive, y: Tensor) -> Tensor:
+    """Closed form for a Gaussian: σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
+    if not isinstance(predictive, GaussianPredictive):
+        return metrics.crps(predictive, y, reduce=False)
+    scale = predictive.stddev.double()
+    z = (y.reshape(scale.shape) - predictive.mean.double()) / scale
+    density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    score: Tensor = scale * (z * (2 * ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
+    return score
+
+
+def _whole(data: Any) -> Batch:
+    """All batches as one."""
+    batches = list(open_source(data))
+    if not batches:
+        raise ValueError("The data are empty: no batch with a row came.")
+    if len(batches) == 1:
+        return batches[0]
+    x = batches[0].x
+    if isinstance(x, Tensor):
+        x = torch.cat([batch.x for batch in batches])
+    elif isinstance(x, dict):
+        x = {key: torch.cat([batch.x[key] for batch in batches]) for key in x}
+    else:
+        x = tuple(torch.cat([leaves(batch.x)[i] for batch in batches]) for i in range(len(x)))
+    weights = [batch.weights for batch in batches if batch.weights is not None]
+    return Batch(x, torch.cat([batch.y for batch in batches]), torch.cat(weights) if weights else None)
+
+
+def _rows(batch: Batch, index: Tensor) -> Batch:
+    x: Inputs = map_inputs(lambda part: part[index], batch.x)
+    return Batch(x, batch.y[index], None if batch.weights is None else batch.weights[index])
+
+
+def _targets(y: Tensor) -> Tensor:
+    value = y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
+    return value.to("cpu").double() if value.is_floating_point() else value.to("cpu")

@@ -1,0 +1,171 @@
+"""What is tuned: logarithms of factors on prior precisions and on the noise, and the posterior at any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ssla.evidence import Problem
+from ssla.likelihoods import Gaussian, Likelihood
+from ssla.posterior import POLISH, Posterior, Statistics
+from ssla.priors import BoundGaussian, Flat
+from ssla.priors import Gaussian as GaussianPrior
+
+PRIOR, NOISE = "prior", "noise"
+PRECISIONS = (1e-12, 1e12)
+NOISE_FACTORS = (1e-6, 1e6)
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those that are free."""
+
+    posterior: Posterior
+    bound: BoundGaussian
+    pattern: Tensor  # (P,)
+    groups: Tensor  # (P,)
+    labels: tuple[str, ...]  # one a group
+    free: Tensor  # indices into (a_1 … a_G, t)
+
+    @staticmethod
+    def of(posterior: Posterior, over: Sequence[str], per_layer: bool) -> tuple[Space, list[str]]:
+        bound, notes = posterior.bound_prior, []
+        if not isinstance(bound, BoundGaussian):
+            raise ValueError(
+                "Tuning is for Gaussian priors, whose precision it scales, but this posterior has another. Use with_prior("
+                "priors.Gaussian()) first, or compare priors by log_evidence() and ssla.sensitivity."
+            )
+        flat = isinstance(posterior.prior, Flat)
+        pattern = torch.ones_like(posterior.theta) if flat else bound.scale_precision
+        layers = posterior.network.layout.layers() if per_layer else {"all": posterior.network.layout.names}
+        groups = torch.zeros(posterior.theta.numel(), dtype=torch.long)
+        for i, names in enumerate(layers.values()):
+            for name in names:
+                groups[posterior.network.layout.positions[name]] = i
+        free = list(range(len(layers))) if PRIOR in over else []
+        if NOISE in over:
+            if isinstance(posterior.likelihood, Gaussian):
+                free.append(len(layers))
+            else:
+                notes.append(f"{posterior.report.likelihood} has no noise to tune")
+        if flat and PRIOR not in over:
+            raise ValueError("Under a flat prior the evidence is not defined. Tune the prior too, or give a Gaussian one.")
+        labels = tuple(f"precision of {layer or 'network'}" for layer in layers)
+        return Space(posterior, bound, pattern, groups, labels, torch.tensor(free, dtype=torch.long)), notes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple((*self.labels, "noise")[i] for i in self.free.tolist())
+
+    @property
+    def noisy(self) -> bool:
+        return isinstance(self.posterior.likelihood, Gaussian)
+
+    @property
+    def moves(self) -> bool:
+        return self.posterior.quadratic and self.posterior.report.mode == POLISH
+
+    def full(self, point: Tensor) -> Tensor:
+        """Free coordinates -> (a_1 … a_G, t)."""
+        return torch.zeros(len(self.labels) + 1, dtype=torch.float64).index_copy(0, self.free, point)
+
+    def precision(self, point: Tensor) -> Tensor:
+        return self.pattern * self.full(point)[:-1].exp()[self.groups]
+
+    @property
+    def box(self) -> tuple[Tensor, Tensor]:
+        levels = [self.pattern[self.groups == g].log() for g in range(len(self.labels))]
+        low = [math.log(PRECISIONS[0]) - float(level.max()) for level in levels] + [math.log(NOISE_FACTORS[0])]
+        high = [math.log(PRECISIONS[1]) - float(level.min()) for level in levels] + [math.log(NOISE_FACTORS[1])]
+        return torch.tensor(low, dtype=torch.float64)[self.free], torch.tensor(high, dtype=torch.float64)[self.free]
+
+    @property
+    def scale(self) -> Tensor:
+        """About the inverse curvature of the evidence: 2/P_g and 1/(2nC)."""
+        sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
+        rows = self.posterior.statistics.weight * self.posterior.network.outputs
+        return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
+
+    @property
+    def problem(self) -> Problem:
+        post = self.posterior
+        stats = post.statistics
+        rows = stats.weight * post.network.outputs if self.noisy else 0.0
+        squares = residual_squares(stats, post.likelihood, post.network.outputs) if self.noisy else 0.0
+        offset = post.theta - self.bound.mean
+        return Problem(
+            stats.curvature, stats.gradient, offset, stats.log_likelihood, squares, rows, self.pattern, self.groups, self.moves
+        )
+
+    def units(self, points: Tensor) -> Tensor:
+        """Logarithms of factors (R, d) -> precisions (the mean over a group) and noise (of the first output)."""
+        columns = []
+        for column, i in enumerate(self.free.tolist()):
+            if i == len(self.labels):
+                base = first_noise(self.posterior.likelihood, self.posterior.network.outputs)
+            else:
+                base = float(self.pattern[self.groups == i].mean())
+            columns.append(base * points[:, column].exp())
+        return torch.stack(columns, 1)
+
+    def posterior_at(self, point: Tensor) -> Posterior:
+        """The posterior with that prior and noise; its mode where it moves with them."""
+        post = at_noise(self.posterior, math.exp(float(self.full(point)[-1])))
+        prior = posterior_prior(post, self.precision(point))
+        if not self.moves:
+            return replace(post, prior=prior)
+        moved = replace(post, prior=prior)
+        step = moved.operator.solve(moved.statistics.gradient + moved.bound_prior.gradient(moved.theta))
+        return replace(moved, theta=moved.theta + step, statistics=moved.statistics.moved(step))
+
+
+def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
+    """Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
+    assert isinstance(likelihood, Gaussian)
+    sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
+    logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())
+    return max(-2 * statistics.log_likelihood - statistics.weight * (outputs * LOG_2PI + logdet), 0.0)
+
+
+def first_noise(likelihood: Likelihood, outputs: int) -> float:
+    assert isinstance(likelihood, Gaussian)
+    return math.sqrt(float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0]))
+
+
+def at_noise(posterior: Posterior, factor: float) -> Posterior:
+    """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
+    old = posterior.likelihood
+    if factor == 1.0 or not isinstance(old, Gaussian):
+        return posterior
+    stats, outputs = posterior.statistics, posterior.network.outputs
+    squares = residual_squares(stats, old, outputs)
+    if old.covariance is not None:
+        new = Gaussian(covariance=old.covariance * factor**2)
+    else:
+        assert isinstance(old.noise, float | Tensor)
+        new = Gaussian(noise=old.noise * factor)
+    statistics = replace(
+        stats,
+        log_likelihood=stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor),
+        gradient=stats.gradient / factor**2,
+        curvature=stats.curvature.scaled(torch.full_like(posterior.theta, 1 / factor)),
+    )
+    return replace(posterior, likelihood=new, statistics=statistics)
+
+
+def posterior_prior(posterior: Posterior, precision: Tensor) -> GaussianPrior:
+    """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean that the posterior's prior has."""
+    mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
+    if bool((precision == precision[0]).all()):
+        return GaussianPrior(float(precision[0]), mean)
+    layout = posterior.network.layout
+    setting: dict[str, float | Tensor] = {}
+    for name, index in layout.positions.items():
+        own = precision[index]
+        setting[name] = float(own.flatten()[0]) if bool((own == own.flatten()[0]).all()) else own
+    return GaussianPrior(setting, mean)
