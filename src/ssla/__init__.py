@@ -5,7 +5,7 @@ from ssla.cost import estimate_cost
 from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
-from ssla.predictive import Predictive
+from ssla.predictive import Predictive, mixture
 from ssla.refit import NoRefit, OutputRefit, PlugIn
 
 __version__ = "0.1.0"
@@ -22,5 +22,6 @@ __all__ = [
     "fit",
     "likelihoods",
     "metrics",
+    "mixture",
     "priors",
 ]
