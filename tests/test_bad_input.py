@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import ssla
 from ssla import likelihoods as L
-from ssla import priors
+from ssla import priors, structures
 
 G = L.Gaussian(noise=0.5)
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.randn(20, generator=torch.Generator().manual_seed(1))
@@ -156,7 +156,12 @@ CASES = {
     "text": (lambda: fit(data=([["a", "b", "c"]] * 20, Y)), "Expected numbers.*Encode text"),
     "likelihood by name": (lambda: fit(likelihood="gaussian"), "must be an object such as ssla.likelihoods.Gaussian"),
     "generator read twice": (lambda: fit(data=((X, Y.abs().round()) for _ in range(1)), likelihood=L.Poisson(), memory_budget=1000), "can be read only once"),
-    "dense beyond the budget": (lambda: fit(weights="all", memory_budget=1000), r"needs .* GiB, more than the memory budget.*structure='diag'"),
+    "everything beyond the budget": (lambda: fit(weights="all", memory_budget=100), r"needs 13.1 KiB, more than the memory budget of 100 B. Use fewer weights"),
+    "kfac beyond the budget": (lambda: fit(weights="all", structure="kfac", memory_budget=1000), r"structure='kfac' with 21 free .* Use structure='diag'"),
+    "a row beyond the budget": (lambda: fit(structure="diag", memory_budget=170), r"One row of the network.s intermediate results takes .* than the memory budget of 170 B"),
+    "rank of nothing": (lambda: structures.LowRank(rank=0), r"LowRank\(rank=…\) must be a positive integer or None, but is 0"),
+    "tail of everything": (lambda: structures.LowRank(tail=1.0), r"LowRank\(tail=…\) must lie between 0 and 1"),
+    "dense beyond the budget": (lambda: fit(weights="all", memory_budget=1000), r"needs 13.1 KiB, more than the memory budget of 1000 B. Use structure='diag' \(672 B\), or"),
     "custom of the wrong shape": (lambda: fit(likelihood=L.custom(lambda y, f: -(f**2))), r"must return one value for each y.*f\[\.\.\., 0\]"),
     "custom support": (lambda: L.custom(lambda y, f: y, support="reals"), r"Did you mean 'real'\?"),
     "tempered estimate": (lambda: fit(likelihood=L.Tempered(L.Gaussian(noise="estimate"), 0.5)), "give the base's noise as a number"),

@@ -6,6 +6,7 @@ import torch
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.structures import LowRank
 from test_fit import data, mlp
 
 GAUSSIAN = L.Gaussian(noise=0.3)
@@ -30,7 +31,7 @@ def test_update_equals_one_fit_of_all_data():
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
-@pytest.mark.parametrize("structure", ["dense", "diag", "kfac"])
+@pytest.mark.parametrize("structure", ["dense", "diag", "kfac", LowRank(rank=40)])
 @pytest.mark.parametrize(("likelihood", "options"), [(GAUSSIAN, {"weights": "all"}), (L.Poisson(), {"mode": "tilt"})])
 def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelihood, options):
     target = Y.abs().round() if isinstance(likelihood, L.Poisson) else Y

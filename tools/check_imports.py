@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "network": {"_checks", "batches", "jacobians", "parameters"},
     "posterior": GROUND | MIDDLE,
     "fitting": CORE,
-    "cost": CORE,
+    "cost": CORE | {"fitting"},
     "expansion": {"likelihoods", "linalg"},
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},

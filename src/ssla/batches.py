@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
@@ -43,6 +43,7 @@ class Source:
     iterate: Callable[[], Iterator[Batch]]
     repeatable: bool
     length: int | None  # batches, if known
+    rows: int | None = None  # as announced, not as counted: for a forecast of memory
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterate()
@@ -57,14 +58,45 @@ def open_source(data: Any) -> Source:
     if isinstance(data, tuple | list) and len(data) in (2, 3) and all(_is_array(part) for part in data[1:]):
         whole = as_batch(tuple(data))
         rows = row_count(whole.x)
-        return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS))
+        return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS), rows)
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}, from which inputs and targets cannot be told apart. {EXPECTED}")
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    return Source(lambda: (as_batch(item) for item in data), not isinstance(data, Iterator), length)
+    iterate = _by_index(data) or (lambda: (as_batch(item) for item in data))
+    return Source(iterate, not isinstance(data, Iterator), length, _announced(data))
+
+
+def _announced(data: Any) -> int | None:
+    """The rows that a loader says it will give."""
+    try:
+        return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
+    """A loader that would pick rows of tensors one by one and stack them again: the same batches, picked at once."""
+    if type(loader) is not DataLoader or loader.num_workers or loader.batch_sampler is None or loader.pin_memory:
+        return None
+    sampler, dataset, chosen = loader.batch_sampler, loader.dataset, []
+    while type(dataset) is Subset:
+        chosen.append(torch.as_tensor(dataset.indices))
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or loader.collate_fn is not default_collate or len(dataset.tensors) not in (2, 3):
+        return None
+    tensors = dataset.tensors
+
+    def batches() -> Iterator[Batch]:
+        for picked in sampler:
+            index = torch.as_tensor(picked)
+            for inside in chosen:
+                index = inside[index]
+            yield as_batch(tuple(part[index] for part in tensors))
+
+    return batches
 
 
 def as_batch(item: Any) -> Batch:

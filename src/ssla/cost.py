@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ssla._checks import one_of, unknown_name
+from ssla._checks import unknown_name
+from ssla.fitting.memory import alternatives, in_words
 from ssla.network import ALL, LAST_LAYER
 from ssla.posterior import DEFAULT_BUDGET
-from ssla.structures import STRUCTURES
+from ssla.structures import Extent, LowRank, Structure, resolve
 
-COPIES = 4  # statistics, a batch's share, the factorisation, and its inverse factor
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -27,7 +27,7 @@ class Cost:
     per_row: int  # bytes that each row of a chunk takes beside the network's own activations
     passes: str
     budget: int
-    alternatives: dict[str, int]  # structure -> bytes of its statistics
+    instead: str  # what would fit
 
     @property
     def fits(self) -> bool:
@@ -35,17 +35,16 @@ class Cost:
         return self.statistics <= self.budget
 
     def __str__(self) -> str:
-        verdict = f"{'within' if self.fits else 'BEYOND'} the budget of {_bytes(self.budget)}"
+        verdict = f"{'within' if self.fits else 'BEYOND'} the budget of {in_words(self.budget)}"
         lines = [
             f"rows          {self.rows:,}: read in chunks, memory does not grow with them",
             f"parameters    {self.parameters:,} free, {self.outputs} output{'s' * (self.outputs != 1)}",
-            f"statistics    {_bytes(self.statistics)} ({self.structure}), {verdict}",
-            f"each row      {_bytes(self.per_row)} while its chunk is read",
+            f"statistics    {in_words(self.statistics)} ({self.structure}), {verdict}",
+            f"each row      {in_words(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
         ]
         if not self.fits:
-            good = [f"structure={name!r} ({_bytes(size)})" for name, size in self.alternatives.items() if size <= self.budget]
-            lines.append(f"instead       {' or '.join(good) or 'fewer weights'}, or a larger memory_budget")
+            lines.append(f"instead       {self.instead}, or a larger memory_budget")
         return "\n".join(lines)
 
 
@@ -54,7 +53,7 @@ def estimate_cost(
     n: int,
     *,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str = "dense",
+    structure: str | Structure = "dense",
     gaussian: bool = True,
     memory_budget: int | None = None,
 ) -> Cost:
@@ -65,7 +64,7 @@ def estimate_cost(
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
-    one_of("structure", structure, STRUCTURES)
+    kind = resolve(structure)
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise ValueError(
@@ -75,26 +74,29 @@ def estimate_cost(
     names = _names(model, weights, linears[-1])
     own = dict(model.named_parameters())
     parameters = sum(own[name].numel() for name in names)
-    sizes = {
-        "dense": COPIES * 8 * parameters**2,
-        "kfac": COPIES * 8 * _kronecker(model, names),
-        "diag": COPIES * 8 * parameters,
-    }
+    extent = Extent(parameters, outputs, _layers(model, names), n)
+    statistics = kind.memory(extent)
     head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
     width = parameters // outputs if head else 0
     if head:
         per_row = 8 * (width * (outputs + 2) + 4 * outputs**2)
     else:
-        per_row = 8 * outputs * (3 * parameters if structure == "dense" else _widths(model, names))
+        per_row = (
+            8
+            * outputs
+            * (3 * parameters if kind.materialises else sum(inside + out for inside, out in extent.layers) + 2 * extent.rest)
+        )
     if not head:
         passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
     else:
         passes = (
             "1" if gaussian else "1, and one for each Newton step of polish (about 5 to 10), over features kept while they fit"
         )
+    if isinstance(kind, LowRank) and kind.rank is None:
+        passes += "; one more for each time the sketch has to be doubled, which doubles its memory too"
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-    others = {name: size for name, size in sizes.items() if name != structure}
-    return Cost(n, parameters, outputs, structure, sizes[structure], per_row, passes, budget, others)
+    instead = alternatives(kind.name, extent, budget)
+    return Cost(n, parameters, outputs, kind.name, statistics, per_row, passes, budget, instead)
 
 
 def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:
@@ -110,8 +112,8 @@ def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: n
     return wanted
 
 
-def _layers(model: nn.Module, names: list[str]) -> list[tuple[int, int, int]]:
-    """(inputs with the bias folded in, outputs, parameters) of each layer with a Kronecker form that has free parameters."""
+def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
+    """(inputs with the bias folded in, outputs) of each layer with a Kronecker form that has free parameters."""
     found = []
     for prefix, layer in model.named_modules():
         free = [f"{prefix}.{name}" if prefix else name for name, _ in layer.named_parameters(recurse=False)]
@@ -120,29 +122,5 @@ def _layers(model: nn.Module, names: list[str]) -> list[tuple[int, int, int]]:
             continue
         if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
             continue
-        inputs = layer.weight[0].numel() + (layer.bias is not None)
-        found.append((inputs, layer.weight.shape[0], inputs * layer.weight.shape[0]))
-    return found
-
-
-def _kronecker(model: nn.Module, names: list[str]) -> int:
-    own = dict(model.named_parameters())
-    layers = _layers(model, names)
-    rest = max(sum(own[name].numel() for name in names) - sum(size for _, _, size in layers), 0)
-    return sum(a * a + g * g for a, g, _ in layers) + rest
-
-
-def _widths(model: nn.Module, names: list[str]) -> int:
-    own = dict(model.named_parameters())
-    layers = _layers(model, names)
-    rest = max(sum(own[name].numel() for name in names) - sum(size for _, _, size in layers), 0)
-    return sum(a + g for a, g, _ in layers) + 2 * rest
-
-
-def _bytes(size: int) -> str:
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    for unit in units:
-        if value < 1024 or unit == units[-1]:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+        found.append((layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]))
+    return tuple(found)

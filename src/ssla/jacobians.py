@@ -1,16 +1,20 @@
 """J = ∂f/∂θ of a batch, by what can be done with it.
 
-Structures never ask for the entries of J. They ask for four contractions, and each kind of J answers
-in the cheapest way it has: a last layer's J is φ ⊗ I and is never built.
+Structures do not ask for the entries of J. They ask for contractions, and each kind of J answers in the cheapest way it has: a
+last layer's J is φ ⊗ I and is never built; a layer's J = Σ_t δ_t ⊗ a_t is built a few of its rows at a time, and only where its
+weight is used in several places. The dual form of the dense curvature keeps the entries by design (`dense`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+ENTRIES_AT_ONCE = 1 << 22  # of anything larger than the layer's own inputs and gradients
 
 
 class Jacobian(Protocol):
@@ -39,6 +43,18 @@ class Jacobian(Protocol):
 
     def pull(self, g: Tensor) -> Tensor:
         """Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
+        ...
+
+    def push_many(self, directions: Tensor) -> Tensor:
+        """J D.  (P, k) -> (B, C, k)."""
+        ...
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        """Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
+        ...
+
+    def dense(self) -> DenseJacobian:
+        """All of J, built."""
         ...
 
     def gram(self, precision: Tensor) -> Tensor:
@@ -100,6 +116,19 @@ class Features:
         weights = g.mT @ self.phi
         return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
 
+    def push_many(self, directions: Tensor) -> Tensor:
+        D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)  # (C, k, F)
+        return self._times(D.reshape(-1, self.width)).view(-1, self.outputs, directions.shape[1])
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        phi = self.with_ones()
+        return (phi.mT @ g.flatten(1)).view(self.width, self.outputs, -1).movedim(0, 1).reshape(self.size, -1)
+
+    def dense(self) -> DenseJacobian:
+        phi = self.with_ones()
+        eye = torch.eye(self.outputs, dtype=phi.dtype)
+        return DenseJacobian((eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1))
+
     def gram(self, precision: Tensor) -> Tensor:
         phi = self.double().phi
         C, F = self.outputs, self.width
@@ -155,6 +184,14 @@ class LayerBlock:
         """(B, C, out, in), built."""
         return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
 
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """`values` for some of the weight's rows at a time: (rows of the weight, (B, C, some, in))."""
+        B, C, _, out = self.delta.shape
+        some = max(ENTRIES_AT_ONCE // (B * C * self.a.shape[2]), 1)
+        for start in range(0, out, some):
+            part = slice(start, start + some)
+            yield part, torch.einsum("bcto,bti->bcoi", self.delta[..., part], self.a)
+
     def push(self, direction: Tensor) -> Tensor:
         D = direction[self.positions].to(self.a.dtype)
         return torch.einsum("bcto,bto->bc", self.delta, self.a @ D.mT)
@@ -164,13 +201,41 @@ class LayerBlock:
         weighted = torch.einsum("bc,bcto->bto", g, self.delta)
         return weighted.flatten(0, 1).mT @ self.a.flatten(0, 1)
 
+    def _columns(self, count: int) -> list[slice]:
+        """Columns in pieces: a piece takes B·T·out entries for each."""
+        B, _, T, out = self.delta.shape
+        some = max(ENTRIES_AT_ONCE // (B * T * out), 1)
+        return [slice(start, start + some) for start in range(0, count, some)]
+
+    def push_many(self, directions: Tensor) -> Tensor:
+        """(P, k) -> (B, C, k)."""
+        B, _, T, out = self.delta.shape
+        parts = []
+        for some in self._columns(directions.shape[1]):
+            D = directions[:, some][self.positions].to(self.a.dtype)  # (out, in, k)
+            moved = self.a.flatten(0, 1) @ D.movedim(1, 0).flatten(1)  # (B·T, out·k)
+            parts.append(self.delta.flatten(2) @ moved.view(B, T * out, -1))
+        return torch.cat(parts, -1)
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        """(B, C, k) -> (out, in, k)."""
+        B, _, T, out = self.delta.shape
+        parts = []
+        for some in self._columns(g.shape[-1]):
+            weighted = self.delta.flatten(2).mT @ g[..., some]  # (B, T·out, k)
+            pulled = self.a.flatten(0, 1).mT @ weighted.view(B * T, -1)  # (in, out·k)
+            parts.append(pulled.view(self.a.shape[2], out, -1).movedim(1, 0))
+        return torch.cat(parts, -1)
+
     def square_sum(self, precision: Tensor) -> Tensor:
         """Diagonal of Σ JᵀΛJ as (out, in)."""
         if self.single:
             d = self.delta[:, :, 0]
             return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
-        J = self.values().flatten(2)
-        return (J * (precision @ J)).sum((0, 1)).reshape(self.positions.shape)
+        out = torch.empty(self.positions.shape, dtype=self.a.dtype)
+        for rows, J in self.pieces():
+            out[rows] = (J.flatten(2) * (precision @ J.flatten(2))).sum((0, 1)).view(-1, out.shape[1])
+        return out
 
     def weighted_covariance(self, weights: Tensor) -> Tensor:
         """J diag(w) Jᵀ with w (out, in).  -> (B, C, C)."""
@@ -178,8 +243,11 @@ class LayerBlock:
         if self.single:
             d = self.delta[:, :, 0]
             return (d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1)) @ d.mT
-        J = self.values()
-        return (J * w).flatten(2) @ J.flatten(2).mT
+        B, C = self.delta.shape[:2]
+        K = torch.zeros(B, C, C, dtype=self.a.dtype)
+        for rows, J in self.pieces():
+            K += (J * w[rows]).flatten(2) @ J.flatten(2).mT
+        return K
 
 
 @dataclass(frozen=True)
@@ -236,6 +304,20 @@ class LayerJacobian:
             out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten()
         return out
 
+    def push_many(self, directions: Tensor) -> Tensor:
+        out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
+        for block in self.layers:
+            out += block.push_many(directions)
+        return out if self.rest is None else out + self.rest.values @ directions[self.rest.positions].to(self.dtype)
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        out = torch.zeros(self.size, g.shape[-1], dtype=self.dtype)
+        for block in self.layers:
+            out[block.positions] = block.pull_many(g)
+        if self.rest is not None:
+            out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten(0, 1)
+        return out
+
     def gram(self, precision: Tensor) -> Tensor:
         return self.dense().gram(precision)
 
@@ -285,6 +367,15 @@ class DenseJacobian:
 
     def pull(self, g: Tensor) -> Tensor:
         return self.values.flatten(0, 1).mT @ g.flatten()
+
+    def push_many(self, directions: Tensor) -> Tensor:
+        return self.values @ directions.to(self.values.dtype)
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        return self.values.flatten(0, 1).mT @ g.flatten(0, 1)
+
+    def dense(self) -> DenseJacobian:
+        return self
 
     def gram(self, precision: Tensor) -> Tensor:
         weighted = precision @ self.values

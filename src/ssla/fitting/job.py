@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.batches import Batch, Source, split
+from ssla.fitting.memory import refuse_beyond_budget
 from ssla.fitting.sums import Sums, residual
 from ssla.fitting.watching import TargetRange, bar, warn_residual
 from ssla.jacobians import Features, Jacobian
@@ -19,7 +20,7 @@ from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network, open_network
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundPrior, Prior
-from ssla.structures import Dense, Kfac, Structure
+from ssla.structures import Dense, Extent, Kfac, LowRank, Structure
 
 MOST_NEWTON_STEPS = 200
 NOISE_ROUNDS = 10
@@ -67,7 +68,7 @@ class Job:
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
         target = TargetRange()
-        sums = self._collect(None, target)
+        sums = self._enough_directions(self._collect(None, target))
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
@@ -91,6 +92,31 @@ class Job:
         posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
+
+    def _enough_directions(self, sums: Sums) -> Sums:
+        """A low-rank sketch is widened, with a pass each time, until it drops no more than it may."""
+        found = sums.statistics.curvature
+        if not isinstance(found, LowRank):
+            return sums
+        most = max(self.budget // found.memory(Extent(self._network.layout.size, 1)) * found.sketch.shape[1], 1)
+        while (wider := found.wider(most)) is not None and self.source.repeatable:
+            self.structure = wider
+            sums = self._collect(None)
+            found = sums.statistics.curvature
+            assert isinstance(found, LowRank)
+        note = (
+            f"low_rank: {found.directions:,} of {len(found.diagonal):,} directions, which leave out {found.dropped:.2g} of tr S"
+        )
+        self.notes.append(note)
+        if found.rank is None and found.dropped > found.tail:
+            why = "the memory budget" if self.source.repeatable else "a source that can be read only once"
+            warnings.warn(
+                f"{note}, more than tail={found.tail:g}: {why} allows no wider sketch, so predictions are too wide. "
+                "Use structure='kfac', or LowRank(columns=…) with more memory.",
+                UserWarning,
+                stacklevel=5,
+            )
+        return sums
 
     def _settle_noise(self, theta: Tensor, sums: Sums, steps: int, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
         """Noise and mode in turn, until the noise is that of the residuals at the mode."""
@@ -151,7 +177,7 @@ class Job:
             steps=steps,
             output_shift=shift,
             passes=self.passes,
-            memory=self.structure.memory(layout.size),
+            memory=self.structure.memory(self._extent(sums.statistics.n)),
             notes=tuple(self.notes),
         )
 
@@ -185,7 +211,7 @@ class Job:
         """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""
         polish = self.mode == POLISH or (self.mode is None and self._network.linear)
         same = isinstance(self.structure, Dense) and isinstance(self.likelihood, Gaussian)
-        return polish and not same and Dense().memory(self._network.layout.size) <= self.budget
+        return polish and not same and Dense(dual=False).memory(self._extent(None)) <= self.budget
 
     def _needs_passes(self) -> bool:
         """Whether polish will read the data again: not where the sums hold a Gaussian's quadratic whole."""
@@ -226,14 +252,13 @@ class Job:
         assert self.model is not None
         network = open_network(self.model, self.weights, batch.x, self.structure.materialises)
         self.likelihood.support_for(network.outputs)
-        need = self.structure.memory(network.layout.size)
-        if need > self.budget and isinstance(self.structure, Dense):
-            raise ValueError(
-                f"structure='dense' with {network.layout.size:,} free parameters needs {need / 2**30:.2g} GiB, more than the "
-                f"memory budget of {self.budget / 2**30:.2g} GiB. Use structure='diag', weights='last_layer', or a larger "
-                "memory_budget."
-            )
+        self.network = network
+        refuse_beyond_budget(self.structure, self._extent(self.source.rows), network.bytes_per_row, self.budget)
         return network
+
+    def _extent(self, rows: int | None) -> Extent:
+        network = self._network
+        return Extent(network.layout.size, network.outputs, network.layer_shapes, rows)
 
     def _prepare(self, batch: Batch) -> Chunk:
         network = self._network

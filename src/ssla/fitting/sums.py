@@ -29,7 +29,9 @@ class Sums:
     @staticmethod
     def zero(size: int, structure: Structure, newton: bool) -> Sums:
         nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
-        return Sums(nothing, Dense().zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0, torch.ones(1))
+        return Sums(
+            nothing, Dense(dual=False).zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0, torch.ones(1)
+        )
 
     @property
     def newton_curvature(self) -> Structure:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla.batches import Inputs, map_inputs, row_count, slice_inputs
 from ssla.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.network.base import Frozen, as_outputs, in_chunks
+from ssla.network.base import Frozen, as_outputs, in_chunks, rows_within
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
 from ssla.parameters import Layout, contiguous_layout
 
@@ -66,8 +66,16 @@ class AnyParameters:
     def cast(self, x: Inputs) -> Inputs:
         return self.frozen.cast(x)
 
+    @property
+    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((plan.positions.shape[1], plan.positions.shape[0]) for plan in self.layers)
+
+    @property
+    def bytes_per_row(self) -> int:
+        return self.frozen.bytes_per_row + self.extra_per_row
+
     def rows_at_once(self, budget: int) -> int:
-        return self.frozen.rows_at_once(budget, self.extra_per_row)
+        return rows_within(budget, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         return in_chunks(x, self.rows_at_once(budget))

@@ -47,6 +47,11 @@ class Network(Protocol):
         ...
 
     @property
+    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(inputs with the bias folded in, outputs) of those layers."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """The model's floating dtype: results are given back in it."""
         ...
@@ -60,6 +65,11 @@ class Network(Protocol):
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         """Rows in pieces whose intermediate results fit the budget (bytes)."""
+        ...
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What one row of a chunk takes."""
         ...
 
     def rows_at_once(self, budget: int) -> int: ...
@@ -109,8 +119,10 @@ class Frozen:
         with torch.no_grad():
             return as_outputs(self.call(self.module, x), row_count(x))
 
-    def rows_at_once(self, budget: int, extra_per_row: int) -> int:
-        return max(min(budget // (self.bytes_per_row + extra_per_row), 65536), 1)
+
+def rows_within(budget: int, bytes_per_row: int) -> int:
+    """How many rows a chunk may have."""
+    return max(min(budget // bytes_per_row, 65536), 1)
 
 
 def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:

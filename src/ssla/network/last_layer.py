@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ssla.batches import Inputs
 from ssla.jacobians import Features, Jacobian
-from ssla.network.base import Frozen, in_chunks
+from ssla.network.base import Frozen, in_chunks, rows_within
 from ssla.network.watch import Inputs as SeenInputs
 from ssla.parameters import Layout
 
@@ -44,9 +44,17 @@ class LastLayer:
     def cast(self, x: Inputs) -> Inputs:
         return self.frozen.cast(x)
 
-    def rows_at_once(self, budget: int) -> int:
+    @property
+    def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.layout.size // self.outputs, self.outputs),)
+
+    @property
+    def bytes_per_row(self) -> int:
         width = self.layout.size // self.outputs
-        return self.frozen.rows_at_once(budget, 8 * (width * (self.outputs + 2) + 4 * self.outputs**2))
+        return self.frozen.bytes_per_row + 8 * (width * (self.outputs + 2) + 4 * self.outputs**2)
+
+    def rows_at_once(self, budget: int) -> int:
+        return rows_within(budget, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         return in_chunks(x, self.rows_at_once(budget))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from ssla._checks import unknown_name
-from ssla.structures.base import Operator, Structure
+from ssla.structures.base import Extent, Operator, Structure
 from ssla.structures.dense import Dense
 from ssla.structures.diagonal import Diagonal
 from ssla.structures.kfac import Kfac
+from ssla.structures.low_rank import LowRank
 
-__all__ = ["STRUCTURES", "Dense", "Diagonal", "Kfac", "Operator", "Structure", "resolve"]
+__all__ = ["STRUCTURES", "Dense", "Diagonal", "Extent", "Kfac", "LowRank", "Operator", "Structure", "resolve"]
 
-STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac": Kfac()}
+STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac": Kfac(), "low_rank": LowRank()}
 
 
 def resolve(structure: str | Structure) -> Structure:
-    """The door for names: "dense", "diag", "kfac" -> the object; objects pass."""
+    """The door for names: "dense", "diag", "kfac", "low_rank" -> the object; objects pass."""
     if not isinstance(structure, str):
         if isinstance(structure, type) or not hasattr(structure, "with_prior"):
             raise TypeError(

@@ -6,12 +6,28 @@ freely: `with_prior` factorises H = statistics + prior precision once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a problem is: what its memory depends on."""
+
+    size: int  # P
+    outputs: int  # C
+    layers: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of each layer with a Kronecker form
+    rows: int | None = None  # n, if known
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside those layers."""
+        return self.size - sum(inside * out for inside, out in self.layers)
 
 
 class Operator(Protocol):
@@ -77,8 +93,8 @@ class Structure(Protocol):
         """Factorise S + prior; precision (P,) or (P, P)."""
         ...
 
-    def memory(self, size: int) -> int:
-        """Bytes that the statistics and their factorisation take for P = size."""
+    def memory(self, extent: Extent) -> int:
+        """Bytes that the statistics, a batch's share of them and their factorisation take."""
         ...
 
 

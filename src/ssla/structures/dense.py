@@ -1,4 +1,8 @@
-"""The full P×P curvature."""
+"""The full P×P curvature, or, while n·C < P, the rows that make it.
+
+S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are kept as they are (the dual or
+kernel form: memory n·C·P, factorised by Woodbury); once there are more, they are summed to P×P. Both are exact, and merge.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
-from ssla.structures.base import SINGULAR, Structure, mismatch
+from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
+from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,37 +60,63 @@ class DenseOperator:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """S = Σ JᵀΛJ (P, P) in float64."""
+    """S = Σ JᵀΛJ in float64: as a matrix (P, P), or as rows W (m, P) with S = WᵀW while m < P.
 
+    dual: whether rows may be kept; they need a positive semi-definite Λ.
+    """
+
+    dual: bool = True
     matrix: Tensor | None = None
+    rows: tuple[Tensor, ...] = ()
+    size: int = 0
 
     name = "dense"
     materialises = True
 
     def zero(self, size: int) -> Dense:
-        return Dense(torch.zeros(size, size, dtype=torch.float64))
+        return Dense(self.dual, None if self.dual else torch.zeros(size, size, dtype=torch.float64), (), size)
 
     @property
-    def _matrix(self) -> Tensor:
-        assert self.matrix is not None
-        return self.matrix
+    def count(self) -> int:
+        """Rows kept."""
+        return sum(len(part) for part in self.rows)
+
+    def as_matrix(self) -> Tensor:
+        """S (P, P), built if it is not."""
+        if self.matrix is not None:
+            return self.matrix
+        W = self._stacked
+        return W.mT @ W
+
+    @cached_property
+    def _stacked(self) -> Tensor:
+        return torch.cat(self.rows) if self.rows else torch.zeros(0, self.size, dtype=torch.float64)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
-        return Dense(self._matrix + J.gram(precision))
+        if self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size:
+            W = (_root(precision) @ J.dense().values.double()).flatten(0, 1)
+            return replace(self, rows=(*self.rows, W))
+        return Dense(self.dual, self.as_matrix() + J.gram(precision), (), self.size)
 
     def merge(self, other: Structure) -> Dense:
-        if not isinstance(other, Dense) or other._matrix.shape != self._matrix.shape:
+        if not isinstance(other, Dense) or other.size != self.size:
             raise ValueError(mismatch("dense", other))
-        return Dense(self._matrix + other._matrix)
+        if self.matrix is None and other.matrix is None and self.count + other.count < self.size:
+            return replace(self, rows=self.rows + other.rows)
+        return Dense(self.dual, self.as_matrix() + other.as_matrix(), (), self.size)
 
     def scaled(self, factors: Tensor) -> Dense:
-        return replace(self, matrix=self._matrix * factors[:, None] * factors[None, :])
+        if self.matrix is None:
+            return replace(self, rows=(self._stacked * factors,))
+        return replace(self, matrix=self.matrix * factors[:, None] * factors[None, :])
 
     def push(self, direction: Tensor) -> Tensor:
-        return self._matrix @ direction
+        return self._stacked.mT @ (self._stacked @ direction) if self.matrix is None else self.matrix @ direction
 
-    def with_prior(self, precision: Tensor) -> DenseOperator:
-        H = self._matrix + (torch.diag(precision) if precision.dim() == 1 else precision)
+    def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
+        if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
+            return woodbury(self._stacked, precision)
+        H = self.as_matrix() + (torch.diag(precision) if precision.dim() == 1 else precision)
         factor, info = torch.linalg.cholesky_ex(H)
         pivots = factor.diagonal()
         scale = H.diagonal().sqrt()
@@ -98,5 +129,17 @@ class Dense:
             )
         return DenseOperator(factor)
 
-    def memory(self, size: int) -> int:
-        return 4 * 8 * size * size
+    def memory(self, extent: Extent) -> int:
+        width = extent.size
+        if self.dual and extent.rows is not None:
+            width = min(width, extent.rows * extent.outputs)
+        return 4 * 8 * width * extent.size
+
+
+def _root(precision: Tensor) -> Tensor:
+    """B with BᵀB = Λ, also where Λ is singular (as for classes).  (B, C, C) -> (B, C, C)."""
+    if precision.shape[-1] == 1:
+        return precision.sqrt()
+    values, vectors = torch.linalg.eigh(precision)
+    root: Tensor = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
+    return root

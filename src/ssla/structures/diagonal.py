@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
-from ssla.structures.base import SINGULAR, Structure, mismatch
+from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,5 +73,5 @@ class Diagonal:
             raise ValueError(SINGULAR.format(detail=f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
         return DiagonalOperator(h)
 
-    def memory(self, size: int) -> int:
-        return 4 * 8 * size
+    def memory(self, extent: Extent) -> int:
+        return 4 * 8 * extent.size

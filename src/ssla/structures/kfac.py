@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssla._checks import one_of
 from ssla.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.structures.base import SINGULAR, Structure, mismatch
+from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
 
 EXPAND, REDUCE = "expand", "reduce"
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -210,8 +210,10 @@ class Kfac:
             raise ValueError(SINGULAR.format(detail=" (a Kronecker factor is singular)"))
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
-    def memory(self, size: int) -> int:
-        return 4 * 8 * size
+    def memory(self, extent: Extent) -> int:
+        """Factors, a batch's share, eigenbases and their workspace; the spectrum is as large as θ."""
+        factors = sum(inside * inside + out * out for inside, out in extent.layers)
+        return 4 * 8 * (factors + extent.rest) + 8 * extent.size
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:

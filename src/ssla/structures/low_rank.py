@@ -1,0 +1,140 @@
+"""The leading directions of the curvature, found without building it.
+
+The statistics are a sketch Y = S Ω of S = Σ JᵀΛJ on a fixed random orthonormal Ω (P, l): a sum over rows, so it streams and
+merges like the others, one pass, J never built. S is recovered by the Nyström formula
+
+    Ŝ = Y (ΩᵀY)⁺ Yᵀ ⪯ S,        exact where rank S ≤ l,
+
+and cut to its k leading eigenpairs. What is left out is known and not guessed: tr S is summed exactly, and
+tr S − tr Ŝ_k ≥ 0 is the curvature that was dropped. Dropping curvature widens: K is never too small. Without a rank, k is the
+least that drops at most `tail` of tr S; `fit` doubles l, with one more pass each time, until the sketch allows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ssla.jacobians import Jacobian
+from ssla.structures.base import Extent, Structure, mismatch
+from ssla.structures.woodbury import WoodburyOperator, woodbury
+
+FIRST_COLUMNS = 64
+NEGLIGIBLE = 1e-12  # of the largest eigenvalue of ΩᵀSΩ: below it there is rounding only
+EMPTY = torch.zeros(0, 0, dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """S ≈ U diag(λ) Uᵀ, k directions.
+
+    rank: k, or None for the least that drops at most `tail` of tr S.  tail: that share.  seed: of Ω; statistics merge only under
+    the same one.  columns: l, the width of the sketch (2 k + 10, or doubled from 64 until `tail` is reached).
+    """
+
+    rank: int | None = None
+    tail: float = 0.01
+    seed: int = 0
+    columns: int | None = None
+    probe: Tensor = EMPTY  # Ω (P, l)
+    sketch: Tensor = EMPTY  # S Ω (P, l)
+    diagonal: Tensor = EMPTY  # of S (P,)
+
+    name = "low_rank"
+    materialises = False
+
+    def __post_init__(self) -> None:
+        for what, value in (("rank", self.rank), ("columns", self.columns)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"LowRank({what}=…) must be a positive integer or None, but is {value!r}.")
+        if not 0 < self.tail < 1:
+            raise ValueError(
+                f"LowRank(tail=…) must lie between 0 and 1: the share of curvature that may be dropped. It is {self.tail!r}."
+            )
+
+    def _width(self, size: int) -> int:
+        return min(size, self.columns or (FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10))
+
+    def zero(self, size: int) -> LowRank:
+        generator = torch.Generator().manual_seed(self.seed)
+        columns = self._width(size)
+        probe, _ = torch.linalg.qr(torch.randn(size, columns, dtype=torch.float64, generator=generator))
+        return replace(self, probe=probe, sketch=torch.zeros_like(probe), diagonal=torch.zeros(size, dtype=torch.float64))
+
+    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> LowRank:
+        seen = J.pull_many(precision @ J.push_many(self.probe))
+        return replace(self, sketch=self.sketch + seen, diagonal=self.diagonal + J.gram_diagonal(precision))
+
+    def merge(self, other: Structure) -> LowRank:
+        if not isinstance(other, LowRank) or other.seed != self.seed or len(other.diagonal) != len(self.diagonal):
+            raise ValueError(mismatch("low_rank", other))
+        if other.sketch.shape != self.sketch.shape:
+            pair = f"{self.sketch.shape[1]} and {other.sketch.shape[1]} columns"
+            raise ValueError(
+                f"Only low_rank sketches of one width can be merged, but these have {pair}. Give both LowRank(rank=…)."
+            )
+        return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
+
+    def scaled(self, factors: Tensor) -> LowRank:
+        """Exact for equal factors; of Ŝ in place of S for others."""
+        diagonal = self.diagonal * factors**2
+        if bool((factors == factors[0]).all()):
+            return replace(self, sketch=self.sketch * factors[0] ** 2, diagonal=diagonal)
+        root = self._root * factors
+        return replace(self, sketch=root.mT @ (root @ self.probe), diagonal=diagonal)
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """W (r, P) with Ŝ = WᵀW, its rows orthogonal, longest first."""
+        core = self.probe.mT @ self.sketch
+        values, vectors = torch.linalg.eigh((core + core.mT) / 2)
+        keep = values > NEGLIGIBLE * values.max().clamp_min(0)
+        factor = self.sketch @ (vectors[:, keep] / values[keep].sqrt())
+        U, singular, _ = torch.linalg.svd(factor, full_matrices=False)
+        root: Tensor = (U * singular).mT
+        return root
+
+    @property
+    def _eigenvalues(self) -> Tensor:
+        return (self._root**2).sum(1)
+
+    @cached_property
+    def directions(self) -> int:
+        """k."""
+        values = self._eigenvalues
+        if self.rank is not None:
+            return min(self.rank, len(values))
+        total = float(self.diagonal.sum())
+        enough = (total - values.cumsum(0) <= self.tail * total).nonzero().flatten()
+        return int(enough[0]) + 1 if enough.numel() else len(values)
+
+    @property
+    def dropped(self) -> float:
+        """The share of tr S that the k directions leave out."""
+        total = float(self.diagonal.sum())
+        return max(1 - float(self._eigenvalues[: self.directions].sum()) / total, 0.0) if total > 0 else 0.0
+
+    def wider(self, most: int) -> LowRank | None:
+        """An empty one with a sketch twice as wide (at most `most` columns), if this one drops more than it may."""
+        columns, size = self.sketch.shape[1], self.sketch.shape[0]
+        if self.rank is not None or self.dropped <= self.tail or columns >= min(size, most):
+            return None
+        return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
+
+    def push(self, direction: Tensor) -> Tensor:
+        root = self._root[: self.directions]
+        return root.mT @ (root @ direction)
+
+    def with_prior(self, precision: Tensor) -> WoodburyOperator:
+        if precision.dim() != 1:
+            raise ValueError(
+                "structure='low_rank' needs a prior whose curvature is diagonal, but this prior couples parameters. Use "
+                "structure='dense'."
+            )
+        return woodbury(self._root[: self.directions], precision)
+
+    def memory(self, extent: Extent) -> int:
+        return 5 * 8 * extent.size * self._width(extent.size)
