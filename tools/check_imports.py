@@ -28,14 +28,15 @@ ALLOWED: dict[str, set[str]] = {
     "expansion": {"likelihoods", "linalg"},
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},
+    "persistence": CORE,
     "metrics": ANSWERS,
     "plots": ANSWERS,
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "metrics"},
+    "__init__": ANSWERS | {"fitting", "cost", "metrics", "persistence"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.
-DOORS = {("posterior", "predictive"), ("posterior", "refit"), ("posterior", "fitting")}
+DOORS = {("posterior", "predictive"), ("posterior", "refit"), ("posterior", "fitting"), ("posterior", "persistence")}
 
 
 def room_of(module: str) -> str:

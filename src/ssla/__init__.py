@@ -4,6 +4,7 @@ from ssla import likelihoods, metrics, priors
 from ssla.cost import estimate_cost
 from ssla.expansion import Increments
 from ssla.fitting import fit
+from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive, mixture
 from ssla.refit import NoRefit, OutputRefit, PlugIn
@@ -11,6 +12,7 @@ from ssla.refit import NoRefit, OutputRefit, PlugIn
 __version__ = "0.1.0"
 
 __all__ = [
+    "FileError",
     "Increments",
     "Marginal",
     "NoRefit",
@@ -21,6 +23,7 @@ __all__ = [
     "estimate_cost",
     "fit",
     "likelihoods",
+    "load",
     "metrics",
     "mixture",
     "priors",
