@@ -4,14 +4,16 @@ from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.cost import estimate_cost
 from ssla.expansion import Increments
 from ssla.fitting import fit
+from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
-from ssla.predictive import Predictive
+from ssla.predictive import Predictive, mixture
 from ssla.refit import NoRefit, OutputRefit, PlugIn, WeightRefit
 from ssla.sensitivity import conflict, local_sensitivity, sensitivity
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FileError",
     "Increments",
     "Marginal",
     "NoRefit",
@@ -25,8 +27,10 @@ __all__ = [
     "estimate_cost",
     "fit",
     "likelihoods",
+    "load",
     "local_sensitivity",
     "metrics",
+    "mixture",
     "priors",
     "sensitivity",
     "structures",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla._checks import level as checked_level
 from ssla.batches import as_tensor
-from ssla.predictive import ClassPredictive, CountPredictive, GaussianPredictive, Predictive
+from ssla.predictive import AffinePredictive, ClassMixture, ClassPredictive, GaussianPredictive, Predictive, kind_of
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96
@@ -39,14 +39,19 @@ def rmse(predictive: Predictive, y: Any) -> Tensor:
 
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
-    if isinstance(predictive, ClassPredictive):
+    if kind_of(predictive) == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
+    if isinstance(predictive, AffinePredictive):  # the score is in the target's unit
+        z = (_like(y, predictive.mean).to("cpu", torch.float64) - predictive.shift) / predictive.scale
+        return _mean(predictive.scale * crps(predictive.base, z, reduce=False).double(), reduce)
     if isinstance(predictive, GaussianPredictive):
         mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
         score = _scoringrules().crps_normal(_like(y, mean).numpy(), mean.numpy(), scale.numpy())  # its torch backend is single
         return _mean(torch.as_tensor(score), reduce)
+    if kind_of(predictive) == "vector":
+        raise TypeError("CRPS of several targets has a form for single Gaussians only. Score a mixture by nll.")
     value = _like(y, predictive.mean)
-    score = _crps_counts(predictive, value) if isinstance(predictive, CountPredictive) else _crps_density(predictive, value)
+    score = _crps_counts(predictive, value) if kind_of(predictive) == "count" else _crps_density(predictive, value)
     return _mean(score, reduce)
 
 
@@ -68,14 +73,14 @@ def _crps_density(predictive: Any, y: Tensor) -> Tensor:
     return total
 
 
-def _crps_counts(predictive: CountPredictive, y: Tensor) -> Tensor:
-    ends = predictive.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64)).double()
+def _crps_counts(predictive: Any, y: Tensor) -> Tensor:
+    ends: Tensor = predictive.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64)).double()
     y = y.double()
     width = ends[:, 1] - ends[:, 0] + 1
     step = (width / CRPS_COUNTS).ceil()
     steps = int((width / step).max().ceil())
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
-    F = predictive.cdf(k).double()
+    F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
     outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)  # terms of one beyond the window
     return (terms * step[:, None]).sum(1) + outside
@@ -88,7 +93,7 @@ def coverage(predictive: Predictive, y: Any, level: float = 0.95) -> Tensor:
 
 def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
     region = predictive.interval(level)
-    if isinstance(predictive, ClassPredictive):
+    if kind_of(predictive) == "class":
         return region.gather(1, as_tensor(y).long().reshape(-1, 1)).squeeze(1)
     value = _like(y, predictive.mean)
     return (value >= region[..., 0]) & (value <= region[..., 1])
@@ -97,7 +102,7 @@ def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
 def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
     """The mean width of the central interval (for classes: the mean size of the set)."""
     region = predictive.interval(checked_level(level))
-    if isinstance(predictive, ClassPredictive):
+    if kind_of(predictive) == "class":
         return region.double().sum(1).mean()
     return (region[..., 1] - region[..., 0]).mean()
 
@@ -114,9 +119,9 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
     halfway between the two without one."""
     value = _column(y)
     upper: Tensor = predictive.cdf(value)
-    if not isinstance(predictive, CountPredictive):
+    if kind_of(predictive) != "count":
         return upper
-    lower = predictive.cdf(as_tensor(value).double() - 1)
+    lower: Tensor = predictive.cdf(as_tensor(value).double() - 1)
     u: float | Tensor = 0.5
     if generator is not None:
         u = torch.rand(upper.shape, generator=generator, dtype=torch.float64).to(upper)
@@ -125,7 +130,7 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
 
 def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
     """Mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins."""
-    if isinstance(predictive, ClassPredictive):
+    if kind_of(predictive) == "class":
         raise TypeError("calibration_error is for ordered targets. For classes use ece.")
     q = torch.arange(1, bins, dtype=torch.float64) / bins
     observed = (pit(predictive, y).double().flatten()[:, None] <= q).double().mean(0)
@@ -165,7 +170,7 @@ class Summary:
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
     """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE, accuracy, mass)."""
     mass = float(predictive.mass.double().mean())
-    if isinstance(predictive, ClassPredictive):
+    if kind_of(predictive) == "class":
         accuracy = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
         values = {"nll": nll(predictive, y), "brier": brier(predictive, y), "ece": ece(predictive, y), "accuracy": accuracy}
         return Summary({name: float(value) for name, value in values.items()} | {"mass": mass})
@@ -176,8 +181,8 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
     return Summary(scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass})
 
 
-def _classes(predictive: Predictive) -> ClassPredictive:
-    if not isinstance(predictive, ClassPredictive):
+def _classes(predictive: Any) -> ClassPredictive | ClassMixture:
+    if not isinstance(predictive, ClassPredictive | ClassMixture):
         raise TypeError(f"This score is for classes, but the predictive is a {type(predictive).__name__}.")
     return predictive
 

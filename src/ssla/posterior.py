@@ -7,9 +7,11 @@ needed unchanged nor ever written to. Predictions live above this room; `predict
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -325,6 +327,15 @@ class Posterior:
         from ssla.predictive import predict
 
         return predict(self, x, refit)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)` opens it.
+
+        Neither the network nor any data are stored: keep the module's state_dict beside it.
+        """
+        from ssla.persistence import save
+
+        return save(self, path)
 
     def __repr__(self) -> str:
         r = self.report

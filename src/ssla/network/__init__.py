@@ -5,9 +5,23 @@ the original; training it further does not change a posterior either. Features a
 pass by, without hooks.
 """
 
-from ssla.network.any_parameters import AnyParameters
+from ssla.network.any_parameters import AnyParameters, LayerPlan
 from ssla.network.base import Network
 from ssla.network.last_layer import LastLayer
-from ssla.network.opening import ALL, LAST_LAYER, open_network
+from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
+from ssla.network.reopening import Opening, describe, module_of, reopen
 
-__all__ = ["ALL", "LAST_LAYER", "AnyParameters", "LastLayer", "Network", "open_network"]
+__all__ = [
+    "ALL",
+    "LAST_LAYER",
+    "AnyParameters",
+    "LastLayer",
+    "LayerPlan",
+    "Network",
+    "Opening",
+    "check_mode",
+    "describe",
+    "module_of",
+    "open_network",
+    "reopen",
+]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -151,12 +151,17 @@ def _row(x: Inputs, i: int) -> Inputs:
     return map_inputs(lambda part: part[i], x)
 
 
+def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Parameters that are not free, and buffers."""
+    return {name: p.detach() for name, p in module.named_parameters() if name not in names} | dict(module.named_buffers())
+
+
 def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool) -> AnyParameters:
     """Plan the layers, and check the plan against plain backpropagation on a few rows."""
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
     theta = layout.pack({name: parameters[name] for name in names})
-    rest = {name: p.detach() for name, p in parameters.items() if name not in names} | dict(frozen.module.named_buffers())
+    rest = rest_of(frozen.module, names)
     rows = row_count(x)
     plans = _plans(probe, parameters, layout, rows)
     planned = torch.zeros(layout.size, dtype=torch.bool)

@@ -125,6 +125,26 @@ def rows_within(budget: int, bytes_per_row: int) -> int:
     return max(min(budget // bytes_per_row, 65536), 1)
 
 
+def whole(module: nn.Module, inputs: Inputs) -> Any:
+    return module(inputs)
+
+
+def by_position(module: nn.Module, inputs: Inputs) -> Any:
+    return module(*inputs)
+
+
+def by_keyword(module: nn.Module, inputs: Inputs) -> Any:
+    return module(**inputs)
+
+
+CALLS: dict[str, Callable[[nn.Module, Inputs], Any]] = {
+    "whole": whole,
+    "by_position": by_position,
+    "by_keyword": by_keyword,
+}
+"""How inputs are handed to a module. Functions with names, so that they can be pickled and written down."""
+
+
 def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
     if isinstance(x, Tensor):
         return {"x": tuple(x.shape[1:])}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssla._checks import finite, unknown_name
 from ssla.batches import Inputs, leaves, row_count, slice_inputs
 from ssla.network.any_parameters import open_any
-from ssla.network.base import Frozen, Network, as_outputs, row_shapes
+from ssla.network.base import Frozen, Network, as_outputs, by_keyword, by_position, row_shapes, whole
 from ssla.network.last_layer import LastLayer
 from ssla.network.watch import Probe
 from ssla.parameters import last_layer_layout
@@ -41,15 +41,8 @@ def open_network(model: nn.Module, weights: str | list[str] | tuple[str, ...], x
 def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
-    _check_mode(model)
-    try:
-        module = copy.deepcopy(model)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
-            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
-        ) from error
-    module.requires_grad_(False)
+    check_mode(model)
+    module = private_copy(model)
     floating = [p for p in module.parameters() if p.is_floating_point()]
     if not floating:
         raise ValueError("The network has no floating-point parameters, so there is nothing to be uncertain about.")
@@ -73,7 +66,19 @@ def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     return frozen, watch, f
 
 
-def _check_mode(model: nn.Module) -> None:
+def private_copy(model: nn.Module) -> nn.Module:
+    """The module's twin, without gradients."""
+    try:
+        module = copy.deepcopy(model)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
+            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
+        ) from error
+    return module.requires_grad_(False)
+
+
+def check_mode(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         random = isinstance(layer, RANDOM_IN_TRAINING) or (isinstance(layer, nn.RNNBase) and layer.dropout > 0)
         if layer.training and (random or isinstance(layer, BATCH_DEPENDENT)):
@@ -88,10 +93,8 @@ def _check_mode(model: nn.Module) -> None:
 def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
     """How inputs are handed over: spread first, as one argument second."""
     if isinstance(x, Tensor) or attempt == 1:
-        return lambda module, inputs: module(inputs)
-    if isinstance(x, Mapping):
-        return lambda module, inputs: module(**inputs)
-    return lambda module, inputs: module(*inputs)
+        return whole
+    return by_keyword if isinstance(x, Mapping) else by_position
 
 
 def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:

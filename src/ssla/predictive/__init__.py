@@ -14,16 +14,23 @@ from ssla.expansion import EMPIRICAL
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.posterior import Posterior
-from ssla.predictive.base import Diagnostics, Predictive
+from ssla.predictive.affine import AffinePredictive, affine
+from ssla.predictive.base import Diagnostics, Predictive, kind_of
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive, additive_law
 from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.predictive.mixture import mixture
+from ssla.predictive.mixture_classes import ClassMixture
+from ssla.predictive.mixture_scalar import ScalarMixture
+from ssla.predictive.mixture_vector import VectorMixture
 from ssla.priors import ADDITIVE, EXACT
 from ssla.quadrature import Regions
 from ssla.refit import Expansion, NoRefit, OutputExpansion, OutputRung, Refit, on_marginal, resolve
 
 __all__ = [
+    "AffinePredictive",
+    "ClassMixture",
     "ClassPredictive",
     "CountPredictive",
     "Diagnostics",
@@ -32,7 +39,12 @@ __all__ = [
     "GridPredictive",
     "Predictive",
     "Regions",
+    "ScalarMixture",
+    "VectorMixture",
+    "affine",
     "from_marginal",
+    "kind_of",
+    "mixture",
     "predict",
 ]
 

@@ -79,6 +79,11 @@ class Predictive(Protocol):
     def increments(self, y: Any) -> Increments: ...
 
 
+def kind_of(predictive: Any) -> str:
+    """ "scalar", "vector", "count" or "class"."""
+    return str(getattr(predictive, "kind", None) or ("vector" if predictive.mean.dim() == 2 else "scalar"))
+
+
 def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
     """y as (N, k) float64, and whether it came with one value a row.
 

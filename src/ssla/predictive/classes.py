@@ -29,6 +29,8 @@ class ClassPredictive:
     log_weights: Tensor  # un-normalised (N, C)
     diagnostics: Diagnostics
 
+    kind = "class"
+
     def _out(self, value: Tensor) -> Tensor:
         return value.to(self.expansion.like)
 
@@ -106,11 +108,7 @@ class ClassPredictive:
 
     def interval(self, level: float = 0.95) -> Tensor:
         """The smallest set of classes with at least that probability: bool (N, C)."""
-        checked_level(level)
-        p, order = self._log_probs.exp().sort(1, descending=True)
-        needed = torch.nn.functional.pad(p.cumsum(1)[:, :-1] < level, (1, 0), value=True)
-        chosen = torch.zeros_like(needed).scatter(1, order, needed)
-        return chosen.to(self.expansion.like.device)
+        return smallest_set(self._log_probs.exp(), level).to(self.expansion.like.device)
 
     def hdr(self, level: float = 0.95) -> Tensor:
         """The same as `interval`."""
@@ -127,6 +125,14 @@ class ClassPredictive:
         Classes(self._count).check(value.flatten(), self._count)
         parts = self.expansion(value)
         return parts.map(lambda part: self._out(answer(part, single)))
+
+
+def smallest_set(probs: Tensor, level: float) -> Tensor:
+    """The fewest classes with at least that probability.  (N, C) -> bool (N, C)."""
+    checked_level(level)
+    p, order = probs.sort(1, descending=True)
+    needed = torch.nn.functional.pad(p.cumsum(1)[:, :-1] < level, (1, 0), value=True)
+    return torch.zeros_like(needed).scatter(1, order, needed)
 
 
 def class_predictive(expansion: Expansion, count: int, refit: str) -> ClassPredictive:

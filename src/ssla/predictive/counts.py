@@ -59,6 +59,8 @@ class CountPredictive:
     tables: list[Table]
     diagnostics: Diagnostics
 
+    kind = "count"
+
     def _out(self, value: Tensor) -> Tensor:
         return value.to(self.expansion.like)
 

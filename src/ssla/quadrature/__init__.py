@@ -17,6 +17,7 @@ Fails for densities with jumps or poles: they end flagged, not smoothed over.
 """
 
 from ssla.quadrature.grid import Grid, Regions, Tail
+from ssla.quadrature.roots import bracketed_root
 from ssla.quadrature.search import Accuracy, Built, LogDensity, build, locate
 
-__all__ = ["Accuracy", "Built", "Grid", "LogDensity", "Regions", "Tail", "build", "locate"]
+__all__ = ["Accuracy", "Built", "Grid", "LogDensity", "Regions", "Tail", "bracketed_root", "build", "locate"]

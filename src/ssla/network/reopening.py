@@ -1,0 +1,105 @@
+"""Opening the same module again without data: what was found out at fit is written down instead of found out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ssla.network.any_parameters import AnyParameters, LayerPlan, rest_of
+from ssla.network.base import CALLS, Frozen, Network
+from ssla.network.last_layer import LastLayer
+from ssla.network.opening import private_copy
+from ssla.parameters import contiguous_layout, last_layer_layout
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """How a network was opened. A last layer is given by its weight (and bias) in `names`; other free parameters need a plan."""
+
+    linear: bool
+    names: tuple[str, ...]  # free parameters
+    outputs: int
+    call: str
+    keep_integers: bool
+    bytes_per_row: int
+    shapes: Mapping[str, tuple[int, ...]]
+    offset: Tensor | None = None
+    layers: tuple[LayerPlan, ...] = ()
+    others: tuple[str, ...] = ()
+    extra_per_row: int = 0
+
+
+def describe(network: Network) -> Opening:
+    """What `reopen` needs beside the module."""
+    if not isinstance(network, LastLayer | AnyParameters):
+        raise TypeError(f"A {type(network).__name__} cannot be written down.")
+    frozen = network.frozen
+    call = next(name for name, style in CALLS.items() if style is frozen.call)
+    common = (
+        network.linear,
+        network.layout.names,
+        network.outputs,
+        call,
+        frozen.keep_integers,
+        frozen.bytes_per_row,
+        frozen.shapes,
+    )
+    if isinstance(network, LastLayer):
+        return Opening(*common, offset=network.offset)
+    return Opening(*common, layers=network.layers, others=network.others, extra_per_row=network.extra_per_row)
+
+
+def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
+    """A plan that could have been made for these parameters, or ValueError."""
+    names, plans = set(opening.names), opening.layers
+    missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
+    if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
+        raise ValueError(f"the free parameters {opening.names} are not those of the network")
+    if min(opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1) < 1:
+        raise ValueError("sizes must be positive")
+    size = sum(parameters[name].numel() for name in names)
+    planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
+    covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)
+    for part in planned:
+        if part.dtype != torch.long or not part.numel() or int(part.min()) < 0 or int(part.max()) >= size:
+            raise ValueError("a layer's positions lie outside the parameters")
+    if planned and torch.cat(planned).unique().numel() + size - covered != torch.cat(planned).numel():
+        raise ValueError("the layers do not cover the free parameters once each")
+    for plan in plans:
+        weight = parameters[plan.weight]
+        width = (weight[0].numel() if plan.weight_free else 0) + plan.bias_free
+        if plan.positions.shape != (weight.shape[0], width):
+            raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
+
+
+def module_of(network: Network) -> nn.Module:
+    """The private copy."""
+    if not isinstance(network, LastLayer | AnyParameters):
+        raise TypeError(f"A {type(network).__name__} has no module.")
+    return network.frozen.module
+
+
+def reopen(model: nn.Module, opening: Opening) -> Network:
+    """The network as it was, on a private copy of the module."""
+    module = private_copy(model)
+    first = next(p for p in module.parameters() if p.is_floating_point())
+    frozen = Frozen(
+        module, first.dtype, first.device, CALLS[opening.call], opening.keep_integers, opening.bytes_per_row, opening.shapes
+    )
+    parameters = dict(module.named_parameters())
+    _check(opening, parameters)
+    if not opening.linear:
+        layout = contiguous_layout({name: parameters[name].shape for name in opening.names})
+        theta = layout.pack(parameters)
+        rest = rest_of(module, opening.names)
+        return AnyParameters(frozen, layout, theta, opening.outputs, rest, opening.layers, opening.others, opening.extra_per_row)
+    weight = parameters[opening.names[0]]
+    bias = opening.names[1] if len(opening.names) == 2 else None
+    if weight.dim() != 2 or weight.shape[0] != opening.outputs:
+        raise ValueError(f"{opening.names[0]!r} is not the weight of a last layer with {opening.outputs} outputs.")
+    layout = last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
+    offset = None if opening.offset is None else opening.offset.to(torch.float64)
+    return LastLayer(frozen, weight, layout, layout.pack(parameters), opening.outputs, bias is not None, offset)

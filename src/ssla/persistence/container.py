@@ -1,0 +1,156 @@
+"""The directory: written whole or not at all, checked before it is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "ssla", 1
+MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
+LARGEST_MANIFEST = 256 << 20
+
+
+class FileError(ValueError):
+    """A saved model that cannot be used: missing, foreign, damaged, too new, or for another network."""
+
+
+def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write the directory beside its place, then move it there. What was there before stays until the new one is complete."""
+    target = Path(path)
+    _check_target(target)
+    data = _safetensors().save(
+        {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    )
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "tensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "content": content,
+    }
+    manifest["sha256"] = _digest(manifest)
+    text = json.dumps(manifest, indent=1, allow_nan=False)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as room:
+        fresh, old = Path(room) / "new", Path(room) / "old"
+        fresh.mkdir()
+        _write_bytes(fresh / TENSORS, data)
+        _write_bytes(fresh / MANIFEST, text.encode())
+        if target.exists():
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+    return target
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
+        raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
+    if target.exists() and not target.is_dir():
+        raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.")
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content and tensors of a directory, after every check that needs no network."""
+    source = Path(path)
+    with guarded(source):
+        manifest = _manifest(source)
+        found = manifest.get("kind")
+        if found != kind:
+            raise FileError(f"{source} holds a saved {found!r}, but a {kind!r} was expected. {_DOORS}")
+        return manifest["content"], _tensors(source, manifest["tensors"])
+
+
+_DOORS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
+
+
+def _manifest(source: Path) -> dict[str, Any]:
+    if not source.exists():
+        raise FileError(f"There is no saved model at {source}.")
+    if not source.is_dir():
+        raise FileError(f"{source} is a file, but a saved model is a directory with {MANIFEST} in it.")
+    file = source / MANIFEST
+    if not file.is_file():
+        raise FileError(f"{source} is not a saved model: it has no {MANIFEST}.")
+    if file.stat().st_size > LARGEST_MANIFEST:
+        raise FileError(f"{file} is not a manifest: it is {file.stat().st_size:,} bytes long.")
+    try:
+        manifest = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{file} is damaged: it is not valid JSON ({str(error)[:80]}). Save the model again.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise FileError(f"{file} was not written by ssla.")
+    version = manifest.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FileError(f"{file} is damaged: its version is {version!r}.")
+    if version > VERSION:
+        raise FileError(f"{source} was written by a newer ssla (format {version}; this one reads up to {VERSION}). Update ssla.")
+    stated = manifest.pop("sha256", None)
+    if stated != _digest(manifest):
+        raise FileError(f"{file} is damaged or was edited: its checksum does not match. Save the model again.")
+    return manifest
+
+
+def _tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
+    file = source / TENSORS
+    if not file.is_file():
+        raise FileError(f"{source} is incomplete: it has no {TENSORS}. Copy the whole directory.")
+    size = file.stat().st_size
+    if size != stated["bytes"]:
+        word = "truncated" if size < stated["bytes"] else "too long"
+        raise FileError(f"{file} is {word}: {size:,} of {stated['bytes']:,} bytes. Copy it again.")
+    data = file.read_bytes()
+    if hashlib.sha256(data).hexdigest() != stated["sha256"]:
+        raise FileError(f"{file} is damaged: its checksum does not match. Copy it again.")
+    tensors: dict[str, Tensor] = _safetensors().load(data)
+    return tensors
+
+
+@contextlib.contextmanager
+def guarded(source: Path) -> Iterator[None]:
+    """Whatever a bad file brings about becomes a FileError: its content decides what goes wrong, not the user."""
+    try:
+        yield
+    except FileError:
+        raise
+    except ImportError:
+        raise
+    except Exception as error:
+        raise FileError(f"{source} does not hold a usable model ({type(error).__name__}: {str(error)[:200]}).") from error
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+
+
+def _no_constants(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("Saving and loading need safetensors: pip install 'ssla[files]'.") from None
+    return safetensors.torch

@@ -1,0 +1,133 @@
+"""A Posterior as a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssla.likelihoods import Likelihood
+from ssla.network import Opening, check_mode, describe, module_of, reopen
+from ssla.persistence.container import FileError, guarded, read, write
+from ssla.persistence.encoding import Decoder, Encoder, NotStorableError
+from ssla.persistence.fingerprint import compare, fingerprint
+from ssla.posterior import DEFAULT_BUDGET, Posterior, Report, Statistics
+from ssla.priors import Prior
+
+KIND = "posterior"
+
+
+def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
+    """Write a posterior to a directory (see Posterior.save)."""
+    encoder = Encoder()
+    content = pack(posterior, encoder, "")
+    return write(path, KIND, content, encoder.tensors)
+
+
+def load(
+    path: str | os.PathLike[str], model: nn.Module, *, likelihood: Likelihood | None = None, prior: Prior | None = None
+) -> Posterior:
+    """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
+
+    model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
+    likelihood, prior: needed only where the saved one was your own code (`likelihoods.custom(…)`), which a file cannot hold.
+
+    >>> post.save("posterior")                                       # doctest: +SKIP
+    >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"load needs the network itself, a torch.nn.Module, as its second argument, but got {type(model).__name__}."
+        )
+    content, tensors = read(path, KIND)
+    return unpack(content, tensors, model, Path(path), likelihood, prior)
+
+
+def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
+    """Everything but the network, as JSON; tensors go to the encoder, their names begin with `place`."""
+    opening = describe(posterior.network)
+    parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
+    content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
+    for name, value in (("likelihood", posterior.likelihood), ("prior", posterior.prior)):
+        content[name] = _or_own(encoder, value, f"{place}{name}")
+    content["memory_budget"] = posterior.memory_budget
+    content["network"] = fingerprint(module_of(posterior.network))
+    return content
+
+
+def unpack(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    source: Path,
+    likelihood: Likelihood | None = None,
+    prior: Prior | None = None,
+) -> Posterior:
+    """The posterior again, checked and factorised."""
+    decoder = Decoder(tensors)
+    with guarded(source):
+        stated = content["network"]
+        opening = decoder.decode(content["opening"], Opening)
+        budget = content["memory_budget"]
+        if not isinstance(stated, dict):
+            raise TypeError("the network has no fingerprint")
+    check_mode(model)  # the module's own faults are not the file's
+    with guarded(source):
+        compare(stated, model, source)
+        network = reopen(model, opening)
+        posterior = Posterior(
+            network,
+            _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
+            _given_or_stored(decoder, content["prior"], "prior", prior, source),
+            decoder.decode(content["theta"], Tensor),
+            decoder.decode(content["statistics"], Statistics),
+            decoder.decode(content["report"], Report),
+            budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
+        )
+        _check(posterior)
+    return posterior
+
+
+def _or_own(encoder: Encoder, value: object, place: str) -> Any:
+    """In the file, or by the name of its class if it holds code."""
+    before = dict(encoder.tensors)
+    try:
+        return encoder.encode(value, place)
+    except NotStorableError:
+        encoder.tensors.clear()
+        encoder.tensors.update(before)
+        return {"own": type(value).__name__}
+
+
+def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source: Path) -> Any:
+    own = value.get("own") if isinstance(value, dict) else None
+    if own is None:
+        if given is not None:
+            raise FileError(f"{source} holds its own {what}. Leave {what}= out, or use posterior.with_prior for another prior.")
+        return decoder.decode(value)
+    if given is None:
+        raise FileError(f"The {what} of {source} is your own code ({own}), which a file cannot hold. Give it as {what}=.")
+    if type(given).__name__ != own:
+        raise FileError(f"The {what} of {source} was a {own}, but {what}= is a {type(given).__name__}.")
+    return given
+
+
+def _check(posterior: Posterior) -> None:
+    """What a forged file could have wrong beside the types: sizes, finiteness, a curvature that cannot be factorised."""
+    layout, sums = posterior.network.layout, posterior.statistics
+    size = layout.size
+    for what, tensor in (("θ̂", posterior.theta), ("gradient", sums.gradient)):
+        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{what} is not {size} finite numbers in float64")
+    posterior.likelihood.support_for(posterior.network.outputs)
+    ones = torch.ones_like(sums.gradient)
+    pushed = sums.curvature.push(ones)
+    parts = (pushed, posterior.operator.solve(ones), posterior.operator.variances())
+    if any(part.shape != (size,) or not bool(torch.isfinite(part).all()) for part in parts):
+        raise ValueError("the curvature does not belong to these parameters")
+    if sums.n < 1 or not bool(pushed.any()):
+        raise ValueError("it has seen no data")

@@ -1,0 +1,168 @@
+"""Mixtures: one predictive from several models of the same target.
+
+    p(y) = Σ_m w_m p_m(y)
+
+Densities, probabilities and distribution functions average; quantiles and regions do not and are searched for. By the law of
+total variance the members' disagreement, Var_m E_m[y], is added to the epistemic part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssla._checks import finite
+from ssla.batches import as_tensor
+from ssla.expansion import Increments
+from ssla.predictive.base import Diagnostics, Predictive, kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Blend:
+    """Members of the same kind and rows, in float64, with weights (M,) that sum to one."""
+
+    members: tuple[Any, ...]
+    weights: Tensor
+    like: Tensor  # answers are given in its dtype and on its device
+
+    def out(self, value: Tensor) -> Tensor:
+        return value.to(self.like)
+
+    @property
+    def rows(self) -> int:
+        return int(self.members[0].mass.shape[0])
+
+    def each(self, ask: Callable[[Any], Tensor]) -> Tensor:
+        """One answer a member, stacked in front: (M, …)."""
+        return torch.stack([ask(member).to("cpu", torch.float64) for member in self.members])
+
+    def average(self, ask: Callable[[Any], Tensor]) -> Tensor:
+        """Σ w_m a_m."""
+        return self.weigh(self.each(ask))
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """(M, …) -> (…)."""
+        return (self.weights.reshape(-1, *[1] * (values.dim() - 1)) * values).sum(0)
+
+    def log_average(self, ask: Callable[[Any], Tensor]) -> Tensor:
+        """log Σ w_m exp(a_m)."""
+        values = self.each(ask)
+        return (values + self.weights.log().reshape(-1, *[1] * (values.dim() - 1))).logsumexp(0)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.average(lambda m: m.mean)
+
+    @property
+    def disagreement(self) -> Tensor:
+        """Var_m E_m[y], of the mean's shape."""
+        means = self.each(lambda m: m.mean)
+        return self.weigh((means - self.mean) ** 2)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self.average(lambda m: m.epistemic) + self.disagreement
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.average(lambda m: m.aleatoric)
+
+    @property
+    def mass(self) -> Tensor:
+        """The average of the members' integrals before they were normalised."""
+        return self.average(lambda m: m.mass)
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """A row is flagged where any member's is."""
+        parts = [member.diagnostics for member in self.members]
+
+        def any_of(flag: str) -> Tensor:
+            return torch.stack([getattr(part, flag) for part in parts]).any(0)
+
+        names = ", ".join(dict.fromkeys(part.refit for part in parts))
+        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"))
+
+    def choose(self, n: int, draw: Callable[[Any], Tensor], generator: torch.Generator | None) -> Tensor:
+        """n draws a row, each from a member taken with its weight: (n, N, …)."""
+        picks = torch.multinomial(self.weights, n * self.rows, replacement=True, generator=generator).reshape(n, self.rows)
+        draws = torch.stack([draw(member) for member in self.members])  # (M, n, N, …)
+        index = picks.reshape(1, n, self.rows, *[1] * (draws.dim() - 3)).expand(1, *draws.shape[1:])
+        return draws.gather(0, index.to(draws.device)).squeeze(0)
+
+    def increments(self, y: Any) -> Increments:
+        """Of the only member with any weight; several have increments each, but not together."""
+        if len(self.members) == 1:
+            parts: Increments = self.members[0].increments(y)
+            return parts
+        raise TypeError(
+            "The log of a mixture is not a sum of increments. Ask its members one by one: "
+            "[member.increments(y) for member in predictive.members]."
+        )
+
+
+def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictive:
+    """p(y) = Σ w_m p_m(y): the predictive of several models at the same inputs, for example an ensemble.
+
+    All members must describe the same kind of target (a number, D numbers, counts, classes) at the same number of inputs.
+    weights: one number ≥ 0 for each member, in any unit; equal if not given. Members without weight are left out.
+
+    >>> ssla.mixture([post.predict(x) for post in posteriors]).interval(0.95)      # doctest: +SKIP
+    """
+    from ssla.predictive.mixture_classes import ClassMixture
+    from ssla.predictive.mixture_scalar import ScalarMixture
+    from ssla.predictive.mixture_vector import VectorMixture
+
+    if isinstance(predictives, Predictive) or not isinstance(predictives, Sequence):
+        raise TypeError(f"mixture needs a list of predictives, as predict returns them, but got {type(predictives).__name__}.")
+    for member in predictives:
+        if not isinstance(member, Predictive):
+            raise TypeError(f"mixture needs predictives, as predict returns them, but got a {type(member).__name__}.")
+    if not predictives:
+        raise ValueError("mixture needs at least one predictive, but the list is empty.")
+    _check_alike(predictives)
+    w = _checked_weights(weights, len(predictives))
+    like = predictives[0].mass.new_empty(0)
+    members = tuple(_in_double(member) for member, share in zip(predictives, w.tolist(), strict=True) if share > 0)
+    blend = Blend(members, w[w > 0], like)
+    kind = kind_of(predictives[0])
+    if kind == "class":
+        return ClassMixture(blend)
+    return VectorMixture(blend) if kind == "vector" else ScalarMixture(blend, kind)
+
+
+def _check_alike(predictives: Sequence[Predictive]) -> None:
+    kinds = [kind_of(member) for member in predictives]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"Only predictives of the same kind of target can be mixed, but these are {', '.join(kinds)}.")
+    shapes = {tuple(m.probs.shape if kinds[0] == "class" else m.mean.shape) for m in predictives}  # type: ignore[attr-defined]
+    if len(shapes) > 1:
+        raise ValueError(f"The predictives must be at the same inputs, but their shapes differ: {sorted(shapes)}.")
+
+
+def _checked_weights(weights: Any, count: int) -> Tensor:
+    if weights is None:
+        return torch.full((count,), 1 / count, dtype=torch.float64)
+    w = as_tensor(weights).to("cpu", torch.float64)
+    if w.shape != (count,):
+        raise ValueError(f"weights must be one number for each of the {count} predictives, but have shape {tuple(w.shape)}.")
+    finite("weights", w, "Give finite numbers.")
+    if bool((w < 0).any()) or float(w.sum()) <= 0:
+        raise ValueError(f"weights must not be negative, and one must be positive, but they are {w.tolist()}.")
+    return w / w.sum()
+
+
+def _in_double(member: Any) -> Any:
+    """The same predictive, answering in float64: averages of rounded probabilities would lose the tails."""
+    if hasattr(member, "blend"):
+        return replace(member, blend=replace(member.blend, like=member.blend.like.double()))
+    if hasattr(member, "base"):
+        return replace(member, base=_in_double(member.base))
+    expansion = getattr(member, "expansion", None)
+    if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
+        return replace(member, expansion=replace(expansion, like=expansion.like.double()))  # type: ignore[type-var]
+    return member
