@@ -337,6 +337,10 @@ class Posterior:
 
         return save(self, path)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies travel without the training data: a refit of the weights then needs WeightRefit(data=…)."""
+        return {**self.__dict__, "source": None}
+
     def __repr__(self) -> str:
         r = self.report
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
