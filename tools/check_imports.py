@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": ANSWERS,
     "plots": ANSWERS,
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
+    "paper": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics"},
 }
 
