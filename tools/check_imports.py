@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "sensitivity": ANSWERS | {"evidence", "expectation"},
     "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
+    "paper": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivity"},
 }
 
