@@ -6,11 +6,12 @@ from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive
-from ssla.refit import NoRefit, OutputRefit, PlugIn, WeightRefit
+from ssla.refit import AutoRefit, NoRefit, OutputRefit, PlugIn, WeightRefit, assla, ssla
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoRefit",
     "Increments",
     "Marginal",
     "NoRefit",
@@ -19,9 +20,11 @@ __all__ = [
     "Posterior",
     "Predictive",
     "WeightRefit",
+    "assla",
     "estimate_cost",
     "fit",
     "likelihoods",
     "metrics",
     "priors",
+    "ssla",
 ]

@@ -18,8 +18,9 @@ from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.predictive.refitted import doubts, refitted
 from ssla.quadrature import Regions
-from ssla.refit import Expansion, NoRefit, OutputRung, Refit, on_marginal, resolve
+from ssla.refit import AutoRefit, Expansion, NoRefit, OutputRefit, OutputRung, Refit, WeightRefit, on_marginal, resolve
 
 __all__ = [
     "ClassPredictive",
@@ -40,6 +41,11 @@ def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> P
     if not isinstance(posterior, Posterior):
         raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
     rung = resolve(refit)
+    if isinstance(rung, WeightRefit | AutoRefit):
+        weights = rung(posterior, x)
+        output = _answer(weights.output, OutputRefit(), warn=False)
+        reasons = doubts(rung, weights, output) if isinstance(rung, AutoRefit) else None
+        return _warned(refitted(weights, output, rung.name, reasons))
     return _answer(rung(posterior, x), rung)
 
 
@@ -60,8 +66,9 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
     return _answer(on_marginal(rung, likelihood, f, K), rung)
 
 
-def _answer(expansion: Expansion, rung: Refit) -> Predictive:
+def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
     """Choose the form of the answer by the support of y; closed form where there is one."""
+    told = _warned if warn else _as_it_is
     likelihood = expansion.likelihood
     f = expansion.marginal.mean
     support = likelihood.support_for(f.shape[1])
@@ -77,9 +84,13 @@ def _answer(expansion: Expansion, rung: Refit) -> Predictive:
     if isinstance(support, Classes):
         return class_predictive(expansion, support.count, rung.name)
     if support.kind == "count":
-        return _warned(count_predictive(expansion, rung.name))
+        return told(count_predictive(expansion, rung.name))
     assert isinstance(support, Continuous)
-    return _warned(grid_predictive(expansion, support, rung.name))
+    return told(grid_predictive(expansion, support, rung.name))
+
+
+def _as_it_is(predictive: Predictive) -> Predictive:
+    return predictive
 
 
 def _warned(predictive: Predictive) -> Predictive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -124,6 +124,16 @@ class OutputExpansion:
         if not self.moves:
             prior = torch.zeros_like(prior)
         return Increments((fit + shift).reshape(shape) - prior, prior, curvature.reshape(shape))
+
+    def take(self, rows: Tensor) -> OutputExpansion:
+        """Of some rows only."""
+        f, K = self.marginal
+        return replace(self, marginal=Marginal(f[rows], K[rows]), prior=lambda: Marginal(*(part[rows] for part in self._prior)))
+
+    def step(self, y: Tensor) -> Tensor:
+        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations. Of y's shape."""
+        parts = self._run(y, self.marginal.mean, self._root)
+        return (-2 * _cat([p.shift for p in parts])).clamp_min(0).sqrt().reshape(self._shape(y))
 
     def _shape(self, y: Tensor) -> torch.Size:
         return y.shape[:-1] if self._vector else y.shape
