@@ -75,8 +75,10 @@ def test_a_normal_with_unknown_variance_gives_students_t():
     truth = stats.t(2 * a, centre, math.sqrt(b * (kappa + 1) / (a * kappa)))
     y = torch.linspace(-4, 6, 41, dtype=torch.float64)[None]
     x = torch.zeros(1, 1)
-    off = ssla.ssla(post, x, y).total - torch.from_numpy(truth.logpdf(y.numpy()))
-    assert off.std() < 1e-8
+    off = ssla.ssla(post, x, y, ssla.WeightRefit(tolerance=1e-11)).total - torch.from_numpy(truth.logpdf(y.numpy()))
+    # polish ends a hair from the mode and the tilt keeps θ̂ there: no more than that hair may show
+    assert post.report.residual_after < 1e-6
+    assert off.std() < 1e-9 + post.report.residual_after
     p = post.predict(x, refit="weights")
     body = T([truth.ppf(0.0006), -1.0, 0.0, 1.0, 2.5, truth.ppf(0.9994)])
     assert (p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))).abs().max() < 3e-4
@@ -103,7 +105,11 @@ def test_lemma_1_and_theorem_1(model):
         else:
             likelihood, mode, target = L.Gaussian(noise=0.5), "polish", T(2.0)
             torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double() if model == "network" else nn.Linear(2, 1).double()
+            net = (
+                nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+                if model == "network"
+                else nn.Linear(2, 1).double()
+            )
             if model == "network":
                 with torch.no_grad():
                     net[0].weight.copy_(T([1.0, 0.4], [-0.5, 0.9]))
@@ -113,9 +119,9 @@ def test_lemma_1_and_theorem_1(model):
                 y = x[:, 0] - 0.5 * x[:, 1] + 0.5 * noise[:n]
         scope = "all" if model == "network" else "last_layer"
         post = ssla.fit(net, (x, y), likelihood=likelihood, weights=scope, mode=mode)
-        expansion = ssla.WeightRefit()(post, new[None])
+        expansion = ssla.WeightRefit()(post, new)
         parts = expansion(target)
-        plug_in = post.predict(new[None], refit="plug_in").log_prob(target)
+        plug_in = post.predict(new, refit="plug_in").log_prob(target)
         lengths.append(float((expansion.modes(target) - post.theta).norm()))
         gains.append(float(parts.likelihood + parts.prior - plug_in))
     assert abs(slope(sizes, lengths) + 1) < 0.1
@@ -143,7 +149,7 @@ def test_many_data_need_about_ten_refits_a_density():
 
 
 def test_gaussian_noise_on_a_network_gets_a_grid():
-    post, new, *_ = small_network("gaussian")
+    post, new, *_ = small_network("gaussian", n=400)
     p = post.predict(new, refit="weights")
     y = p.icdf(T(0.001, 0.1, 0.5, 0.9, 0.999))
     real = ssla.ssla(post, new, y).total - p.mass.log()[:, None]
@@ -196,7 +202,7 @@ def test_float32_networks_are_refitted_in_double_precision():
 
 
 def test_frozen_determinants_are_off_by_one_over_n():
-    errors, sizes = [], [100, 400, 1600]
+    errors, sizes = [], [400, 1600, 6400]
     for n in sizes:
         post, new, candidates, *_ = last_layer("poisson", n=n)
         y = T(3.0, 4.0, 6.0).expand(len(new), -1)
@@ -306,10 +312,19 @@ def test_auto_takes_classes_and_counts():
         assert torch.allclose(p.mean, q.mean)
 
 
+@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
+def test_a_refit_that_jumps_to_another_mode_is_flagged():
+    """Sixty rows for nine weights: an extreme y is best explained by another mode, and the correction has a jump there."""
+    post, new, *_ = small_network("gaussian")
+    p = post.predict(new, refit="weights")
+    assert p.diagnostics.inaccurate.any()
+    assert torch.isfinite(p.mean).all()
+
+
 def test_the_module_and_the_data_are_not_touched():
     post, new, candidates, *_ = small_network("gaussian")
     before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
-    post.predict(new, refit="weights")
+    ssla.ssla(post, new, T(0.0, 0.5))
     assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
 
 
