@@ -17,12 +17,11 @@ from ssla.refit.ascent import Slope
 from ssla.refit.solved import FROZEN, at_once, own_increment
 from ssla.refit.training import Block
 
+if TYPE_CHECKING:
+    from ssla.refit.last_layer import LastLayerRefit
 
 MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
 LARGE_CHANGE = 4.0
-
-if TYPE_CHECKING:
-    from ssla.refit.last_layer import LastLayerRefit
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +176,8 @@ class Group:
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _exact(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        """By Cholesky of H + ΔH + JᵀΛJ. With many features ΔH, a product over all rows, is formed in single precision and its trace
-        with H⁻¹, to which the log determinant is proportional to first order, in double; the rest is off by at most
+        """By Cholesky of H + ΔH + JᵀΛJ. With many features ΔH, a product over all rows, is formed in single precision and its
+        trace with H⁻¹, to which the log determinant is proportional to first order, in double; the rest is off by at most
         1e-7·‖H⁻¹ΔH‖². Where that norm is large, double precision throughout.
         """
         if self.phi.shape[1] < MANY_FEATURES:
