@@ -1,6 +1,7 @@
 """Each case of the API's last section: the message says what was expected, what came and what to do; nothing is changed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,23 @@ CASES = {
     "gradients cut off": (lambda: fit(NoGradient(), weights="all"), "do not depend on its free parameters.*no_grad"),
     "Cauchy": (lambda: L.StudentT(df=1.0, scale=1.0), "df must exceed 1"),
     "custom without a function": (lambda: L.custom("gaussian"), "log_prob must be a function"),
+    "refit of a generator's data": (lambda: fit(data=((X, Y) for _ in range(1))).predict(X, refit=ssla.WeightRefit(logdet="frozen")).increments(Y), r"came from a generator, which can be read only once. Give them to the refit: refit=ssla.WeightRefit\(data="),
+    "refit on fewer rows": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X[:9], Y[:9]))), "data to refit on have 9 rows, but the posterior was fitted on 20"),
+    "refit on other data": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X, Y + 9))), "not those of the fit: the log likelihood's gradient.*Give the data of the fit"),
+    "refit without data": (lambda: ssla.ssla(replace(fit(), source=None), X, Y), "does not know them.*loaded from a file.*WeightRefit"),
+    "refit tolerance": (lambda: ssla.WeightRefit(tolerance=0.0), "tolerance must be a number between 0 and 1"),
+    "refit steps": (lambda: ssla.WeightRefit(max_steps=2.5), "max_steps must be a whole number from 1"),
+    "refit curvature": (lambda: ssla.WeightRefit(curvature="hesian"), r"Did you mean 'hessian'\?"),
+    "refit logdet": (lambda: ssla.WeightRefit(logdet="exakt"), r"Did you mean 'exact'\?"),
+    "refit failure": (lambda: ssla.WeightRefit(on_failure="rise"), r"Did you mean 'raise'\?"),
+    "structure of a last layer": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(logdet="structure")), "logdet='structure' is for weights='all'"),
+    "exact determinant of many weights": (lambda: ssla.ssla(fit(nn.Sequential(nn.Linear(3, 150), nn.Tanh(), nn.Linear(150, 1)), weights="all", structure="diag"), X, Y, ssla.WeightRefit(logdet="exact")), "at most 500 weights, but this posterior has 751.*logdet='frozen'"),
+    "vector target on a network": (lambda: fit(net(outputs=2), (X, torch.stack([Y, Y], 1)), weights="all").predict(X, refit="weights"), r"no closed form for a vector target.*ssla.ssla\(posterior, x, y\)"),
+    "auto target": (lambda: ssla.AutoRefit(target=-1.0), "target must be a number above zero"),
+    "auto weights": (lambda: ssla.AutoRefit(weights="weights"), "weights must be a WeightRefit"),
+    "ssla of a model": (lambda: ssla.ssla(net(), X, Y), "first argument must be a Posterior"),
+    "ssla of other rows": (lambda: ssla.ssla(fit(), X, Y[:7]), r"y must have shape \(20,\) with one value for each input"),
+    "ssla outside the support": (lambda: ssla.assla(fit(data=(X, Y.abs().round()), likelihood=L.Poisson()), X, Y), "y must hold counts"),
     "predict without a posterior": (lambda: ssla.predictive.predict(net(), X), "needs a Posterior, as ssla.fit returns it"),
 }  # fmt: skip
 

@@ -7,12 +7,13 @@ from ssla.fitting import fit
 from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive, mixture
-from ssla.refit import NoRefit, OutputRefit, PlugIn, WeightRefit
+from ssla.refit import AutoRefit, NoRefit, OutputRefit, PlugIn, WeightRefit, assla, ssla
 from ssla.sensitivity import conflict, local_sensitivity, sensitivity
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoRefit",
     "FileError",
     "Increments",
     "Marginal",
@@ -22,6 +23,7 @@ __all__ = [
     "Posterior",
     "Predictive",
     "WeightRefit",
+    "assla",
     "conflict",
     "distributed",
     "estimate_cost",
@@ -33,5 +35,6 @@ __all__ = [
     "mixture",
     "priors",
     "sensitivity",
+    "ssla",
     "structures",
 ]

@@ -24,9 +24,21 @@ from ssla.predictive.mixture import mixture
 from ssla.predictive.mixture_classes import ClassMixture
 from ssla.predictive.mixture_scalar import ScalarMixture
 from ssla.predictive.mixture_vector import VectorMixture
+from ssla.predictive.refitted import doubts, refitted
 from ssla.priors import ADDITIVE, EXACT
 from ssla.quadrature import Regions
-from ssla.refit import Expansion, NoRefit, OutputExpansion, OutputRung, Refit, on_marginal, resolve
+from ssla.refit import (
+    AutoRefit,
+    Expansion,
+    NoRefit,
+    OutputExpansion,
+    OutputRefit,
+    OutputRung,
+    Refit,
+    WeightRefit,
+    on_marginal,
+    resolve,
+)
 
 __all__ = [
     "AffinePredictive",
@@ -59,6 +71,11 @@ def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> P
             f"refit={rung.name!r} knows the exact convention only, but this posterior has convention={posterior.convention!r}. "
             "Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior)."
         )
+    if isinstance(rung, WeightRefit | AutoRefit):
+        weights = rung(posterior, x)
+        output = _answer(weights.output, OutputRefit(), warn=False)
+        reasons = doubts(rung, weights, output) if isinstance(rung, AutoRefit) else None
+        return _warned(refitted(weights, output, rung.name, reasons))
     return _answer(rung(posterior, x), rung)
 
 
@@ -79,8 +96,9 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
     return _answer(on_marginal(rung, likelihood, f, K), rung)
 
 
-def _answer(expansion: Expansion, rung: Refit) -> Predictive:
+def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
     """Choose the form of the answer by the support of y; closed form where there is one."""
+    told = _warned if warn else _as_it_is
     likelihood = expansion.likelihood
     f = expansion.marginal.mean
     support = likelihood.support_for(f.shape[1])
@@ -102,10 +120,14 @@ def _answer(expansion: Expansion, rung: Refit) -> Predictive:
         return replace(classes, diagnostics=replace(classes.diagnostics, convention=convention))
     if support.kind == "count":
         counts = count_predictive(expansion, rung.name)
-        return _warned(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
+        return told(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
     assert isinstance(support, Continuous)
     grid = grid_predictive(expansion, support, rung.name)
-    return _warned(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))
+    return told(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))
+
+
+def _as_it_is(predictive: Predictive) -> Predictive:
+    return predictive
 
 
 def _warned(predictive: Predictive) -> Predictive:

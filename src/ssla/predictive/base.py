@@ -21,15 +21,23 @@ class Diagnostics:
     refit: str
     fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
-    inaccurate: Tensor  # (N,) bool: the quadrature did not reach its tolerance
+    inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
     convention: str = EXACT  # where the prior entered
+    refits: Tensor | None = None  # (N,) refits of the weights that were made
+    rung: tuple[str, ...] | None = None  # which rung answered for each row
+    reason: tuple[str, ...] | None = None  # why "auto" went on to the weights; empty where it did not
 
     def __str__(self) -> str:
         count = self.fallback.numel()
-        return (
+        text = (
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
+        if self.refits is not None:
+            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} a row"
+        if self.rung is not None:
+            text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
+        return text
 
 
 @runtime_checkable

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from ssla._checks import unknown_name
+from ssla.refit.auto import AutoRefit
 from ssla.refit.base import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
 from ssla.refit.weights import WeightExpansion, WeightRefit
+from ssla.refit.words import assla, ssla
 
 __all__ = [
     "REFITS",
+    "AutoRefit",
     "Density",
     "Expansion",
     "NoRefit",
@@ -20,8 +23,10 @@ __all__ = [
     "Refit",
     "WeightExpansion",
     "WeightRefit",
+    "assla",
     "on_marginal",
     "resolve",
+    "ssla",
 ]
 
 REFITS: dict[str, Refit] = {
@@ -30,6 +35,7 @@ REFITS: dict[str, Refit] = {
     "newton": OutputRefit(steps=1),
     "output": OutputRefit(),
     "weights": WeightRefit(),
+    "auto": AutoRefit(),
 }
 
 

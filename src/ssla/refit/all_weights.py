@@ -109,6 +109,9 @@ class AllWeightsRefit:
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
 
+    def modes(self, where: Tensor, y: Tensor) -> Tensor:
+        return self.posterior.theta + self._ascend(_Group(self, where, y)).point
+
     def _ascend(self, group: _Group) -> Found:
         """With the shared preconditioner; few weights that it does not bring home go on with their own Hessians."""
         tolerance, most = self.options.tolerance, self.options.max_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -139,6 +139,22 @@ class OutputExpansion:
         response = self.prior_response if rows is None else Marginal(*(part[rows] for part in self.prior_response))
         b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
         return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
+
+    def take(self, rows: Tensor) -> OutputExpansion:
+        """Of some rows only."""
+        f, K = self.marginal
+        whole = self.determinant
+        return replace(
+            self,
+            marginal=Marginal(f[rows], K[rows]),
+            prior=lambda: Marginal(*(part[rows] for part in self.prior_response)),
+            determinant=None if whole is None else lambda: whole()[rows],
+        )
+
+    def step(self, y: Tensor) -> Tensor:
+        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations. Of y's shape."""
+        parts = self._run(y, None)
+        return (-2 * _cat([p.shift for p in parts])).clamp_min(0).sqrt().reshape(self._shape(y))
 
     def _shape(self, y: Tensor) -> torch.Size:
         return y.shape[:-1] if self._vector else y.shape

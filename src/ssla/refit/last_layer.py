@@ -24,7 +24,7 @@ from ssla.expansion import FISHER, OBSERVED
 from ssla.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
-from ssla.refit.ascent import ascend
+from ssla.refit.ascent import Found, ascend
 from ssla.refit.last_layer_group import Base, Group, congruent
 from ssla.refit.solved import Options, Solved
 from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
@@ -114,13 +114,7 @@ class LastLayerRefit:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         base = self.bases[0]
         group = Group(self, base, where, y)
-        found = ascend(
-            group.evaluate,
-            group.start(),
-            tolerance=self.options.tolerance,
-            max_steps=self.options.max_steps,
-            memory=self.options.memory,
-        )
+        found = self._ascend(group)
         likelihood, prior = group.values(found.point)
         curvature, positive = group.curvature(found.point, base)
         bad = (~positive).nonzero().squeeze(-1)
@@ -130,6 +124,13 @@ class LastLayerRefit:
         fallback[bad] = True
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
+
+    def modes(self, where: Tensor, y: Tensor) -> Tensor:
+        return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
+
+    def _ascend(self, group: Group) -> Found:
+        o = self.options
+        return ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=o.max_steps, memory=o.memory)
 
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:

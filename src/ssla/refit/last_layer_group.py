@@ -20,6 +20,9 @@ from ssla.refit.training import Block
 if TYPE_CHECKING:
     from ssla.refit.last_layer import LastLayerRefit
 
+MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
+LARGE_CHANGE = 4.0
+
 
 @dataclass(frozen=True, eq=False)
 class Base:
@@ -173,11 +176,16 @@ class Group:
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _exact(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        """By Cholesky of H + ΔH + JᵀΛJ. ΔH, a product over all rows, is formed in single precision and its trace with H⁻¹, to
-        which the log determinant is proportional to first order, in double; the rest is off by at most 1e-7·‖H⁻¹ΔH‖². Where
-        that norm exceeds one, double precision throughout."""
+        """By Cholesky of H + ΔH + JᵀΛJ. With many features ΔH, a product over all rows, is formed in single precision and its
+        trace with H⁻¹, to which the log determinant is proportional to first order, in double; the rest is off by at most
+        1e-7·‖H⁻¹ΔH‖². Where that norm is large, double precision throughout.
+        """
+        if self.phi.shape[1] < MANY_FEATURES:
+            change, trace = self._change(point, base, torch.float64)
+            half, positive = self._half_logdet(change, point, precision, base)
+            return -half, positive
         change, trace = self._change(point, base, torch.float32)
-        large = (change.square().sum((0, -1)) * (2 / base.least**2) > 4).nonzero().squeeze(-1)
+        large = (change.square().sum((0, -1)) * (2 / base.least**2) > LARGE_CHANGE).nonzero().squeeze(-1)
         if large.numel():
             change = change.double()
             change[:, large], trace[large] = self.take(large)._change(point[large], base, torch.float64)

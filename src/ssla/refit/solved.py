@@ -55,6 +55,10 @@ class Engine(Protocol):
 
     def solve(self, where: Tensor, y: Tensor) -> Solved: ...
 
+    def modes(self, where: Tensor, y: Tensor) -> Tensor:
+        """θ̃ (M, P)."""
+        ...
+
 
 def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
     """−½ log|I + ΛK|, the determinant frozen at θ̂ but for the new point's own curvature; and where it exists.

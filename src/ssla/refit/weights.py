@@ -83,6 +83,12 @@ class WeightRefit:
         one_of("on_failure", self.on_failure, FAILURES)
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightExpansion:
+        if posterior.convention != "exact":
+            raise ValueError(
+                "A refit of the weights knows the exact convention only, but this posterior has convention="
+                f"{posterior.convention!r}. Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior); "
+                "models of a few parameters have all conventions in ssla.ExplicitModel."
+            )
         output = OutputRefit()(posterior, x)
         return WeightExpansion(self, posterior, x, output)
 
@@ -149,13 +155,22 @@ class WeightExpansion:
 
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
         """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
+        where, flat = self._tasks(y, rows)
+        return Solved.joined([self._engine.solve(where[part], flat[part]) for part in self._groups(len(where))])
+
+    def modes(self, y: Tensor) -> Tensor:
+        """θ̃(y): where each refit ends, of y's shape and P."""
+        where, flat = self._tasks(y, None)
+        found = torch.cat([self._engine.modes(where[part], flat[part]) for part in self._groups(len(where))])
+        return found.reshape(*self._shape(y), -1)
+
+    def _tasks(self, y: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The row of x and the y of each task."""
         per_row = y.shape[1] if y.dim() > 1 + self._vector else 1
         index = torch.arange(len(y)) if rows is None else rows
-        where, flat = index.repeat_interleave(per_row), y.reshape(-1, *y.shape[y.dim() - self._vector :])
-        if self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class":
-            flat = flat.long()
-        parts = [self._engine.solve(where[part], flat[part]) for part in self._groups(len(where))]
-        return Solved.joined(parts)
+        flat = y.reshape(-1, *y.shape[y.dim() - self._vector :])
+        classes = self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class"
+        return index.repeat_interleave(per_row), flat.long() if classes else flat
 
     def _groups(self, count: int) -> Iterable[slice]:
         size = self._engine.tasks_at_once
@@ -176,7 +191,8 @@ class WeightExpansion:
     def _shape(self, y: Tensor) -> torch.Size:
         return y.shape[:-1] if self._vector else y.shape
 
-    def _failed(self, solved: Solved) -> Tensor:
+    def check(self, solved: Solved) -> Tensor:
+        """Which tasks failed; RuntimeError if the user wants one."""
         failed = ~solved.converged
         if self.refit.on_failure == RAISE and bool(failed.any()):
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
@@ -190,7 +206,7 @@ class WeightExpansion:
 
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
-        failed, total = self._failed(solved), solved.total
+        failed, total = self.check(solved), solved.total
         if bool(failed.any()):
             instead = self.output.density(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
             total = torch.where(failed, instead, total)
@@ -198,12 +214,16 @@ class WeightExpansion:
         return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))
 
     def __call__(self, y: Tensor) -> Increments:
-        solved = self.solve(y)
-        failed = self._failed(solved)
+        return self.increments(y)
+
+    def increments(self, y: Tensor, rows: Tensor | None = None) -> Increments:
+        """Of real refits, for some rows only: y (m, …) belongs to rows (m,)."""
+        solved = self.solve(y, rows)
+        failed = self.check(solved)
         parts = [solved.likelihood, solved.prior, solved.curvature]
         if bool(failed.any()):
             if self.refit.on_failure == FALLBACK:
-                below = self.output(y)
+                below = (self.output if rows is None else self.output.take(rows))(y)
                 instead = [p.reshape(-1) for p in (below.likelihood, below.prior, below.curvature)]
             else:
                 instead = [torch.full_like(parts[0], torch.nan)] * 3

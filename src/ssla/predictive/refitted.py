@@ -1,0 +1,128 @@
+"""Predictives of the rungs that refit the weights: always, or where the output rung is doubtful."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssla.likelihoods import Gaussian
+from ssla.likelihoods.support import Classes, Continuous
+from ssla.predictive.base import Diagnostics, Predictive
+from ssla.predictive.classes import ClassPredictive
+from ssla.predictive.counts import CountPredictive, count_predictive
+from ssla.predictive.few_refits import QUANTILES, correct, uncorrected
+from ssla.predictive.gaussian import GaussianPredictive
+from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.priors import BoundGaussian
+from ssla.refit import AutoRefit, WeightExpansion
+
+VECTOR = (
+    "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
+    "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
+)
+CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
+
+
+def is_exact(weights: WeightExpansion) -> bool:
+    """Whether the output rung is already the weights': Gaussian noise, linear, dense, a Gaussian prior."""
+    return weights.posterior.quadratic and isinstance(weights.posterior.bound_prior, BoundGaussian)
+
+
+def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
+    """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
+    rows = weights.marginal.mean.shape[0]
+    support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
+    chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
+    if is_exact(weights) and isinstance(output, GaussianPredictive):
+        chosen = torch.zeros_like(chosen)
+        return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, chosen, reasons, None))
+    if support.kind == "vector":
+        raise ValueError(VECTOR)
+    if isinstance(support, Classes):
+        return _classes(weights, output, support.count, chosen, name, reasons)
+    assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
+    expansion = correct(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen)
+    made: CountPredictive | GridPredictive
+    if support.kind == "count":
+        made = count_predictive(expansion, name)
+    else:
+        assert isinstance(support, Continuous)
+        made = grid_predictive(expansion, support, name)
+    flags = Diagnostics(
+        name,
+        made.diagnostics.fallback | expansion.fallback,
+        made.diagnostics.unconverged | expansion.failed,
+        made.diagnostics.inaccurate | expansion.inaccurate,
+    )
+    told = _told(flags, name, chosen & ~expansion.failed, reasons, expansion.refits)
+    if isinstance(made, CountPredictive):
+        return CountPredictive(expansion, made.tables, told)
+    return GridPredictive(expansion, made.support, made.pieces, told)
+
+
+def _classes(
+    weights: WeightExpansion, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
+) -> ClassPredictive:
+    """One refit for each class of each chosen row."""
+    assert isinstance(output, ClassPredictive)
+    logs, rows = output.log_weights.clone(), chosen.nonzero().squeeze(-1)
+    fallback, unconverged = output.diagnostics.fallback.clone(), output.diagnostics.unconverged.clone()
+    if rows.numel():
+        density = weights.density(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
+        logs[rows], fallback[rows], unconverged[rows] = density.log, density.fallback.any(1), ~density.converged.all(1)
+    flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
+    told = _told(flags, name, chosen, reasons, torch.where(chosen, count, 0))
+    return ClassPredictive(uncorrected(weights, chosen), logs, told)
+
+
+def _told(flags: Diagnostics, name: str, chosen: Tensor, reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
+    rung = tuple("weights" if yes or reasons is None else "output" for yes in chosen.tolist())
+    none = torch.zeros_like(flags.fallback, dtype=torch.long)
+    return Diagnostics(
+        name,
+        flags.fallback,
+        flags.unconverged,
+        flags.inaccurate,
+        refits=none if refits is None else refits,
+        rung=rung,
+        reason=None if reasons is None else tuple(reasons),
+    )
+
+
+def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> list[str]:
+    """For each row why its output predictive is doubtful; empty where it is not."""
+    rows = weights.marginal.mean.shape[0]
+    if is_exact(weights):
+        return [""] * rows
+    flags = output.diagnostics
+    flagged = (flags.unconverged | flags.inaccurate).tolist()
+    off = (output.mass.double().cpu() - 1).abs()
+    step = _largest_step(weights, output)
+    words = []
+    for i in range(rows):
+        found = []
+        if not float(off[i]) <= auto.target:
+            found.append(f"mass off by {float(off[i]):.2g}")
+        if not float(step[i]) <= auto.step:
+            found.append(f"step of {float(step[i]):.2g} sd")
+        if flagged[i]:
+            found.append("flagged")
+        words.append(", ".join(found))
+    return words
+
+
+def _largest_step(weights: WeightExpansion, output: Predictive) -> Tensor:
+    """How far a plausible y moves the weights, in posterior standard deviations (N,)."""
+    likelihood = weights.likelihood
+    support = likelihood.support_for(weights.marginal.mean.shape[1])
+    if support.kind == "vector":
+        assert isinstance(likelihood, Gaussian)
+        f, K = weights.marginal
+        noise = torch.diag_embed(likelihood.variance(f).sqrt())
+        spread = torch.linalg.cholesky(noise**2 + K)
+        return weights.output.step(f.unsqueeze(1) + 2 * spread.mT).amax(1)
+    if isinstance(output, ClassPredictive):
+        probs = output.probs.double().cpu()
+        y = torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs)
+        return torch.where(probs >= CLASS_SHARE, weights.output.step(y), torch.zeros_like(probs)).amax(1)
+    return weights.output.step(output.interval(0.95).double().cpu()).amax(1)
