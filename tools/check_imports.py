@@ -36,9 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     "tuning": ANSWERS | {"fitting", "modularity", "evidence", "ascent", "metrics"},
     "expectation": {"predictive"},
     "sensitivity": ANSWERS | {"evidence", "expectation"},
+    "credal": ANSWERS | {"evidence", "expectation", "sensitivity"},
     "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "metrics", "sensitivity"},
+    "__init__": ANSWERS | {"fitting", "cost", "metrics", "sensitivity", "credal"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

@@ -2,6 +2,7 @@
 
 from ssla import likelihoods, metrics, priors
 from ssla.cost import estimate_cost
+from ssla.credal import credal
 from ssla.expansion import Increments
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
@@ -20,6 +21,7 @@ __all__ = [
     "Posterior",
     "Predictive",
     "conflict",
+    "credal",
     "estimate_cost",
     "fit",
     "likelihoods",
