@@ -4,6 +4,7 @@ from ssla import likelihoods, metrics, priors
 from ssla.cost import estimate_cost
 from ssla.credal import credal
 from ssla.expansion import Increments
+from ssla.explicit import ExplicitModel
 from ssla.fitting import fit
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive
@@ -13,6 +14,7 @@ from ssla.sensitivity import conflict, local_sensitivity, sensitivity
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExplicitModel",
     "Increments",
     "Marginal",
     "NoRefit",
