@@ -38,10 +38,12 @@ ALLOWED: dict[str, set[str]] = {
     "tuning": ANSWERS | {"fitting", "modularity", "evidence", "ascent", "metrics"},
     "expectation": {"predictive"},
     "sensitivity": ANSWERS | {"evidence", "expectation"},
+    "explicit": GROUND | {"priors", "expansion"},
+    "credal": ANSWERS | {"evidence", "expectation", "sensitivity"},
     "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "paper": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivity"},
+    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivity", "credal", "explicit"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

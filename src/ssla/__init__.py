@@ -2,7 +2,9 @@
 
 from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.cost import estimate_cost
+from ssla.credal import credal
 from ssla.expansion import Increments
+from ssla.explicit import ExplicitModel
 from ssla.fitting import fit
 from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
@@ -14,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoRefit",
+    "ExplicitModel",
     "FileError",
     "Increments",
     "Marginal",
@@ -25,6 +28,7 @@ __all__ = [
     "WeightRefit",
     "assla",
     "conflict",
+    "credal",
     "distributed",
     "estimate_cost",
     "fit",

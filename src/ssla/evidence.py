@@ -50,15 +50,23 @@ class Evidence(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """S = Q diag(values) Qᵀ; `rotated` applies Qᵀ. Coordinates stay inside their block."""
+    """S = Q diag(values) Qᵀ. Coordinates stay inside their block."""
 
     values: Tensor  # (P,)
     parts: tuple[tuple[Tensor, Tensor, Tensor], ...]  # positions (out, in), Q_in, Q_out of blocks that are not diagonal already
 
     def rotated(self, v: Tensor) -> Tensor:
+        """Qᵀv.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
-            out[positions] = outer.mT @ v[positions] @ inner
+            out[..., positions] = outer.mT @ v[..., positions] @ inner
+        return out
+
+    def restored(self, v: Tensor) -> Tensor:
+        """Qv.  (…, P) -> (…, P)."""
+        out = v.clone()
+        for positions, inner, outer in self.parts:
+            out[..., positions] = outer @ v[..., positions] @ inner.mT
         return out
 
 

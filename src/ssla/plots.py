@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from ssla.batches import as_tensor
+from ssla.credal import Credal
 from ssla.predictive import Predictive
+from ssla.sensitivity import Sensitivity
 
 BAND = "#2f6db5"
 OTHER = "#d1651f"
@@ -73,3 +75,40 @@ def _axes(ax: Any) -> Any:
     except ImportError:
         raise ImportError("Plots need matplotlib: pip install 'ssla[plots]'.") from None
     return plt.subplots(figsize=(7, 4))[1]
+
+
+def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any = None) -> Any:
+    """Mean and central interval along one input for every prior, from light (the first) to dark (the last)."""
+    ax = _axes(ax)
+    place = as_tensor(x).flatten().numpy()
+    order = np.argsort(place)
+    count = len(sensitivity.names)
+    for i, (name, predictive) in enumerate(zip(sensitivity.names, sensitivity.predictives, strict=True)):
+        shade = 0.25 + 0.75 * i / max(count - 1, 1)
+        color = tuple(1 - shade * (1 - c) for c in (0.18, 0.43, 0.71))
+        low, high = predictive.interval(level).double().unbind(-1)
+        label = name if count <= 6 or i in (0, count - 1) else None
+        ax.plot(place[order], predictive.mean.double().numpy()[order], color=color, lw=1.6, label=label)
+        ax.plot(place[order], low.numpy()[order], color=color, lw=0.9, ls="--")
+        ax.plot(place[order], high.numpy()[order], color=color, lw=0.9, ls="--")
+    ax.legend(frameon=False, fontsize=8)
+    ax.set_title(f"means and {level:.0%} intervals ({sensitivity.convention})", fontsize=10)
+    return ax
+
+
+def p_box(credal: Credal, row: int = 0, *, points: int = 60, ax: Any = None) -> Any:
+    """Lower and upper distribution function of one input, with the set's smallest 90% interval below."""
+    ax = _axes(ax)
+    ends = credal.quantile([0.002, 0.998])
+    low, high = float(ends.lower[row, 0]), float(ends.upper[row, 1])
+    y = torch.linspace(low, high, points, dtype=torch.float64)
+    lower, upper = credal.cdf(y.expand(credal.members.rows, -1))
+    ax.fill_between(y, lower[row], upper[row], color=BAND, alpha=0.25, lw=0, label="between lower and upper P(Y ≤ y)")
+    ax.plot(y, lower[row], color=BAND, lw=1.6)
+    ax.plot(y, upper[row], color=BAND, lw=1.6)
+    a, b = credal.interval(0.9)[row].tolist()
+    ax.plot([a, b], [-0.04, -0.04], color=OTHER, lw=3, solid_capstyle="butt", label="90% under every prior")
+    ax.set_ylim(-0.08, 1.02)
+    ax.set_ylabel("P(Y ≤ y)")
+    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.1))
+    return ax

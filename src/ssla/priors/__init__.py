@@ -18,6 +18,7 @@ from ssla.priors.base import (
     describe,
     indefinite,
 )
+from ssla.priors.box import Box
 from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
 from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
 from ssla.priors.separable import Gamma, Horseshoe, Laplace, SpikeSlab, StudentT
@@ -29,6 +30,7 @@ __all__ = [
     "PAPER",
     "BoundGaussian",
     "BoundPrior",
+    "Box",
     "Flat",
     "FromDistribution",
     "Gamma",

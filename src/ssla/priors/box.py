@@ -1,0 +1,71 @@
+"""A set of priors: every Gaussian whose means and precisions lie in a box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssla.parameters import Layout
+from ssla.priors.base import resolve
+from ssla.priors.gaussian import Gaussian
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, one precision for each layer anywhere in its own.
+
+    `mean` and `precision` are (low, high), or a dict of such by layer (or, for means, parameter) name. A range with low = high
+    fixes that side of the box.
+    """
+
+    mean: Range | Mapping[str, Range] = (0.0, 0.0)
+    precision: Range | Mapping[str, Range] = (1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        for what, setting, least in (("mean", self.mean, -math.inf), ("precision", self.precision, 0.0)):
+            for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
+                if not isinstance(pair, tuple | list) or len(pair) != 2 or not least < pair[0] <= pair[1] < math.inf:
+                    condition = "0 < low ≤ high" if what == "precision" else "low ≤ high"
+                    raise ValueError(f"Box {what} must be (low, high) with {condition}, or a dict of such, but has {pair!r}.")
+
+    def means(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Lower and upper means (P,)."""
+        return _ends("mean", self.mean, layout)
+
+    def precisions(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Lower and upper precisions (P,), alike within a layer."""
+        return _ends("precision", self.precision, layout)
+
+    def centre(self, layout: Layout) -> Gaussian:
+        """The prior in the middle: means halfway, precisions halfway in logarithms."""
+        (a, b), (low, high) = self.means(layout), self.precisions(layout)
+        return _member(layout, (a + b) / 2, (low * high).sqrt())
+
+    def sample(self, layout: Layout, generator: torch.Generator | None = None) -> Gaussian:
+        """A random member: means uniform, precisions log-uniform, one a layer."""
+        (a, b), (low, high) = self.means(layout), self.precisions(layout)
+        share = torch.rand(len(a), dtype=torch.float64, generator=generator)
+        by_layer = torch.zeros_like(a)
+        for names in layout.layers().values():
+            level = torch.rand((), dtype=torch.float64, generator=generator)
+            for name in names:
+                by_layer[layout.positions[name]] = level
+        return _member(layout, a + share * (b - a), low * (high / low) ** by_layer)
+
+
+def _ends(what: str, setting: Range | Mapping[str, Range], layout: Layout) -> tuple[Tensor, Tensor]:
+    if isinstance(setting, Mapping):
+        low = resolve(what, {key: pair[0] for key, pair in setting.items()}, layout)
+        return low, resolve(what, {key: pair[1] for key, pair in setting.items()}, layout)
+    return resolve(what, setting[0], layout), resolve(what, setting[1], layout)
+
+
+def _member(layout: Layout, mean: Tensor, precision: Tensor) -> Gaussian:
+    """A Gaussian prior from vectors over θ."""
+    return Gaussian(dict(layout.unpack(precision)), dict(layout.unpack(mean)))
