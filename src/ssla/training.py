@@ -120,58 +120,82 @@ def _train(
     on_epoch: Callable[[int], None] | None,
 ) -> Trained:
     generator = torch.Generator().manual_seed(seed)
-    members = rows.held_out.shape[0]
-    module = architecture.build()
-    stacked = _initial(module, members, start, generator, rows.x.dtype)
-    spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)
-    forward = vmap(lambda parameters, x: functional_call(module, parameters, (x,)))
+    members, module = rows.held_out.shape[0], architecture.build()
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    theta = _initial(shapes, members, start, generator, rows.x.dtype).requires_grad_(True)  # (M, P)
+    spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
+    forward = vmap(lambda flat, x: functional_call(module, _unpack(flat, shapes), (x,)))
 
-    def losses(parameters: Mapping[str, Tensor], log_variance: Tensor, index: Tensor) -> Tensor:
+    def losses(index: Tensor) -> Tensor:
         """(M, B), not weighted."""
-        f, y = forward(parameters, rows.x[index]), rows.y[index]
+        f, y = forward(theta, rows.x[index]), rows.y[index]
         if likelihood is not None:
             return -likelihood.log_prob(y, f)
-        s = log_variance.clamp_min(SMALLEST_LOG_VARIANCE)[:, None]
+        s = spread.clamp_min(SMALLEST_LOG_VARIANCE)[:, None]
         r = y.reshape(f.shape) - f
         loss: Tensor = 0.5 * (r * r * torch.exp(-s) + s).sum(-1)
         return loss
 
+    def mean_loss(index: Tensor, real: Tensor) -> Tensor:
+        """(M,), weighted."""
+        w = rows.weights[index] * real
+        return (w * losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
+
     inside, outside = _index(~rows.held_out), _index(rows.held_out)
-    total = (rows.weights[inside.rows] * inside.real).sum(1)  # W (M,)
-    decay = schedule.precision / total
-    optimiser = torch.optim.Adam([*stacked.values(), spread], lr=schedule.learning_rate)
+    decay = schedule.precision / (rows.weights[inside.rows] * inside.real).sum(1)  # τ/W (M,)
+    optimiser = _Adam([theta, spread] if likelihood is None else [theta])
     size = inside.rows.shape[1] if schedule.batch_size is None else min(schedule.batch_size, inside.rows.shape[1])
-    best, found = {name: p.detach().clone() for name, p in stacked.items()}, torch.zeros(members, dtype=torch.long)
+    best, found = theta.detach().clone(), torch.zeros(members, dtype=torch.long)
     lowest = torch.full((members,), math.inf, dtype=torch.float64)
     history: list[Tensor] = []
     watching = outside.rows.shape[1] > 0
     for epoch in range(1, schedule.max_epochs + 1):
         share = 0.5 * (1 + math.cos(math.pi * (epoch - 1) / schedule.max_epochs))
-        optimiser.param_groups[0]["lr"] = schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)
+        rate = schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)
         for index, real in inside.batches(size, generator):
-            optimiser.zero_grad()
-            w = rows.weights[index] * real
-            data = (w * losses(stacked, spread, index)).sum(1) / w.sum(1).clamp_min(1e-12)
-            squares = sum((p * p).flatten(1).sum(1) for p in stacked.values())
-            (data + 0.5 * decay * squares).sum().backward()
-            optimiser.step()
+            optimiser.step((mean_loss(index, real) + 0.5 * decay * (theta * theta).sum(1)).sum(), rate)
         if watching:
             with torch.no_grad():
-                w = rows.weights[outside.rows] * outside.real
-                score = ((w * losses(stacked, spread, outside.rows)).sum(1) / w.sum(1).clamp_min(1e-12)).double()
+                score = mean_loss(outside.rows, outside.real).double()
             better = score < lowest
             lowest, found = torch.where(better, score, lowest), torch.where(better, epoch, found)
-            for name, p in stacked.items():
-                best[name] = torch.where(better.reshape(-1, *[1] * (p.dim() - 1)), p.detach(), best[name])
+            best = torch.where(better[:, None], theta.detach(), best)
             history.append(score)
         if on_epoch is not None:
             on_epoch(epoch)
         if watching and epoch - int(found.max()) >= schedule.patience:
             break
     if not watching:
-        best, found = {name: p.detach() for name, p in stacked.items()}, torch.full_like(found, epoch)
-    _check(best)
-    return Trained(_unstack(architecture, best, members), epoch, found, torch.stack(history) if history else torch.empty(0))
+        best, found = theta.detach(), torch.full_like(found, epoch)
+    if not bool(torch.isfinite(best).all()):
+        raise FloatingPointError(
+            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or look for extreme values."
+        )
+    modules = tuple(_filled(architecture, _unpack(flat, shapes)) for flat in best)
+    return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
+
+
+@dataclass(eq=False)
+class _Adam:
+    """Adam on a few tensors. (torch.optim would import the compiler first, which takes longer than training.)"""
+
+    parameters: list[Tensor]
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.first = [torch.zeros_like(p) for p in self.parameters]
+        self.second = [torch.zeros_like(p) for p in self.parameters]
+
+    def step(self, loss: Tensor, rate: float, decay: tuple[float, float] = (0.9, 0.999), least: float = 1e-8) -> None:
+        gradients = torch.autograd.grad(loss, self.parameters)
+        self.steps += 1
+        step = rate / (1 - decay[0] ** self.steps)
+        root = math.sqrt(1 - decay[1] ** self.steps)
+        with torch.no_grad():
+            for p, g, m, v in zip(self.parameters, gradients, self.first, self.second, strict=True):
+                m.lerp_(g, 1 - decay[0])
+                v.mul_(decay[1]).addcmul_(g, g, value=1 - decay[1])
+                p.addcdiv_(m, (v.sqrt() / root).add_(least), value=-step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,36 +223,30 @@ def _index(chosen: Tensor) -> _Index:
 
 
 def _initial(
-    module: nn.Module, members: int, start: Tensor | None, generator: torch.Generator, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Weights N(0, 1/inputs), biases 0 (the last: `start`)."""
-    stacked = {}
-    names = dict(module.named_parameters())
-    for name, p in names.items():
-        values = torch.zeros(members, *p.shape, dtype=dtype)
-        if p.dim() == 2:
-            values = torch.randn(members, *p.shape, generator=generator, dtype=dtype) / math.sqrt(p.shape[1])
-        stacked[name] = values
+    shapes: Mapping[str, torch.Size], members: int, start: Tensor | None, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`)."""
+    parts = []
+    for shape in shapes.values():
+        if len(shape) == 2:
+            parts.append(torch.randn(members, shape.numel(), generator=generator, dtype=dtype) / math.sqrt(shape[1]))
+        else:
+            parts.append(torch.zeros(members, shape.numel(), dtype=dtype))
     if start is not None:
-        last = list(names)[-1]
-        stacked[last] = start.to(dtype).expand(members, -1).clone()
-    return {name: value.requires_grad_(True) for name, value in stacked.items()}
+        parts[-1] = start.to(dtype).expand(members, -1)
+    return torch.cat(parts, 1)
 
 
-def _unstack(architecture: Architecture, stacked: Mapping[str, Tensor], members: int) -> tuple[nn.Sequential, ...]:
-    modules = []
-    for m in range(members):
-        module = architecture.build()
-        module.load_state_dict({name: value[m] for name, value in stacked.items()})
-        modules.append(module.to(next(iter(stacked.values())).dtype))
-    return tuple(modules)
+def _unpack(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """θ (P,) -> parameters by name."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _check(stacked: Mapping[str, Tensor]) -> None:
-    if not all(bool(torch.isfinite(value).all()) for value in stacked.values()):
-        raise FloatingPointError(
-            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or look for extreme values."
-        )
+def _filled(architecture: Architecture, parameters: Mapping[str, Tensor]) -> nn.Sequential:
+    module = architecture.build().to(next(iter(parameters.values())).dtype)
+    module.load_state_dict(dict(parameters))
+    return module
 
 
 def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:
