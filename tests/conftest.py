@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the matrices are small: a second thread waits more than it works
+
 
 @pytest.fixture(autouse=True)
 def _quiet_and_repeatable():

@@ -8,7 +8,7 @@ import ssla
 from oracles import jacobian
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.structures import Kfac
+from ssla.structures import Kfac, LowRank
 
 DOUBLE = torch.float64
 
@@ -104,7 +104,7 @@ def made(name):
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
-@pytest.mark.parametrize("structure", ["dense", "diag"])
+@pytest.mark.parametrize("structure", ["dense", "diag", LowRank(rank=10_000)], ids=["dense", "diag", "low_rank"])
 @pytest.mark.parametrize("name", MODULES)
 def test_layerwise_jacobians_equal_plain_differentiation(name, structure):
     """dense and diag over all weights of every module, against one backward pass for each output of each row."""
@@ -117,9 +117,12 @@ def test_layerwise_jacobians_equal_plain_differentiation(name, structure):
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
+@pytest.mark.parametrize("regression", [False, True], ids=["as it is", "regression"])
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_fits_and_predicts_with_kfac(name):
+def test_every_module_fits_and_predicts_with_kfac(name, regression):
     model, x, y, likelihood = made(name)
+    if regression:
+        y, likelihood = X(9, model(x).shape[1]), L.Gaussian(noise=0.7)
     post = ssla.fit(model, (x, y), likelihood=likelihood, weights="all", structure="kfac", prior=priors.Gaussian(5.0))
     p = post.predict(x)
     assert torch.isfinite(p.log_prob(y)).all()

@@ -1,7 +1,11 @@
 """More data later, and shards: update and merge."""
 
+import copy
+import resource
+
 import pytest
 import torch
+from torch import nn
 
 import ssla
 from ssla import likelihoods as L
@@ -73,3 +77,55 @@ def test_what_does_not_fit_together_is_refused():
     counts = [ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson()) for x, y in PARTS[:2]]
     with pytest.raises(ValueError, match=r"different modes.*mode='tilt'"):
         counts[0].merge(counts[1])
+
+
+# --- ten million rows ----------------------------------------------------------------------
+
+
+class Rows:
+    """Rows that are made as they are read: (x, y) in float32, never held together."""
+
+    def __init__(self, count, batch=100_000):
+        self.count, self.batch = count, batch
+
+    def __iter__(self):
+        for start in range(0, self.count, self.batch):
+            generator = torch.Generator().manual_seed(start)
+            x = torch.randn(self.batch, 2, generator=generator)
+            yield x, 3 * x[:, 0].sin() + 0.5 * torch.randn(self.batch, generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:polish moved")
+def test_ten_million_float32_rows_stream_in_flat_memory_to_six_digits():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).eval()
+    new = torch.randn(50, 2)
+    ssla.fit(net, Rows(200_000), likelihood=L.Gaussian(noise=0.5))  # warm up: the libraries' own memory
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    post = ssla.fit(net, Rows(10_000_000), likelihood=L.Gaussian(noise=0.5))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert post.report.n == 10_000_000
+    assert grown < 64  # MiB; the rows alone are 114
+    # the reference: normal equations in float64, from features in float64
+    double = copy.deepcopy(net).double()
+    S, b = torch.eye(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    with torch.no_grad():
+        for x, y in Rows(10_000_000):
+            phi = features(double, x)
+            S += phi.mT @ phi / 0.25
+            b += phi.mT @ y.double() / 0.25
+        phi = features(double, new)
+    mean, variance = phi @ torch.linalg.solve(S, b), 0.25 + (phi @ torch.linalg.inv(S) * phi).sum(1)
+    y = mean + torch.linspace(-2, 2, 50, dtype=torch.float64)
+    exact = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y)
+    found = post.predict(new)
+    assert found.log_prob(y).dtype == torch.float32
+    unrounded = ssla.predictive.from_marginal(post.likelihood, *post.outputs_at(new)).log_prob(y)
+    assert (unrounded - exact).abs().max() < 1e-6
+    assert (found.log_prob(y) - exact).abs().max() < 2e-6  # the answer itself is float32
+
+
+def features(net, x):
+    with torch.no_grad():
+        phi = net[1](net[0](x.double()))
+    return torch.cat([phi, torch.ones_like(phi[:, :1])], 1)

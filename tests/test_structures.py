@@ -39,7 +39,7 @@ def explicit(J):
 @pytest.mark.parametrize("entries", [1 << 22, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_jacobian_contractions_equal_explicit_ones(kind, entries, monkeypatch):
-    monkeypatch.setattr("ssla.jacobians.ENTRIES_AT_ONCE", entries)  # in one piece, and in as many as there can be
+    monkeypatch.setattr("ssla.jacobians.layers.ENTRIES_AT_ONCE", entries)  # in one piece, and in as many as there can be
     J = KINDS[kind](0)
     A = explicit(J)
     B, C, P = A.shape

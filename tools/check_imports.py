@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "posterior": GROUND | MIDDLE,
     "fitting": CORE,
     "cost": CORE | {"fitting"},
+    "distributed": CORE | {"fitting"},
     "expansion": {"likelihoods", "linalg"},
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},
@@ -35,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": ANSWERS,
     "plots": ANSWERS,
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "metrics", "persistence"},
+    "_public": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence"},
+    "__init__": {"_public", "sklearn"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

@@ -1,30 +1,27 @@
-"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
+"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling.
 
-from ssla import likelihoods, metrics, priors
-from ssla.cost import estimate_cost
-from ssla.expansion import Increments
-from ssla.fitting import fit
-from ssla.persistence import FileError, load
-from ssla.posterior import Marginal, Posterior
-from ssla.predictive import Predictive, mixture
-from ssla.refit import NoRefit, OutputRefit, PlugIn
+Public names are listed in `ssla._public` and imported with the first use of one of them, so that `ssla --help` need not wait for
+torch. `ssla.sklearn` is imported when it is named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FileError",
-    "Increments",
-    "Marginal",
-    "NoRefit",
-    "OutputRefit",
-    "PlugIn",
-    "Posterior",
-    "Predictive",
-    "estimate_cost",
-    "fit",
-    "likelihoods",
-    "load",
-    "metrics",
-    "mixture",
-    "priors",
-]
+if TYPE_CHECKING:
+    from ssla._public import *  # noqa: F403
+    from ssla._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "sklearn":
+            return import_module("ssla.sklearn")
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("ssla._public")
+            if hasattr(public, name):
+                return getattr(public, name)
+        raise AttributeError(f"module 'ssla' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*import_module("ssla._public").__all__, "sklearn"]

@@ -18,6 +18,8 @@ from torch import nn
 from ssla._checks import one_of
 from ssla.batches import open_source
 from ssla.fitting.job import Job
+from ssla.fitting.passes import Data, Reader
+from ssla.fitting.ranks import shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
@@ -57,7 +59,7 @@ def fit(
     weights:
         "last_layer" (its bias included), "all", a module's name, or a list of parameter names.
     structure:
-        "dense" or "diag", or an object.
+        "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
     memory_budget:
@@ -65,11 +67,23 @@ def fit(
     progress:
         Show a bar (needs tqdm).
 
+    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the same posterior of all of them
+    (see `ssla.distributed`).
+
     Example
     -------
     >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
     """
+    budget = checked_budget(memory_budget)
+    reader = Reader(open_source(data), model, checked_weights(weights), budget, progress)
+    return checked_job(shared(reader), likelihood, prior, structure, mode, budget).run()
+
+
+def checked_job(
+    data: Data, likelihood: Likelihood, prior: Prior | None, structure: str | Structure, mode: str | None, budget: int
+) -> Job:
+    """The work, if its parts are what they should be."""
     if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
         raise TypeError(
             f"likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), but is {likelihood!r}."
@@ -78,41 +92,28 @@ def fit(
         raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
     if prior is not None and (isinstance(prior, type) or not hasattr(prior, "bind")):
         raise TypeError(f"prior must be an object such as ssla.priors.Gaussian(precision=1.0), but is {prior!r}.")
-    if not isinstance(weights, str | list | tuple):
-        raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
-    if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
-        raise ValueError(f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}.")
     if isinstance(likelihood, Tempered) and isinstance(likelihood.base, Gaussian) and likelihood.base.estimated:
         raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
     if mode is not None:
         one_of("mode", mode, (POLISH, TILT, AS_IS))
-    budget = DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
-    job = Job(
-        source=open_source(data),
-        model=model,
-        weights=weights,
-        likelihood=likelihood,
-        prior=GaussianPrior() if prior is None else prior,
-        structure=resolve(structure),
-        mode=mode,
-        budget=budget,
-        progress=progress,
-    )
-    return job.run()
+    return Job(data, likelihood, GaussianPrior() if prior is None else prior, resolve(structure), mode, budget)
+
+
+def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
+    if not isinstance(weights, str | list | tuple):
+        raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
+    return weights
+
+
+def checked_budget(memory_budget: Any) -> int:
+    if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
+        raise ValueError(f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}.")
+    return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
 def collect(posterior: Posterior, data: Any) -> Statistics:
     """The sums of more data at a posterior's θ̂, in one pass."""
-    job = Job(
-        source=open_source(data),
-        model=None,
-        weights=LAST_LAYER,
-        likelihood=posterior.likelihood,
-        prior=posterior.prior,
-        structure=posterior.statistics.curvature,
-        mode=AS_IS,
-        budget=posterior.memory_budget,
-        progress=False,
-        network=posterior.network,
-    )
+    budget = posterior.memory_budget
+    reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
+    job = Job(shared(reader), posterior.likelihood, posterior.prior, posterior.statistics.curvature, AS_IS, budget)
     return job.sums_at(posterior.theta)

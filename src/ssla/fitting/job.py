@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ssla.batches import Batch, Source, split
-from ssla.fitting.memory import refuse_beyond_budget
+from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
-from ssla.fitting.watching import TargetRange, bar, warn_residual
-from ssla.jacobians import Features, Jacobian
+from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network, open_network
+from ssla.network import Network
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundPrior, Prior
 from ssla.structures import Dense, Extent, Kfac, LowRank, Structure
@@ -31,34 +27,17 @@ TRUSTED_DECREMENT = 1e-4  # so close to the mode, a gain drowns in rounding and 
 
 
 @dataclass(eq=False)
-class Chunk:
-    """What the passes need of one chunk: its Jacobian or features, targets, weights."""
-
-    x: Any
-    y: Tensor
-    weights: Tensor | None
-    features: Features | None
-    offset: Tensor | None
-
-
-@dataclass(eq=False)
 class Job:
-    """One call of `fit`: the things that its passes share."""
+    """One call of `fit`: what its steps share."""
 
-    source: Source
-    model: nn.Module | None
-    weights: str | list[str] | tuple[str, ...]
+    data: Data
     likelihood: Likelihood
     prior: Prior
     structure: Structure
     mode: str | None
     budget: int
-    progress: bool
-    passes: int = 0
     notes: list[str] = field(default_factory=list)
-    cache: list[Chunk] | None = field(default_factory=list)
-    cached_bytes: int = 0
-    network: Network | None = None
+    repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
 
     # --- the whole -------------------------------------------------------------------------
@@ -67,8 +46,8 @@ class Job:
         estimate = isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
-        target = TargetRange()
-        sums = self._enough_directions(self._collect(None, target))
+        sums, target = self._read(None)
+        sums = self._enough_directions(sums)
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
@@ -99,7 +78,7 @@ class Job:
         if not isinstance(found, LowRank):
             return sums
         most = max(self.budget // found.memory(Extent(self._network.layout.size, 1)) * found.sketch.shape[1], 1)
-        while (wider := found.wider(most)) is not None and self.source.repeatable:
+        while (wider := found.wider(most)) is not None and self.repeatable:
             self.structure = wider
             sums = self._collect(None)
             found = sums.statistics.curvature
@@ -109,7 +88,7 @@ class Job:
         )
         self.notes.append(note)
         if found.rank is None and found.dropped > found.tail:
-            why = "the memory budget" if self.source.repeatable else "a source that can be read only once"
+            why = "the memory budget" if self.repeatable else "a source that can be read only once"
             warnings.warn(
                 f"{note}, more than tail={found.tail:g}: {why} allows no wider sketch, so predictions are too wide. "
                 "Use structure='kfac', or LowRank(columns=…) with more memory.",
@@ -157,8 +136,7 @@ class Job:
 
     @property
     def _network(self) -> Network:
-        assert self.network is not None
-        return self.network
+        return self.data.network
 
     def _report(self, sums: Sums, mode: str, before: float, after: float, steps: int, shift: float) -> Report:
         layout = self._network.layout
@@ -176,8 +154,8 @@ class Job:
             residual_after=after,
             steps=steps,
             output_shift=shift,
-            passes=self.passes,
-            memory=self.structure.memory(self._extent(sums.statistics.n)),
+            passes=self.data.passes,
+            memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
         )
 
@@ -191,105 +169,18 @@ class Job:
 
     # --- passes over the data --------------------------------------------------------------
 
-    def _collect(self, theta: Tensor | None, target: TargetRange | None = None) -> Sums:
+    def _collect(self, theta: Tensor | None) -> Sums:
         """One pass: the sums at θ (the trained one if None)."""
-        total: Sums | None = None
-        for row in self._rows(target):
-            network = self._network
-            at = network.theta if theta is None else theta
-            f, J = self._expand(row, at)
-            if total is None:
-                total = Sums.zero(network.layout.size, self.structure, self._wants_newton())
-            total = total.add(f, J, row.y, row.weights, self.likelihood)
-        if total is None:
-            raise ValueError("The data are empty: no batch with a row came. Check the loader, its sampler and drop_last.")
-        if total.statistics.weight <= 0:
+        return self._read(theta)[0]
+
+    def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
+        found = self.data.read(Order(theta, self.likelihood, self.structure, self.mode))
+        self.repeatable = found.repeatable
+        if found.sums is None:
+            raise ValueError(EMPTY)
+        if found.sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
-        return total
-
-    def _wants_newton(self) -> bool:
-        """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""
-        polish = self.mode == POLISH or (self.mode is None and self._network.linear)
-        same = isinstance(self.structure, Dense) and isinstance(self.likelihood, Gaussian)
-        return polish and not same and Dense(dual=False).memory(self._extent(None)) <= self.budget
-
-    def _needs_passes(self) -> bool:
-        """Whether polish will read the data again: not where the sums hold a Gaussian's quadratic whole."""
-        polish = self.mode == POLISH or (self.mode is None and self._network.linear)
-        whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self._wants_newton())
-        return polish and not whole
-
-    def _expand(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
-        if row.features is not None:
-            f = row.features.push(theta)
-            return (f if row.offset is None else f + row.offset), row.features
-        f, J = self._network.expand(row.x, theta)
-        return f.double(), J.double()
-
-    def _rows(self, target: TargetRange | None) -> Iterator[Chunk]:
-        """Chunks of the data, checked and cast; from the cache when there is one."""
-        if self.passes and self.cache:
-            yield from self.cache
-            return
-        if self.passes and not self.source.repeatable:
-            raise ValueError(
-                "The data can be read only once (a generator), but this fit needs another pass. Give a DataLoader, a list of "
-                "batches or arrays, or mode='tilt'."
-            )
-        self.passes += 1
-        for batch in bar(self.source, self.source.length, self.progress, f"pass {self.passes}"):
-            if batch.y.shape[0] == 0:
-                continue
-            if self.network is None:
-                self.network = self._open(batch)
-            for part in split(batch, self.network.rows_at_once(self.budget)):
-                row = self._prepare(part)
-                if target is not None:
-                    target.see(row.y, part.x)
-                yield row
-
-    def _open(self, batch: Batch) -> Network:
-        assert self.model is not None
-        network = open_network(self.model, self.weights, batch.x, self.structure.materialises)
-        self.likelihood.support_for(network.outputs)
-        self.network = network
-        refuse_beyond_budget(self.structure, self._extent(self.source.rows), network.bytes_per_row, self.budget)
-        return network
-
-    def _extent(self, rows: int | None) -> Extent:
-        network = self._network
-        return Extent(network.layout.size, network.outputs, network.layer_shapes, rows)
-
-    def _prepare(self, batch: Batch) -> Chunk:
-        network = self._network
-        support = self.likelihood.support_for(network.outputs)
-        y = batch.y.squeeze(1) if batch.y.dim() == 2 and batch.y.shape[1] == 1 and support.kind != "vector" else batch.y
-        support.check(y, network.outputs)
-        y = y.to("cpu").long() if support.kind == "class" else y.to("cpu").double()
-        x = network.cast(batch.x)
-        weights = None if batch.weights is None else batch.weights.to("cpu").double()
-        features = offset = None
-        if network.linear:
-            _, J = network.expand(x, network.theta)
-            assert isinstance(J, Features)
-            features, offset = J.double(), network.offset
-            x = None
-        row = Chunk(x, y, weights, features, offset)
-        self._remember(row)
-        return row
-
-    def _remember(self, row: Chunk) -> None:
-        """Keep features for further passes while they take at most half the budget."""
-        if self.cache is None or self.passes > 1:
-            return
-        if row.features is None or not self._needs_passes():
-            self.cache = None
-            return
-        self.cached_bytes += 8 * (row.features.phi.numel() + row.y.numel())
-        if self.cached_bytes > self.budget // 2:
-            self.cache = None
-        else:
-            self.cache.append(row)
+        return found.sums, found.target
 
     # --- the noise -------------------------------------------------------------------------
 

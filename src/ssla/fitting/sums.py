@@ -76,6 +76,12 @@ class Sums:
             reference,
         )
 
+    def merge(self, other: Sums) -> Sums:
+        """The sums over both data sets, taken at the same θ and noise."""
+        newton = None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
+        statistics = self.statistics.merge(other.statistics)
+        return Sums(statistics, newton, self.squares + other.squares, max(self.largest, other.largest), self.reference)
+
     def at_noise(self, noise: Tensor) -> Sums:
         """The sums at `noise` times the noise they were taken at, (P,): one factor for each parameter's output."""
         s = self.statistics

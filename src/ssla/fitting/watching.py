@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from ssla.batches import Batch, Source
 from ssla.posterior import AS_IS, POLISH, TILT, Report
 
+T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class TargetRange:
     """Watches for constant targets and input columns."""
 
@@ -28,11 +29,19 @@ class TargetRange:
     x_high: Tensor | None = None
     rows: int = 0
 
-    def see(self, y: Tensor, x: Any) -> None:
-        self.rows += y.shape[0]
-        self.low, self.high = _extend(self.low, self.high, y)
-        if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
-            self.x_low, self.x_high = _extend(self.x_low, self.x_high, x)
+    def see(self, y: Tensor, x: Any) -> TargetRange:
+        inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
+        x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
+        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0]))
+
+    def merge(self, other: TargetRange) -> TargetRange:
+        return TargetRange(
+            _either(torch.minimum, self.low, other.low),
+            _either(torch.maximum, self.high, other.high),
+            _either(torch.minimum, self.x_low, other.x_low),
+            _either(torch.maximum, self.x_high, other.x_high),
+            self.rows + other.rows,
+        )
 
     def note(self, notes: list[str]) -> None:
         if self.rows == 1:
@@ -49,11 +58,10 @@ class TargetRange:
                 notes.append(f"constant input columns: {', '.join(map(str, constant))}")
 
 
-def _extend(low: Tensor | None, high: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
-    least, most = values.amin(0), values.amax(0)
-    if low is None or high is None:
-        return least, most
-    return torch.minimum(low, least), torch.maximum(high, most)
+def _either(choose: Callable[[Tensor, Tensor], Tensor], a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return choose(a, b)
 
 
 def warn_residual(report: Report) -> None:
@@ -73,11 +81,16 @@ def warn_residual(report: Report) -> None:
 
 
 def bar(source: Source, length: int | None, show: bool, label: str) -> Iterable[Batch]:
+    return progress_bar(source, length, show, label, "batch")
+
+
+def progress_bar(items: Iterable[T], length: int | None, show: bool, label: str, unit: str) -> Iterable[T]:
+    """The items, with a bar if it is to be shown."""
     if not show:
-        return source
+        return items
     try:
         from tqdm.auto import tqdm
     except ImportError:
         raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
-    bar: Iterable[Batch] = tqdm(source, total=length, desc=label, unit="batch")
-    return bar
+    shown: Iterable[T] = tqdm(items, total=length, desc=label, unit=unit)
+    return shown

@@ -164,8 +164,10 @@ def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe
     rest = rest_of(frozen.module, names)
     rows = row_count(x)
     plans = _plans(probe, parameters, layout, rows)
-    planned = {int(i) for plan in plans for i in plan.positions.flatten()}
-    others = tuple(name for name in names if int(layout.positions[name].flatten()[0]) not in planned)
+    planned = torch.zeros(layout.size, dtype=torch.bool)
+    for plan in plans:
+        planned[plan.positions] = True
+    others = tuple(name for name in names if not bool(planned[layout.positions[name]].all()))
     outputs = f.shape[1]
     seen = sum(c.result.numel() * outputs + patches(c).numel() for c in probe.calls if c.input.shape[0] == rows) // rows
     rest_size = sum(layout.positions[name].numel() for name in others)

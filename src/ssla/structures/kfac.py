@@ -78,6 +78,11 @@ class KfacOperator:
     size: int
 
     def _quadratic(self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor) -> Tensor:
+        if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
+            (op,), (weights,) = self.layers, layer_weights
+            squares = (J.with_ones() @ op.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)  # v (B, C)
+            basis = op.basis_g.to(J.dtype)
+            return (basis * squares.unsqueeze(-2)) @ basis.mT
         total: Tensor | None = None
         for operator, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             K = operator.rotate(block).weighted_covariance(weights)
@@ -144,6 +149,10 @@ class Kfac:
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
         w = torch.ones(precision.shape[0], dtype=torch.float64) if weights is None else weights
+        if isinstance(J, Features):  # δ = I
+            phi, total = J.double().phi, precision.sum(0)
+            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, (total + total.mT) / 2, float(w.sum()))
+            return self.merge(Kfac(self.sharing, J.size, (factors,)))
         layers = tuple(self._factors(block, precision, w) for block in layer_blocks(J))
         rest = rest_block(J)
         if rest is None:
@@ -221,12 +230,16 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     if isinstance(J, Features):
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
-        positions = torch.arange(J.size).reshape(J.outputs, -1)
-        yield LayerBlock(positions, phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1))
+        yield LayerBlock(_last(J), phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1))
     elif isinstance(J, LayerJacobian):
         yield from J.layers
     else:
         raise TypeError("structure='kfac' needs the network layer by layer, but was given a plain Jacobian.")
+
+
+def _last(J: Features) -> Tensor:
+    """Positions of a last layer."""
+    return torch.arange(J.size).reshape(J.outputs, -1)
 
 
 def rest_block(J: Jacobian) -> RestBlock | None:

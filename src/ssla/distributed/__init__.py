@@ -1,0 +1,144 @@
+"""Many machines: shards are read where they lie, and what travels is sums.
+
+Two ways, one result:
+
+  torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank gives its own shard, and every
+                rank gets the same posterior. `alone()` switches that off.
+  Dask or Ray   `ssla.distributed.fit(model, shards, client=…)` sends the network to the workers, where each shard becomes sums,
+                and merges those pairwise on the cluster. One sum comes back for each pass. A worker that dies is the engine's
+                business: its shards are read again elsewhere, and since sums are of the data alone, nothing changes.
+
+A shard is whatever `ssla.fit` takes as data, or a function without arguments that returns it (called on the worker, so that data
+never pass through this process), or the engine's own handle (a Dask future or delayed, a Ray reference).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ssla.batches import Inputs, open_source, slice_inputs
+from ssla.distributed.engines import Engine, engine_of
+from ssla.fitting import checked_budget, checked_job, checked_weights
+from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within
+from ssla.fitting.ranks import alone
+from ssla.likelihoods import Likelihood
+from ssla.network import LAST_LAYER, Network, open_network
+from ssla.posterior import Posterior
+from ssla.priors import Prior
+from ssla.structures import Structure
+
+__all__ = ["alone", "fit"]
+
+OPENING_ROWS = 32
+
+
+def fit(
+    model: nn.Module,
+    shards: Sequence[Any],
+    *,
+    client: Any,
+    likelihood: Likelihood,
+    prior: Prior | None = None,
+    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
+    structure: str | Structure = "dense",
+    mode: str | None = None,
+    memory_budget: int | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """`ssla.fit` on shards of data that workers read.
+
+    client: a `dask.distributed.Client`, the module `ray` (initialised), or a `concurrent.futures.Executor`. memory_budget is each
+    worker's. Everything else as in `ssla.fit`.
+
+    >>> with Client("tcp://scheduler:8786") as client:                              # doctest: +SKIP
+    ...     shards = [partial(read_rows, path) for path in paths]
+    ...     post = ssla.distributed.fit(model, shards, client=client, likelihood=likelihood)
+    """
+    shards = list(shards)
+    if not shards:
+        raise ValueError("shards is empty. Give a list with the data of each shard, or functions that return them.")
+    budget = checked_budget(memory_budget)
+    cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress)
+    return checked_job(cluster, likelihood, prior, structure, mode, budget).run()
+
+
+# --- what workers do -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Errand:
+    """What a worker needs beside its shard: pickled once for each pass."""
+
+    model: nn.Module
+    weights: str | list[str] | tuple[str, ...]
+    opening: Inputs  # the rows on which every worker opens the network, so that all see the same layers
+    budget: int
+    order: Order
+
+
+def read_shard(errand: Errand, shard: Any) -> Pass:
+    """One shard -> its sums."""
+    network = open_network(errand.model, errand.weights, errand.opening, errand.order.structure.materialises)
+    with alone():
+        return Reader(open_source(_loaded(shard)), None, errand.weights, errand.budget, opened=network).read(errand.order)
+
+
+def first_rows(shard: Any) -> Inputs | None:
+    """A few inputs to open the network on, or None if the shard is empty."""
+    for batch in open_source(_loaded(shard)):
+        if batch.y.shape[0]:
+            return slice_inputs(batch.x, slice(0, OPENING_ROWS))
+    return None
+
+
+def merge_pair(one: Pass, other: Pass) -> Pass:
+    return one.merge(other)
+
+
+def _loaded(shard: Any) -> Any:
+    return shard() if callable(shard) and not isinstance(shard, Iterable) else shard
+
+
+# --- what the driver does ------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Cluster:
+    """The shards as one source of passes."""
+
+    engine: Engine
+    shards: list[Any]
+    model: nn.Module
+    weights: str | list[str] | tuple[str, ...]
+    budget: int
+    progress: bool
+    passes: int = 0
+    opening: Inputs | None = None
+    opened: Network | None = None
+
+    @property
+    def network(self) -> Network:
+        if self.opened is None:
+            raise ValueError(EMPTY)
+        return self.opened
+
+    def read(self, order: Order) -> Pass:
+        if self.opened is None:
+            self.opening = self._opening()
+            self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None)
+        self.passes += 1
+        errand = Errand(self.model, self.weights, self.opening, self.budget, order)
+        label = f"pass {self.passes}" if self.progress else None
+        found: Pass = self.engine.merged(read_shard, errand, self.shards, merge_pair, label)
+        return found
+
+    def _opening(self) -> Inputs:
+        for shard in self.shards:
+            rows = self.engine.one(first_rows, shard)
+            if rows is not None:
+                return rows
+        raise ValueError(EMPTY)

@@ -1,0 +1,195 @@
+"""Passes over the data: chunks that fit the budget, checked and cast, summed at one θ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ssla.batches import Batch, Source, split
+from ssla.fitting.memory import refuse_beyond_budget
+from ssla.fitting.sums import Sums
+from ssla.fitting.watching import TargetRange, bar
+from ssla.jacobians import Features, Jacobian
+from ssla.likelihoods import Gaussian, Likelihood
+from ssla.network import Network, open_network
+from ssla.posterior import POLISH
+from ssla.structures import Dense, Extent, Structure
+
+EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """What a pass is to sum."""
+
+    theta: Tensor | None  # where (None: as trained)
+    likelihood: Likelihood
+    structure: Structure
+    mode: str | None
+
+    def polishes(self, network: Network) -> bool:
+        return self.mode == POLISH or (self.mode is None and network.linear)
+
+    def newton(self, network: Network, budget: int) -> bool:
+        """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""
+        same = isinstance(self.structure, Dense) and isinstance(self.likelihood, Gaussian)
+        return self.polishes(network) and not same and Dense(dual=False).memory(extent_of(network)) <= budget
+
+    def again(self, network: Network, budget: int) -> bool:
+        """Whether polish will read the data again: not where the sums hold a Gaussian's quadratic whole."""
+        whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self.newton(network, budget))
+        return self.polishes(network) and not whole
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a pass found. Those of shards merge."""
+
+    sums: Sums | None  # of no row: None
+    target: TargetRange
+    repeatable: bool
+
+    def merge(self, other: Pass) -> Pass:
+        sums = self.sums or other.sums
+        if self.sums is not None and other.sums is not None:
+            sums = self.sums.merge(other.sums)
+        return Pass(sums, self.target.merge(other.target), self.repeatable and other.repeatable)
+
+
+class Data(Protocol):
+    """Where passes come from: this process, the ranks of a group, a cluster."""
+
+    @property
+    def network(self) -> Network:
+        """As opened on the first rows."""
+        ...
+
+    @property
+    def passes(self) -> int:
+        """Passes begun."""
+        ...
+
+    def read(self, order: Order) -> Pass: ...
+
+
+@dataclass(eq=False)
+class Chunk:
+    """What the passes need of one chunk: its Jacobian or features, targets, weights."""
+
+    x: Any
+    y: Tensor
+    weights: Tensor | None
+    features: Features | None
+    offset: Tensor | None
+
+
+@dataclass(eq=False)
+class Reader:
+    """The data that this process reads."""
+
+    source: Source
+    model: nn.Module | None
+    weights: str | list[str] | tuple[str, ...]
+    budget: int
+    progress: bool = False
+    opened: Network | None = None
+    passes: int = 0
+    cache: list[Chunk] | None = field(default_factory=list)
+    cached_bytes: int = 0
+
+    @property
+    def network(self) -> Network:
+        if self.opened is None:
+            raise ValueError(EMPTY)
+        return self.opened
+
+    def read(self, order: Order) -> Pass:
+        """One pass: the sums at order.theta."""
+        total: Sums | None = None
+        target = TargetRange()
+        for row, seen in self._rows(order):
+            network = self.network
+            f, J = self._expand(row, network.theta if order.theta is None else order.theta)
+            if total is None:
+                total = Sums.zero(network.layout.size, order.structure, order.newton(network, self.budget))
+            total = total.add(f, J, row.y, row.weights, order.likelihood)
+            target = target.see(row.y, seen)
+        return Pass(total, target, self.source.repeatable)
+
+    def _expand(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
+        if row.features is not None:
+            f = row.features.push(theta)
+            return (f if row.offset is None else f + row.offset), row.features
+        f, J = self.network.expand(row.x, theta)
+        return f.double(), J.double()
+
+    def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
+        """Chunks of the data, checked and cast, with the inputs as they came; from the cache when there is one."""
+        if self.passes and self.cache:
+            yield from ((row, None) for row in self.cache)
+            return
+        if self.passes and not self.source.repeatable:
+            raise ValueError(
+                "The data can be read only once (a generator), but this fit needs another pass. Give a DataLoader, a list of "
+                "batches or arrays, or mode='tilt'."
+            )
+        self.passes += 1
+        for batch in bar(self.source, self.source.length, self.progress, f"pass {self.passes}"):
+            if batch.y.shape[0] == 0:
+                continue
+            if self.opened is None:
+                self.opened = self._open(batch, order)
+            for part in split(batch, self.opened.rows_at_once(self.budget)):
+                yield self._prepare(part, order), part.x
+
+    def _open(self, batch: Batch, order: Order) -> Network:
+        assert self.model is not None
+        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows)
+
+    def _prepare(self, batch: Batch, order: Order) -> Chunk:
+        network = self.network
+        support = order.likelihood.support_for(network.outputs)
+        y = batch.y.squeeze(1) if batch.y.dim() == 2 and batch.y.shape[1] == 1 and support.kind != "vector" else batch.y
+        support.check(y, network.outputs)
+        y = y.to("cpu").long() if support.kind == "class" else y.to("cpu").double()
+        x = network.cast(batch.x)
+        weights = None if batch.weights is None else batch.weights.to("cpu").double()
+        features = offset = None
+        if network.linear:
+            _, J = network.expand(x, network.theta)
+            assert isinstance(J, Features)
+            features, offset = J.double(), network.offset
+            x = None
+        row = Chunk(x, y, weights, features, offset)
+        self._remember(row, order)
+        return row
+
+    def _remember(self, row: Chunk, order: Order) -> None:
+        """Keep features for further passes while they take at most half the budget."""
+        if self.cache is None or self.passes > 1:
+            return
+        if row.features is None or not order.again(self.network, self.budget):
+            self.cache = None
+            return
+        self.cached_bytes += 8 * (row.features.phi.numel() + row.y.numel())
+        if self.cached_bytes > self.budget // 2:
+            self.cache = None
+        else:
+            self.cache.append(row)
+
+
+def extent_of(network: Network, rows: int | None = None) -> Extent:
+    return Extent(network.layout.size, network.outputs, network.layer_shapes, rows)
+
+
+def open_within(
+    model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Any, order: Order, budget: int, rows: int | None
+) -> Network:
+    """The network, unless what it asks for is beyond the budget."""
+    network = open_network(model, weights, x, order.structure.materialises)
+    order.likelihood.support_for(network.outputs)
+    refuse_beyond_budget(order.structure, extent_of(network, rows), network.bytes_per_row, budget)
+    return network

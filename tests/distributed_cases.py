@@ -1,0 +1,88 @@
+"""What the processes of test_distributed.py fit; run as a script it is one rank of a gloo group."""
+
+import sys
+
+import torch
+from torch import nn
+
+import ssla
+from ssla import likelihoods as L
+from ssla import priors
+from ssla.structures import LowRank
+
+LIKELIHOODS = {"gaussian": L.Gaussian(noise=0.3), "poisson": L.Poisson(), "estimate": L.Gaussian(noise="estimate")}
+
+CASES = {
+    "polished": {"likelihood": L.Gaussian(noise="estimate")},
+    "counts": {"likelihood": L.Poisson(), "structure": "diag"},  # polish: a pass for each Newton step
+    "kfac": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": "kfac"},
+    "low_rank": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": LowRank(tail=0.1, columns=2)},
+    "rows": {"likelihood": L.Gaussian(noise="estimate"), "weights": "all"},
+    "classes": {"likelihood": L.Categorical(), "weights": "all", "structure": "dense", "prior": priors.Gaussian(0.5)},
+}
+
+
+def rows(n, name="polished"):
+    x = torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x[:, 0].sin() + 0.3 * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    likelihood = CASES[name]["likelihood"]
+    if isinstance(likelihood, L.Poisson):
+        y = y.exp().round()
+    return x, (y > 0).long() if isinstance(likelihood, L.Categorical) else y
+
+
+def model(name):
+    torch.manual_seed(0)
+    outputs, width = (3, 5) if name == "classes" else (1, 40 if name == "rows" else 6)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+
+
+def shards_of(name, count=3):
+    x, y = rows(90, name)
+    cuts = [0, 20, 55, 90] if count == 3 else [0, 35, 90]
+    return [(x[a:b], y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def whole(name):
+    return ssla.fit(model(name), rows(90, name), **CASES[name])
+
+
+def summary(post):
+    """Numbers in which two posteriors would differ."""
+    x = rows(7)[0]
+    f, K = post.outputs_at(x)
+    numbers = [post.report.n, post.report.weight, post.log_evidence(), post.report.residual]
+    return {"theta": post.theta, "f": f, "K": K, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+
+
+def attempt(work):
+    try:
+        work()
+    except (ValueError, RuntimeError) as error:
+        print(error)
+
+
+def main(script, folder, rank, count):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    gaussian = {"likelihood": LIKELIHOODS["gaussian"]}
+    if script == "all_cases":
+        for name, settings in CASES.items():
+            post = ssla.fit(model(name), shards_of(name, count)[rank], **settings)
+            torch.save(summary(post), f"{folder}/{name}-{rank}.pt")
+    elif script == "one_fails":
+        x, y = shards_of("polished", count)[rank]
+        attempt(lambda: ssla.fit(model("polished"), (x * (float("nan") if rank else 1.0), y), **gaussian))
+    elif script == "different":
+        net = model("polished")
+        net[2].weight.data += rank
+        x, y = rows(30)
+        attempt(lambda: ssla.fit(net, (x, y), **gaussian))
+        if rank == 0:
+            with ssla.distributed.alone():
+                print("alone:", ssla.fit(net, (x, y), **gaussian).report.n)
+        attempt(lambda: ssla.fit(model("polished"), (x[: 30 * (1 - rank)], y[: 30 * (1 - rank)]), **gaussian))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
