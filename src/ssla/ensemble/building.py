@@ -115,9 +115,13 @@ class _Work:
         columns = y if y.dim() == 2 else y[:, None]
         with torch.no_grad():
             first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-        f, K = self._fit(module, ~held, first.at(0.0)).outputs_at(z)
+        posterior = self._fit(module, ~held, first.at(0.0))
+        f, K = posterior.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
-        return held_out_noise((columns - f) ** 2 / (1 + share), weights)
+        seen, target, w = self.data.of(~held)
+        residuals = target.reshape(len(seen), -1) - posterior.outputs_at(seen).mean
+        inside = (w[:, None] * residuals**2).sum(0) / w.sum()
+        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside)
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """With the prior precision of the highest evidence."""

@@ -5,6 +5,8 @@ proportional to σ², so
 
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
+but no less than the mean of r² over the training rows: early stopping chose the epoch that looked best on the rows left out.
+
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
 predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t
 distribution rather than of a Gaussian whose width is known.
@@ -40,14 +42,14 @@ class Noise:
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
 
 
-def held_out_noise(squares: Tensor, weights: Tensor) -> Noise:
-    """From s (n, D) of the rows left out and their weights (n,)."""
+def held_out_noise(squares: Tensor, weights: Tensor, least: Tensor) -> Noise:
+    """From s (n, D) of the rows left out, their weights (n,), and the mean square of the training residuals (D,)."""
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth = (weights[:, None] * squares**2).sum(0) / total
     kurtosis = (fourth / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
-    return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, 1.0))
+    return Noise(torch.maximum(variance, least).sqrt().clamp_min(SMALLEST), min(error, 1.0))
 
 
 def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
