@@ -34,6 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "refit": CORE | {"expansion"},
     "predictive": CORE | {"expansion", "refit"},
     "persistence": CORE,
+    "training": {"_checks", "likelihoods"},
+    "ensemble": ANSWERS | {"fitting", "training"},
+    "sklearn": ANSWERS | {"ensemble", "persistence", "training"},
     "metrics": ANSWERS,
     "tuning": ANSWERS | {"fitting", "modularity", "evidence", "ascent", "metrics"},
     "expectation": {"predictive"},
@@ -43,7 +46,10 @@ ALLOWED: dict[str, set[str]] = {
     "plots": ANSWERS | {"sensitivity", "expectation", "credal"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "paper": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "__init__": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivity", "credal", "explicit"},
+    "tables": set(),
+    "cli": ANSWERS | {"__init__", "demo", "ensemble", "metrics", "persistence", "sklearn", "tables", "training"},
+    "_public": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivity", "credal", "explicit"},
+    "__init__": {"_public", "sklearn"},
 }
 
 # A method of a lower room that hands over to a higher one imports it inside the method, and is named here.

@@ -1,44 +1,30 @@
-"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling."""
+"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling.
 
-from ssla import distributed, likelihoods, metrics, priors, structures
-from ssla.cost import estimate_cost
-from ssla.credal import credal
-from ssla.expansion import Increments
-from ssla.explicit import ExplicitModel
-from ssla.fitting import fit
-from ssla.persistence import FileError, load
-from ssla.posterior import Marginal, Posterior
-from ssla.predictive import Predictive, mixture
-from ssla.refit import AutoRefit, NoRefit, OutputRefit, PlugIn, WeightRefit, assla, ssla
-from ssla.sensitivity import conflict, local_sensitivity, sensitivity
+Public names are listed in `ssla._public` and imported with the first use of one of them, so that `ssla --help` need not wait for
+torch. `ssla.sklearn` is imported when it is named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AutoRefit",
-    "ExplicitModel",
-    "FileError",
-    "Increments",
-    "Marginal",
-    "NoRefit",
-    "OutputRefit",
-    "PlugIn",
-    "Posterior",
-    "Predictive",
-    "WeightRefit",
-    "assla",
-    "conflict",
-    "credal",
-    "distributed",
-    "estimate_cost",
-    "fit",
-    "likelihoods",
-    "load",
-    "local_sensitivity",
-    "metrics",
-    "mixture",
-    "priors",
-    "sensitivity",
-    "ssla",
-    "structures",
-]
+if TYPE_CHECKING:
+    from ssla._public import *  # noqa: F403
+    from ssla._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "sklearn":
+            return import_module("ssla.sklearn")
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("ssla._public")
+            globals().update({known: getattr(public, known) for known in public.__all__})
+            if name in globals():  # a public name, or a room that they brought along
+                return globals()[name]
+            if name == "__all__":
+                return public.__all__
+        raise AttributeError(f"module 'ssla' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*import_module("ssla._public").__all__, "sklearn"]

@@ -27,7 +27,7 @@ class FileError(ValueError):
 def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the directory beside its place, then move it there. What was there before stays until the new one is complete."""
     target = Path(path)
-    _check_target(target)
+    check_target(target)
     data = _safetensors().save(
         {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
     )
@@ -57,7 +57,7 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
     return target
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
     if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
         raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
     if target.exists() and not target.is_dir():

@@ -1,0 +1,21 @@
+"""The command `ssla`: from a table to intervals without code. torch is imported when a command needs it, not for --help."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        from ssla.cli.app import app
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
+            raise
+        sys.stderr.write("The command needs typer and rich: pip install 'ssla[cli]'.\n")
+        raise SystemExit(1) from None
+    app()
+
+
+if __name__ == "__main__":
+    main()

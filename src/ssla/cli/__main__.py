@@ -1,0 +1,5 @@
+"""`python -m ssla.cli`."""
+
+from ssla.cli import main
+
+main()

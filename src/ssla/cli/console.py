@@ -1,0 +1,80 @@
+"""How the command speaks: text for people, one JSON object for programs, errors in a sentence, exit codes.
+
+0 done, 1 an error that was told, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+TOLD = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def told(command: Command) -> Command:
+    """Errors as one sentence and an exit code; warnings as notes; Ctrl-C leaves nothing behind."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                result = command(*arguments, **options)
+            for text in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
+                err.print(f"note: {text}", style="yellow", markup=False)
+            return result
+        except KeyboardInterrupt:
+            err.print("Interrupted. Nothing was written.", style="red")
+            raise typer.Exit(130) from None
+        except TOLD as error:
+            text = str(error) or type(error).__name__
+            if options.get("as_json"):
+                out.print_json(json.dumps({"error": text}))
+            else:
+                err.print(f"Error: {text}", style="red", markup=False)
+            raise typer.Exit(1) from None
+
+    return run  # type: ignore[return-value]
+
+
+def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
+    """Figures as a table, or all as JSON."""
+    if as_json:
+        out.print_json(json.dumps(values, default=str, allow_nan=True))
+        return
+    table = Table(title=title or None, show_header=False, box=None, title_justify="left")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            text = ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) or "none"
+        else:
+            text = _short(value)
+        table.add_row(name.replace("_", " "), text)
+    out.print(table)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; called with what is done so far."""
+    if quiet:
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,172 @@
+"""`ssla train`: table -> plan -> estimator -> scores -> directory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssla import metrics
+from ssla._checks import one_of
+from ssla.cli.console import progress
+from ssla.persistence.container import check_target
+from ssla.sklearn import SSLAClassifier, SSLARegressor
+from ssla.sklearn.files import save
+from ssla.tables import Column, Plan, Table, TableError, make_plan, read_table
+
+LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
+FEWEST_ROWS = 10
+SMALLEST_TEST = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `ssla train`."""
+
+    data: Path
+    target: str
+    output: Path
+    drop: tuple[str, ...] = ()
+    likelihood: str = "auto"
+    members: int = 1
+    max_epochs: int = 200
+    test_fraction: float = 0.1
+    conformal: bool = False
+    tune_trials: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Numbers of a table, and how they were made."""
+
+    plan: Plan
+    X: np.ndarray
+    y: np.ndarray
+    likelihood: str
+    missing: dict[str, int]
+    rows_without_target: int
+
+
+def run(request: Request, quiet: bool) -> dict[str, Any]:
+    """Do it, and say what was done."""
+    started = time.perf_counter()
+    check_target(request.output)
+    table = read_table(request.data)
+    ready = prepare(table, request)
+    options: dict[str, Any] = {}
+    if request.tune_trials:
+        from ssla.cli.tuning import best_options
+
+        options = best_options(request, ready, quiet)
+    train, test = split(len(ready.y), request)
+    estimator = make(request, ready.likelihood, options)
+    with progress(request.max_epochs, "training", quiet) as advance:
+        estimator.on_epoch = advance
+        estimator.fit(ready.X[train], ready.y[train])
+        del estimator.on_epoch
+    scores = score(estimator, ready.X[test], ready.y[test]) if len(test) else {}
+    facts = {
+        "rows": table.rows,
+        "rows_trained": len(train),
+        "rows_without_target": ready.rows_without_target,
+        "columns": len(ready.plan.features),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "missing": ready.missing,
+        "likelihood": ready.likelihood,
+        "members": request.members,
+        "epochs": estimator.n_iter_,
+        "scores": scores,
+    }
+    if options:
+        facts["tuned"] = options
+    extra = {"plan": ready.plan.as_json(), "target": request.target, "facts": facts}
+    save(estimator, request.output, extra)
+    return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def prepare(table: Table, request: Request) -> Prepared:
+    """Plan, numbers and target of a training table, or a TableError."""
+    one_of("likelihood", request.likelihood, LIKELIHOODS)
+    target = table.column(request.target)
+    for name in request.drop:
+        if name not in table.cells:
+            table.column(name)  # its error names the nearest
+    given = ~target.missing
+    if int(given.sum()) < FEWEST_ROWS:
+        raise TableError(f"{table.path} has {int(given.sum())} rows with a target; at least {FEWEST_ROWS} are needed to learn.")
+    if target.kind == "number" and len(set(target.values[given].tolist())) == 1:
+        raise TableError(f"The target {target.name!r} is constant ({target.values[given][0]:g}), so there is nothing to learn.")
+    likelihood, y = _target(target, given, request.likelihood)
+    plan = make_plan(table, {request.target, *request.drop})
+    encoded = plan.encode(table)
+    return Prepared(plan, encoded.values[given], y, likelihood, encoded.missing, int((~given).sum()))
+
+
+def _target(column: Column, given: np.ndarray, likelihood: str) -> tuple[str, np.ndarray]:
+    if likelihood == "auto":
+        likelihood = "gaussian" if column.kind == "number" else "classes"
+    values = column.values[given]
+    if likelihood == "classes":
+        labels = np.array([_label(value, column.kind) for value in values], dtype=str)
+        if len(set(labels.tolist())) < 2:
+            raise TableError(f"The target {column.name!r} has one class only ({labels[0]}), so there is nothing to learn.")
+        return likelihood, labels
+    if column.kind != "number":
+        raise TableError(
+            f"likelihood {likelihood!r} needs numbers, but the target {column.name!r} holds {column.kind}s. Use classes."
+        )
+    return likelihood, values.astype(float)
+
+
+def _label(value: Any, kind: str) -> str:
+    return str(bool(value)).lower() if kind == "boolean" else f"{value:g}" if kind == "number" else str(value)
+
+
+def split(rows: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    if not 0 <= request.test_fraction < 1:
+        raise ValueError(f"--test-fraction must lie between 0 and 1, but is {request.test_fraction:g}.")
+    order = np.random.default_rng(request.seed).permutation(rows)
+    count = round(rows * request.test_fraction)
+    return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
+
+
+def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+    shared = {"members": request.members, "max_epochs": request.max_epochs, "random_state": request.seed, **options}
+    if likelihood == "classes":
+        if request.conformal:
+            raise ValueError("--conformal corrects intervals of numbers; for classes leave it out.")
+        return SSLAClassifier(**shared)
+    return SSLARegressor(likelihood, conformal=request.conformal, **shared)
+
+
+def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict[str, float]:
+    """The usual scores; of labels that the model knows."""
+    if refit:
+        estimator = replace_refit(estimator, refit)
+    if isinstance(estimator, SSLAClassifier):
+        known = np.isin(y, estimator.classes_)
+        if not known.any():
+            raise TableError("None of the labels in the target was seen at training.")
+        codes = np.searchsorted(estimator.classes_, y[known])
+        summary = metrics.summary(estimator.predict_dist(X[known]), codes)
+        return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
+    return dict(metrics.summary(estimator.predict_dist(X), y).scores)
+
+
+def replace_refit(estimator: Any, refit: str) -> Any:
+    """The same fitted estimator on another rung."""
+    import copy
+
+    other = copy.copy(estimator)
+    other.refit = refit
+    return other
+
+
+def smaller(request: Request) -> Request:
+    """For trials: one network."""
+    return replace(request, members=1, conformal=False)

@@ -1,0 +1,22 @@
+"""scikit-learn estimators whose predictions are distributions (`pip install 'ssla[sklearn]'`).
+
+    from ssla.sklearn import SSLARegressor
+
+    model = SSLARegressor(members=5).fit(X, y)
+    model.predict_interval(X_new, level=0.95)
+
+They train their own small networks. For a network of your own use `ssla.fit`.
+"""
+
+from __future__ import annotations
+
+try:
+    import sklearn  # noqa: F401
+except ImportError:
+    raise ImportError("The estimators need scikit-learn: pip install 'ssla[sklearn]'.") from None
+
+from ssla.sklearn.classifier import SSLAClassifier
+from ssla.sklearn.files import load
+from ssla.sklearn.regressor import SSLARegressor
+
+__all__ = ["SSLAClassifier", "SSLARegressor", "load"]

@@ -1,0 +1,82 @@
+"""Classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d, validate_data
+
+from ssla.sklearn.base import AUTO, TableEstimator
+
+
+class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
+    """A network for a table of numbers that predicts the probabilities of classes, doubt about its weights included.
+
+    Parameters are those of `SSLARegressor`, but for likelihood and conformal. `predict_dist(X).interval(0.95)` gives the smallest
+    set of classes with that probability.
+
+    >>> SSLAClassifier(random_state=0).fit(X, y).predict_proba(X_new)      # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        members: int = 1,
+        hidden: tuple[int, ...] = (50, 50),
+        activation: str = "silu",
+        refit: str = "output",
+        weights: str = "last_layer",
+        structure: str = "dense",
+        prior_precision: float = 1.0,
+        tune: bool = True,
+        max_epochs: int = 200,
+        batch_size: int | str | None = AUTO,
+        learning_rate: float = 1e-2,
+        early_stopping: bool = True,
+        validation_fraction: float = 0.1,
+        patience: int = 40,
+        random_state: Any = None,
+    ) -> None:
+        self.members = members
+        self.hidden = hidden
+        self.activation = activation
+        self.refit = refit
+        self.weights = weights
+        self.structure = structure
+        self.prior_precision = prior_precision
+        self.tune = tune
+        self.max_epochs = max_epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLAClassifier:
+        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
+        X, y = validate_data(self, X, y, dtype=np.float64, order="C", ensure_min_samples=2)
+        check_classification_targets(y)
+        y = column_or_1d(y, warn=True)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError("Classification needs at least two classes, but y has one class only.")
+        self.ensemble_ = self._fit_rows(X, torch.from_numpy(codes), sample_weight, "classes", len(self.classes_))
+        self.n_iter_ = self.ensemble_.epochs
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """P(class) (N, C), columns as in classes_."""
+        p: Any = self.predict_dist(X)
+        probs: np.ndarray = p.probs.numpy()
+        return probs
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class (N,)."""
+        probs = self.predict_proba(X)
+        labels: np.ndarray = self.classes_[probs.argmax(1)]
+        return labels

@@ -1,0 +1,159 @@
+"""Numbers and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import RegressorMixin
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+
+from ssla._checks import level as checked_level
+from ssla._checks import one_of
+from ssla.ensemble import CONTINUOUS
+from ssla.predictive.base import probabilities
+from ssla.sklearn.base import AUTO, TableEstimator
+from ssla.sklearn.conformal import Conformal
+
+NAMES = (*CONTINUOUS, "poisson")
+
+
+class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
+    """A network for a table of numbers that predicts distributions.
+
+    Parameters
+    ----------
+    likelihood:
+        "gaussian" (noise of one size, found on rows left out), "heteroscedastic" (noise depends on x), "poisson" (counts).
+    members:
+        Networks trained at once; the prediction is the mixture of their predictives.
+    hidden, activation:
+        Widths of the hidden layers; "silu", "relu" or "tanh".
+    refit:
+        The rung of the ladder used in predictions: "output", "newton", "none" or "plug_in".
+    weights, structure:
+        Which weights are uncertain ("last_layer", "all") and the form of their curvature ("dense", "kfac", "diag", "low_rank").
+    prior_precision, tune:
+        Of the Gaussian prior: the weight decay of training; then tuned by the evidence if `tune`.
+    max_epochs, batch_size, learning_rate, early_stopping, validation_fraction, patience:
+        Training. Each member leaves out other rows for early stopping and noise; its last layer is then fitted to all of them.
+        batch_size="auto" is a sixteenth of the rows, between 16 and 256; None takes all at once.
+    conformal, calibration_fraction:
+        Correct `predict_interval` on that share of the rows, kept aside: coverage of at least the level for exchangeable rows.
+    random_state:
+        Seed. The same seed and data give the same fit.
+
+    Attributes
+    ----------
+    ensemble_:
+        Posteriors, scaling and networks.  n_iter_: epochs.
+
+    Examples
+    --------
+    >>> model = SSLARegressor(members=5, random_state=0).fit(X, y)      # doctest: +SKIP
+    >>> model.predict_interval(X_new, level=0.95)                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        likelihood: str = "gaussian",
+        *,
+        members: int = 1,
+        hidden: tuple[int, ...] = (50, 50),
+        activation: str = "silu",
+        refit: str = "output",
+        weights: str = "last_layer",
+        structure: str = "dense",
+        prior_precision: float = 1.0,
+        tune: bool = True,
+        max_epochs: int = 200,
+        batch_size: int | str | None = AUTO,
+        learning_rate: float = 1e-2,
+        early_stopping: bool = True,
+        validation_fraction: float = 0.1,
+        patience: int = 40,
+        conformal: bool = False,
+        calibration_fraction: float = 0.2,
+        random_state: Any = None,
+    ) -> None:
+        self.likelihood = likelihood
+        self.members = members
+        self.hidden = hidden
+        self.activation = activation
+        self.refit = refit
+        self.weights = weights
+        self.structure = structure
+        self.prior_precision = prior_precision
+        self.tune = tune
+        self.max_epochs = max_epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.conformal = conformal
+        self.calibration_fraction = calibration_fraction
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
+        """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows."""
+        one_of("likelihood", self.likelihood, NAMES)
+        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, order="C", ensure_min_samples=2)
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        y = np.asarray(y, dtype=np.float64)
+        self._check_target(y)
+        kept, aside = np.arange(len(X)), np.arange(0)
+        if self.conformal:
+            kept, aside = self._set_aside(len(X))
+        weights = None if sample_weight is None else np.asarray(sample_weight)[kept]
+        self.ensemble_ = self._fit_rows(X[kept], torch.from_numpy(y[kept].copy()), weights, self.likelihood)
+        self.n_iter_ = self.ensemble_.epochs
+        self.conformal_ = Conformal.of(self.predict_dist(X[aside]), y[aside]) if self.conformal else None
+        return self
+
+    def _check_target(self, y: np.ndarray) -> None:
+        if self.likelihood != "gaussian" and y.ndim == 2:
+            raise ValueError(
+                f"likelihood={self.likelihood!r} takes one target, but y has {y.shape[1]} columns. Fit one for each."
+            )
+        if bool((y == y[:1]).all(0).any()):
+            raise ValueError("The target y is constant, so there is nothing to learn from it.")
+        if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
+            raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
+
+    def _set_aside(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 < self.calibration_fraction < 1:
+            raise ValueError(f"calibration_fraction must lie between 0 and 1, but is {self.calibration_fraction!r}.")
+        seed = check_random_state(self.random_state).randint(2**31 - 1)
+        kept, aside = train_test_split(np.arange(rows), test_size=self.calibration_fraction, random_state=seed)
+        return np.sort(kept), np.sort(aside)
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The predictive mean (N,), and with return_std its standard deviation (noise included)."""
+        p = self.predict_dist(X)
+        return (p.mean.numpy(), p.stddev.numpy()) if return_std else p.mean.numpy()
+
+    def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
+        """Central interval (N, 2), or (N, D, 2); with conformal=True one that covers with at least that probability."""
+        p = self.predict_dist(X)
+        if self.conformal_ is not None:
+            return self.conformal_.interval(p, checked_level(level))
+        return p.interval(level).numpy()
+
+    def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
+        """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
+        check_is_fitted(self, "ensemble_")
+        probabilities(q)
+        p: Any = self.predict_dist(X)
+        quantiles: np.ndarray = p.icdf(np.asarray(q, dtype=np.float64)).numpy()
+        return quantiles
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = self.likelihood == "gaussian"
+        tags.target_tags.positive_only = self.likelihood == "poisson"
+        return tags

@@ -1,0 +1,271 @@
+"""Small networks for tables: several trained at once, each with its own start, order of rows and validation rows.
+
+The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows:
+weight decay *is* the Gaussian prior of precision τ. With Gaussian noise of unknown size, σ is trained along. Members are stacked
+and run by `torch.func.vmap`, so five networks take about twice the time of one. No DataLoader: rows are picked by index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from ssla._checks import unknown_name
+from ssla.likelihoods import Likelihood
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
+SMALLEST_LOG_VARIANCE = -14.0  # a noise-free target would drive σ to zero
+WORTH_THREADS = 30_000_000  # multiplications in one forward pass
+SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A multilayer perceptron."""
+
+    inputs: int
+    outputs: int
+    hidden: tuple[int, ...] = (50, 50)
+    activation: str = "silu"
+
+    def build(self) -> nn.Sequential:
+        """The module, with parameters that are still to be set: no random number is drawn."""
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(unknown_name("activation", self.activation, ACTIVATIONS))
+        layers: list[nn.Module] = []
+        widths = (self.inputs, *self.hidden, self.outputs)
+        for i, (width, following) in enumerate(pairwise(widths)):
+            layers.append(nn.utils.skip_init(nn.Linear, width, following))
+            if i < len(self.hidden):
+                layers.append(ACTIVATIONS[self.activation]())
+        return nn.Sequential(*layers).eval()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long, in what steps. batch_size None: all rows at once."""
+
+    max_epochs: int = 200
+    batch_size: int | None = 64
+    learning_rate: float = 1e-2
+    patience: int = 40
+    precision: float = 1.0  # τ
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and which rows each member leaves out (M, n)."""
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The networks with their best weights, and when those were found."""
+
+    modules: tuple[nn.Sequential, ...]
+    epochs: int
+    best_epoch: Tensor  # (M,)
+    losses: Tensor  # validation loss by epoch (epochs, M)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small products are not worth a second thread, and threads that wait for each other on a busy machine cost tenfold."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def train(
+    architecture: Architecture,
+    likelihood: Likelihood | None,
+    rows: Rows,
+    schedule: Schedule,
+    seed: int,
+    start: Tensor | None = None,
+    on_epoch: Callable[[int], None] | None = None,
+) -> Trained:
+    """Adam with a cosine schedule; each member keeps the weights of its best epoch on the rows it left out.
+
+    likelihood None is Gaussian with noise of unknown size. start: the biases of the last layer. Without held-out rows the last
+    epoch is kept. Draws from its own generator only.
+    """
+    members, widths = len(rows.held_out), (architecture.inputs, *architecture.hidden, architecture.outputs)
+    work = members * (schedule.batch_size or len(rows.x)) * sum(a * b for a, b in pairwise(widths))
+    with _one_thread() if work < WORTH_THREADS else nullcontext():
+        return _train(architecture, likelihood, rows, schedule, seed, start, on_epoch)
+
+
+def _train(
+    architecture: Architecture,
+    likelihood: Likelihood | None,
+    rows: Rows,
+    schedule: Schedule,
+    seed: int,
+    start: Tensor | None,
+    on_epoch: Callable[[int], None] | None,
+) -> Trained:
+    generator = torch.Generator().manual_seed(seed)
+    members, module = rows.held_out.shape[0], architecture.build()
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    theta = _initial(shapes, members, start, generator, rows.x.dtype).requires_grad_(True)  # (M, P)
+    spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
+    forward = vmap(lambda flat, x: functional_call(module, _unpack(flat, shapes), (x,)))
+
+    def losses(index: Tensor) -> Tensor:
+        """(M, B), not weighted."""
+        f, y = forward(theta, rows.x[index]), rows.y[index]
+        if likelihood is not None:
+            return -likelihood.log_prob(y, f)
+        s = spread.clamp_min(SMALLEST_LOG_VARIANCE)[:, None]
+        r = y.reshape(f.shape) - f
+        loss: Tensor = 0.5 * (r * r * torch.exp(-s) + s).sum(-1)
+        return loss
+
+    def mean_loss(index: Tensor, real: Tensor) -> Tensor:
+        """(M,), weighted."""
+        w = rows.weights[index] * real
+        return (w * losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
+
+    inside, outside = _index(~rows.held_out), _index(rows.held_out)
+    decay = schedule.precision / (rows.weights[inside.rows] * inside.real).sum(1)  # τ/W (M,)
+    optimiser = _Adam([theta, spread] if likelihood is None else [theta])
+    size = inside.rows.shape[1] if schedule.batch_size is None else min(schedule.batch_size, inside.rows.shape[1])
+    best, found = theta.detach().clone(), torch.zeros(members, dtype=torch.long)
+    lowest = torch.full((members,), math.inf, dtype=torch.float64)
+    history: list[Tensor] = []
+    watching = outside.rows.shape[1] > 0
+    for epoch in range(1, schedule.max_epochs + 1):
+        share = 0.5 * (1 + math.cos(math.pi * (epoch - 1) / schedule.max_epochs))
+        rate = schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)
+        for index, real in inside.batches(size, generator):
+            optimiser.step((mean_loss(index, real) + 0.5 * decay * (theta * theta).sum(1)).sum(), rate)
+        if watching:
+            with torch.no_grad():
+                score = mean_loss(outside.rows, outside.real).double()
+            better = score < lowest
+            lowest, found = torch.where(better, score, lowest), torch.where(better, epoch, found)
+            best = torch.where(better[:, None], theta.detach(), best)
+            history.append(score)
+        if on_epoch is not None:
+            on_epoch(epoch)
+        if watching and epoch - int(found.max()) >= schedule.patience:
+            break
+    if not watching:
+        best, found = theta.detach(), torch.full_like(found, epoch)
+    if not bool(torch.isfinite(best).all()):
+        raise FloatingPointError(
+            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or look for extreme values."
+        )
+    modules = tuple(_filled(architecture, _unpack(flat, shapes)) for flat in best)
+    return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
+
+
+@dataclass(eq=False)
+class _Adam:
+    """Adam on a few tensors. (torch.optim would import the compiler first, which takes longer than training.)"""
+
+    parameters: list[Tensor]
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.first = [torch.zeros_like(p) for p in self.parameters]
+        self.second = [torch.zeros_like(p) for p in self.parameters]
+
+    def step(self, loss: Tensor, rate: float, decay: tuple[float, float] = (0.9, 0.999), least: float = 1e-8) -> None:
+        gradients = torch.autograd.grad(loss, self.parameters)
+        self.steps += 1
+        step = rate / (1 - decay[0] ** self.steps)
+        root = math.sqrt(1 - decay[1] ** self.steps)
+        with torch.no_grad():
+            for p, g, m, v in zip(self.parameters, gradients, self.first, self.second, strict=True):
+                m.lerp_(g, 1 - decay[0])
+                v.mul_(decay[1]).addcmul_(g, g, value=1 - decay[1])
+                p.addcdiv_(m, (v.sqrt() / root).add_(least), value=-step)
+
+
+@dataclass(frozen=True, eq=False)
+class _Index:
+    """Rows of each member, padded to the same number: rows (M, k), real (M, k) is 0 where padded."""
+
+    rows: Tensor
+    real: Tensor
+
+    def batches(self, size: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+        """In a new order for each member; all at once where one batch takes all."""
+        count = self.rows.shape[1]
+        if size >= count:
+            return [(self.rows, self.real)]
+        order = torch.rand(self.rows.shape, generator=generator).argsort(1)
+        rows, real = self.rows.gather(1, order), self.real.gather(1, order)
+        return list(zip(rows.split(size, 1), real.split(size, 1), strict=True))
+
+
+def _index(chosen: Tensor) -> _Index:
+    """bool (M, n) -> the rows that are True."""
+    most = int(chosen.sum(1).max())
+    order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    return _Index(order, chosen.gather(1, order).to(torch.float32))
+
+
+def _initial(
+    shapes: Mapping[str, torch.Size], members: int, start: Tensor | None, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`)."""
+    parts = []
+    for shape in shapes.values():
+        if len(shape) == 2:
+            parts.append(torch.randn(members, shape.numel(), generator=generator, dtype=dtype) / math.sqrt(shape[1]))
+        else:
+            parts.append(torch.zeros(members, shape.numel(), dtype=dtype))
+    if start is not None:
+        parts[-1] = start.to(dtype).expand(members, -1)
+    return torch.cat(parts, 1)
+
+
+def _unpack(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """θ (P,) -> parameters by name."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _filled(architecture: Architecture, parameters: Mapping[str, Tensor]) -> nn.Sequential:
+    module = architecture.build().to(next(iter(parameters.values())).dtype)
+    module.load_state_dict(dict(parameters))
+    return module
+
+
+def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:
+    """Which rows each member leaves out: disjoint parts of one random order where there are enough.  -> bool (M, n).
+
+    strata (n,): classes, of which each part gets its share.
+    """
+    held = torch.zeros(members, rows, dtype=torch.bool)
+    count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
+    if count == 0 or rows < 2:
+        return held
+    order = torch.randperm(rows, generator=generator)
+    if strata is not None:  # classes in turn: any consecutive part holds them in their proportion
+        rank = torch.zeros(rows)
+        for label in strata.unique():
+            where = (strata[order] == label).nonzero().flatten()
+            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator)) / len(where)
+        order = order[rank.argsort(stable=True)]
+    for m in range(members):
+        part = torch.arange(m * count, (m + 1) * count) % rows
+        held[m, order[part]] = True
+    return held
