@@ -27,6 +27,7 @@ bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/predict_speed.py
 	$(BIN)/python benchmarks/curvature_speed.py --quick
 	$(BIN)/python benchmarks/growth.py --quick
+	$(BIN)/python benchmarks/prior_speed.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -3,7 +3,7 @@
 H = S + T holds the data in S and the prior in T = −∇² log π, so another prior is another factorisation and no pass. Whether θ̂
 can follow depends on what the sums know of the likelihood away from θ̂:
 
-  Gaussian noise, last layer, dense    ℓ_D is a quadratic that the sums hold whole: θ̂ moves, for any prior
+  Gaussian noise, last layer           dense or kfac: ℓ_D is a quadratic that the sums hold whole: θ̂ moves, for any prior
   anything else                        θ̂ stays (as in a fit with mode="as_is"), or is polished again on the data
 
 The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all of it; for another the exact

@@ -23,7 +23,7 @@ from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
-from ssla.structures import Dense, Operator, Structure
+from ssla.structures import Dense, Kfac, Operator, Structure
 from ssla.trace import Trace
 
 if TYPE_CHECKING:
@@ -224,8 +224,8 @@ class Posterior:
           "paper"     in the refit, not in the curvature, as the paper's prior-modularity tables were made
           "additive"  in neither: θ̂ and θ̃ are the likelihood's, and log π(θ̃) − log π(θ̂) is added
 
-        A polished last layer with Gaussian noise and dense curvature moves to the new mode from the sums alone (the noise stays
-        what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data` (the
+        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode from the sums alone (the noise
+        stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data` (the
         training data) it is polished again.
         """
         from ssla.modularity import with_prior
@@ -256,13 +256,17 @@ class Posterior:
 
     @property
     def quadratic(self) -> bool:
-        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass."""
-        return self.network.linear and isinstance(self.likelihood, Gaussian) and isinstance(self.statistics.curvature, Dense)
+        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass.
+
+        So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
+        """
+        whole = isinstance(self.statistics.curvature, Dense | Kfac)
+        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
 
     def update(self, data: Any) -> Posterior:
         """The posterior with more data, in one pass over them alone.
 
-        A polished last layer with Gaussian noise and dense curvature moves to the new mode, exactly as if all data had been
+        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode, as if all data had been
         fitted at once. Otherwise θ̂ stays where it is, and the report says so.
         """
         from ssla.fitting import collect
