@@ -12,7 +12,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.credal.intervals import smallest_interval, union
+from ssla.credal_sets.intervals import smallest_interval, union
 from ssla.expectation import probability
 from ssla.quadrature import Regions
 

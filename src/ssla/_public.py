@@ -2,7 +2,7 @@
 
 from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.cost import estimate_cost
-from ssla.credal import credal
+from ssla.credal_sets import credal
 from ssla.expansion import Increments
 from ssla.explicit import ExplicitModel
 from ssla.fitting import fit
@@ -10,7 +10,7 @@ from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive, mixture
 from ssla.refit import AutoRefit, NoRefit, OutputRefit, PlugIn, WeightRefit, assla, ssla
-from ssla.sensitivity import conflict, local_sensitivity, sensitivity
+from ssla.sensitivities import conflict, local_sensitivity, sensitivity
 
 __all__ = [
     "AutoRefit",

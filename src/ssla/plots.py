@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ssla.batches import as_tensor
-from ssla.credal import Credal
+from ssla.credal_sets import Credal
 from ssla.predictive import Predictive
-from ssla.sensitivity import Sensitivity
+from ssla.sensitivities import Sensitivity
 
 BAND = "#2f6db5"
 OTHER = "#d1651f"

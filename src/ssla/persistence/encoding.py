@@ -32,7 +32,7 @@ LIKELIHOODS = (
     "StudentT",
     "Tempered",
 )
-PRIORS = ("Gaussian", "Flat", "Laplace", "StudentT", "Gamma", "NormalInverseGamma", "Product")
+PRIORS = ("Gaussian", "Flat", "Laplace", "StudentT", "Horseshoe", "SpikeSlab", "Gamma", "NormalInverseGamma", "Product")
 STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # a new structure is one more name
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssla._checks import one_of
 from ssla.likelihoods import Likelihood
 from ssla.network import Opening, check_mode, describe, module_of, reopen
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import Decoder, Encoder, NotStorableError
 from ssla.persistence.fingerprint import compare, fingerprint
 from ssla.posterior import DEFAULT_BUDGET, Posterior, Report, Statistics
-from ssla.priors import Prior
+from ssla.priors import CONVENTIONS, Prior
 
 KIND = "posterior"
 
@@ -55,6 +56,7 @@ def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
     for name, value in (("likelihood", posterior.likelihood), ("prior", posterior.prior)):
         content[name] = _or_own(encoder, value, f"{place}{name}")
     content["memory_budget"] = posterior.memory_budget
+    content["convention"] = posterior.convention
     content["network"] = fingerprint(module_of(posterior.network))
     return content
 
@@ -87,6 +89,7 @@ def unpack(
             decoder.decode(content["statistics"], Statistics),
             decoder.decode(content["report"], Report),
             budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
+            convention=one_of("convention", content["convention"], CONVENTIONS),
         )
         _check(posterior)
     return posterior

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ssla._checks import level as checked_level
 from ssla.batches import Inputs
-from ssla.credal.box import BoxMembers
-from ssla.credal.intervals import Merged, content, smallest_interval, union
-from ssla.credal.members import Bounds, FiniteMembers, Members
+from ssla.credal_sets.box import BoxMembers
+from ssla.credal_sets.intervals import Merged, content, smallest_interval, union
+from ssla.credal_sets.members import Bounds, FiniteMembers, Members
 from ssla.expectation import Event, expect, probability
 from ssla.posterior import Posterior
 from ssla.predictive import ClassPredictive, Predictive
 from ssla.predictive.base import answer, probabilities, scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
-from ssla.sensitivity import named_priors
+from ssla.sensitivities import named_priors
 
 __all__ = ["Bounds", "Credal", "Decomposition", "credal"]
 

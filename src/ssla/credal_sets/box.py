@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ssla.batches import Inputs
-from ssla.credal.members import Bounds, Functional, Worst
+from ssla.credal_sets.members import Bounds, Functional, Worst
 from ssla.evidence import Eigenbasis, eigenbasis
 from ssla.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
 from ssla.likelihoods import Gaussian, Likelihood
