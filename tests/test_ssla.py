@@ -81,7 +81,9 @@ def test_a_normal_with_unknown_variance_gives_students_t():
     assert off.std() < 1e-9 + 5 * post.report.residual_after
     p = post.predict(x, refit="weights")
     body = T([truth.ppf(0.0006), -1.0, 0.0, 1.0, 2.5, truth.ppf(0.9994)])
-    assert (p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))).abs().max() < 3e-4
+    found = p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))
+    assert found.max() - found.min() < 2e-4  # interpolated: 1e-4 at either end
+    assert found.abs().max() < 5e-4  # and normalised, with a constant correction beyond the 99.9% region
 
 
 def slope(n, values):
