@@ -145,9 +145,7 @@ def main() -> None:
         a, b = kl(log_q)
         print(f"| {name} | {a:.1e} | {b:.1e} |")
     noise = (halves[0].exp() * (halves[0] - halves[1]) * weights).sum(1)
-    print(
-        f"| *truth against truth: half the chains to the other* | {float(noise[:12].mean()):.1e} | {float(noise[12:].mean()):.1e} |"
-    )
+    print(f"| *one half of the truth to the other* | {float(noise[:12].mean()):.1e} | {float(noise[12:].mean()):.1e} |")
     for name in ("output", "weights"):
         print(f"\n{name}: {post.predict(new, refit=name).diagnostics}; mass {post.predict(new, refit=name).mass.tolist()}")
 
