@@ -262,6 +262,7 @@ def test_refits_that_fail_are_handled_as_asked():
         ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="raise"))
     p = post.predict(new, refit=ssla.WeightRefit(**few))
     assert p.diagnostics.unconverged.all()
+    assert set(p.diagnostics.rung) == {"output"}  # who answered, not who was asked
     assert torch.allclose(p.mean, post.predict(new).mean)
 
 

@@ -35,7 +35,7 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
     chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
     if is_exact(weights) and isinstance(output, GaussianPredictive):
-        chosen = torch.zeros_like(chosen)
+        chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
         return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, chosen, reasons, None))
     if support.kind == "vector":
         raise ValueError(VECTOR)
@@ -96,7 +96,7 @@ def _classes(
 
 
 def _told(flags: Diagnostics, name: str, chosen: Tensor, reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
-    rung = tuple("weights" if yes or reasons is None else "output" for yes in chosen.tolist())
+    rung = tuple("weights" if yes else "output" for yes in chosen.tolist())
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,
