@@ -139,7 +139,7 @@ def last_layer(rounds: int, singles: int) -> None:
 
 
 def all_weights(rounds: int) -> None:
-    """n = 300, about 3,000 weights, Gaussian noise, the determinant frozen: 20 points × 10 y."""
+    """n = 300, about 3,000 weights, Gaussian noise, the determinant frozen: 10 points × 10 y."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
     x = torch.randn(300, 4)
@@ -150,12 +150,12 @@ def all_weights(rounds: int) -> None:
         ((model(x)[:, 0] - y) ** 2).mean().backward()
         optimiser.step()
     likelihood, prior = ssla.likelihoods.Gaussian(noise=0.2), ssla.priors.Gaussian(precision=10.0)
-    new = torch.randn(20, 4)
+    new = torch.randn(10, 4)
     retrained = 3
-    for structure in ("dense", "kfac"):
+    for structure in ("dense",):
         post = ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", structure=structure)
         grid = post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64))
-        for tolerance in (1e-3, 1e-6):
+        for tolerance in (1e-3, 1e-5):
             refit = ssla.WeightRefit(tolerance=tolerance)
             jobs: dict[str, Callable[[], object]] = {
                 "together": lambda r=refit, p=post, g=grid: r(p, new).solve(g),
@@ -166,7 +166,7 @@ def all_weights(rounds: int) -> None:
             faster = ratio(times, "authors", "together", retrained, grid.numel())
             print(
                 f"All weights ({post.report.parameters:,}, {structure}), n = 300, {grid.numel()} refits at {tolerance:g}: "
-                f"{min(times['together']) / grid.numel() * 1e3:.1f} ms each, {float(solved.steps.double().mean()):.0f} gradients, "
+                f"{min(times['together']) / grid.numel() * 1e3:.1f} ms each, {float(solved.steps.double().mean()):.0f} steps, "
                 f"{int(solved.converged.sum())} converged; the authors' way takes {faster:.0f}x as long"
             )
 

@@ -81,7 +81,9 @@ def test_a_normal_with_unknown_variance_gives_students_t():
     assert off.std() < 1e-9 + 5 * post.report.residual_after
     p = post.predict(x, refit="weights")
     body = T([truth.ppf(0.0006), -1.0, 0.0, 1.0, 2.5, truth.ppf(0.9994)])
-    assert (p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))).abs().max() < 3e-4
+    found = p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))
+    assert found.max() - found.min() < 2e-4  # interpolated: 1e-4 at either end
+    assert found.abs().max() < 5e-4  # and normalised, with a constant correction beyond the 99.9% region
 
 
 def slope(n, values):
@@ -260,6 +262,7 @@ def test_refits_that_fail_are_handled_as_asked():
         ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="raise"))
     p = post.predict(new, refit=ssla.WeightRefit(**few))
     assert p.diagnostics.unconverged.all()
+    assert set(p.diagnostics.rung) == {"output"}  # who answered, not who was asked
     assert torch.allclose(p.mean, post.predict(new).mean)
 
 

@@ -1,9 +1,9 @@
 """A whole density from few refits: the output rung's density, corrected.
 
 The refit's answer and the output rung's differ by a correction that is small and smooth in y. It is interpolated over the region
-that holds 99.95% of the output predictive, on Chebyshev nodes of asinh((z − centre)/scale), z the support's real coordinate
-(for counts: on whole numbers, of y itself), and continued as a constant beyond it. Its Chebyshev coefficients tell the error:
-where the last ones are not small enough, the nodes are doubled.
+that has 99.95% of the output predictive, widened where the corrected one reaches further, on Chebyshev nodes of
+asinh((z − centre)/scale), z the support's real coordinate (for counts: whole numbers, of y itself), and continued as a constant
+beyond it. Its Chebyshev coefficients tell the error: where the last ones are not small enough, the nodes are doubled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ssla.refit.weights import NAN
 
 FIRST_NODES, MOST_NODES = 7, 97
 TAIL = 2.5e-4  # of the output predictive, beyond the nodes on either side
+REGION = 5e-4  # the same of the answer, where the promise holds
+WIDENINGS = 6
 QUANTILES = (TAIL, 0.0668, 0.5, 0.9332, 1 - TAIL)  # the region, its centre, and ± 1.5 standard deviations of a normal
 
 
@@ -53,6 +55,28 @@ class Corrected:
     @property
     def like(self) -> Tensor:
         return self.weights.like
+
+    def updated(self, other: Corrected) -> Corrected:
+        """With the rows that the other one has refitted, again."""
+        new = other.refitted
+
+        def pick(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.where(new.reshape(-1, *[1] * (mine.dim() - 1)), theirs, mine)
+
+        frame = Frame(
+            self.frame.support,
+            *(pick(getattr(self.frame, part), getattr(other.frame, part)) for part in ("centre", "scale", "low", "high")),
+        )
+        return Corrected(
+            self.weights,
+            self.refitted,
+            frame,
+            pick(self.coefficients, other.coefficients),
+            self.fallback | other.fallback,
+            pick(self.failed, other.failed),
+            pick(self.inaccurate, other.inaccurate),
+            self.refits + other.refits,
+        )
 
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         base = self.weights.output.density(y, rows)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Gaussian
-from ssla.likelihoods.support import Classes, Continuous
+from ssla.likelihoods.support import Classes, Continuous, Support
 from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive
 from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.few_refits import QUANTILES, correct, uncorrected
+from ssla.predictive.few_refits import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected
 from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.priors import BoundGaussian
@@ -20,6 +20,7 @@ VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
     "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
+MARGIN = 1.3  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
 
@@ -34,20 +35,14 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
     chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
     if is_exact(weights) and isinstance(output, GaussianPredictive):
-        chosen = torch.zeros_like(chosen)
+        chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
         return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, chosen, reasons, None))
     if support.kind == "vector":
         raise ValueError(VECTOR)
     if isinstance(support, Classes):
         return _classes(weights, output, support.count, chosen, name, reasons)
     assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
-    expansion = correct(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen)
-    made: CountPredictive | GridPredictive
-    if support.kind == "count":
-        made = count_predictive(expansion, name)
-    else:
-        assert isinstance(support, Continuous)
-        made = grid_predictive(expansion, support, name)
+    expansion, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
     flags = Diagnostics(
         name,
         made.diagnostics.fallback | expansion.fallback,
@@ -58,6 +53,31 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     if isinstance(made, CountPredictive):
         return CountPredictive(expansion, made.tables, told)
     return GridPredictive(expansion, made.support, made.pieces, told)
+
+
+def _resolved(
+    weights: WeightExpansion, quantiles: Tensor, chosen: Tensor, support: Support, name: str
+) -> tuple[Corrected, CountPredictive | GridPredictive]:
+    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, once more and wider."""
+    expansion = correct(weights, quantiles, chosen)
+    for _ in range(WIDENINGS):
+        made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
+        ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
+        beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
+        beyond &= chosen & ~expansion.failed & ~expansion.inaccurate & torch.isfinite(ends).all(1)
+        if not bool(beyond.any()):
+            return expansion, made
+        z = support.to_real(ends) if isinstance(support, Continuous) else ends
+        centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[:, 2:3]
+        far = centre + MARGIN * (z - centre)
+        far = support.from_real(far) if isinstance(support, Continuous) else far
+        wider = quantiles.clone()
+        wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
+        quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
+        expansion = expansion.updated(correct(weights, quantiles, beyond))
+    made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
+    expansion.inaccurate[beyond] = True
+    return expansion, made
 
 
 def _classes(
@@ -76,7 +96,7 @@ def _classes(
 
 
 def _told(flags: Diagnostics, name: str, chosen: Tensor, reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
-    rung = tuple("weights" if yes or reasons is None else "output" for yes in chosen.tolist())
+    rung = tuple("weights" if yes else "output" for yes in chosen.tolist())
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,

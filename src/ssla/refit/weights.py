@@ -35,6 +35,8 @@ class WeightRefit:
     All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y); after
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
+    Fails for thousands of weights: there the refits rarely converge (docs/refits.md), and fall back as `on_failure` says.
+
     Parameters
     ----------
     tolerance:
