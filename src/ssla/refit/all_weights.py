@@ -117,7 +117,9 @@ class AllWeightsRefit:
         tolerance, most = self.options.tolerance, self.options.max_steps
         small = self.gradient.numel() <= SMALL
         first = min(most, SHARED_STEPS) if small else most
-        found = ascend(group.evaluate, group.start(), tolerance=tolerance, max_steps=first, memory=self.options.memory)
+        guess, memory = group.start(), self.options.memory  # of a linearised network: a direction, perhaps too long
+        zero = torch.zeros_like(guess)
+        found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess)
         rest = (~found.converged).nonzero().squeeze(-1)
         if not small or not rest.numel() or first == most:
             return found

@@ -19,6 +19,7 @@ from torch import Tensor
 OVERSHOOT = 0.5  # a step may end where the slope along it has turned to at most minus this part of what it was
 SHORTEST = 2.0**-24
 RIDGE = 1e-14
+FARTHEST = 10.0  # a mixed step may be this many times as long as the plain one
 
 
 class Slope(NamedTuple):
@@ -49,11 +50,15 @@ Evaluate = Callable[[Tensor, Tensor], Slope]
 """(points (m, P), which tasks (m,)) -> Slope; NaN where a point is outside the domain."""
 
 
-def ascend(evaluate: Evaluate, start: Tensor, *, tolerance: float, max_steps: int, memory: int) -> Found:
+def ascend(
+    evaluate: Evaluate, start: Tensor, *, tolerance: float, max_steps: int, memory: int, toward: Tensor | None = None
+) -> Found:
     """Preconditioned ascent with Anderson mixing over `memory` rounds; a task leaves when it is done.
 
     A trial is taken where the slope along it is still above −½ of what it was, and halved otherwise. All tasks advance in
     the same round, those that halve and those that go on, so no task waits for another's line search.
+
+    toward: a first direction from `start` in place of the preconditioned gradient, for a guess that may be too far.
 
     Fails (converged = False, the best point seen is kept) after max_steps evaluations, or where no step helps.
     """
@@ -69,6 +74,11 @@ def ascend(evaluate: Evaluate, start: Tensor, *, tolerance: float, max_steps: in
     keep = (alive & (norm > tolerance)).nonzero().squeeze(-1)
     rows, state = rows[keep], state.take(keep)
     direction, slope = state.mixed()
+    if toward is not None:
+        guess = toward[keep]
+        rise = (state.gradient * guess).sum(-1)
+        uphill = torch.isfinite(rise) & (rise > 0)
+        direction, slope = torch.where(uphill.unsqueeze(-1), guess, direction), torch.where(uphill, rise, slope)
     factor = torch.ones_like(slope)
     for _ in range(max_steps - 1):
         if not rows.numel():
@@ -159,5 +169,6 @@ class _State:
         for j, (moved, _, changed) in enumerate(self.history):
             mixed -= gamma[:, j, None] * (moved + changed)
         slope = (self.gradient * mixed).sum(-1)
-        uphill = torch.isfinite(slope) & (slope > 0.01 * plain)
+        near = mixed.norm(dim=-1) <= FARTHEST * self.step.norm(dim=-1)  # else the history describes another place
+        uphill = torch.isfinite(slope) & (slope > 0.01 * plain) & near
         return torch.where(uphill.unsqueeze(-1), mixed, self.step), torch.where(uphill, slope, plain)
