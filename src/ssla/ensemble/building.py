@@ -124,7 +124,7 @@ class _Work:
         columns = y if y.dim() == 2 else y[:, None]
         with torch.no_grad():
             first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-        posterior = self._fit(module, ~held, first.at(0.0))
+        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K under the prior that will be used
         f, K = posterior.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
         seen, target, w = self.data.of(~held)
