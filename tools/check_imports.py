@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": ANSWERS,
     "plots": ANSWERS,
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
+    "paper": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "tables": set(),
     "cli": ANSWERS | {"__init__", "demo", "ensemble", "metrics", "persistence", "sklearn", "tables", "training"},
     "_public": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence"},

@@ -47,7 +47,7 @@ class Job:
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
         sums, target = self._read(None)
-        sums = self._enough_directions(sums)
+        sums = self._enough_directions(sums, estimate)
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
@@ -66,36 +66,50 @@ class Job:
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
         target.note(self.notes)
+        self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
         posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
 
-    def _enough_directions(self, sums: Sums) -> Sums:
-        """A low-rank sketch is widened, with a pass each time, until it drops no more than it may."""
+    def _enough_directions(self, sums: Sums, estimate: bool) -> Sums:
+        """A low-rank sketch is widened, with a pass each time, until it overstates no variance by more than it may."""
         found = sums.statistics.curvature
         if not isinstance(found, LowRank):
             return sums
+        least = self._least_precision()
+        if estimate:  # the sums are in units of a noise that is not known yet: about that of the residuals
+            least *= float((sums.squares / sums.statistics.weight).min())
         most = max(self.budget // found.memory(Extent(self._network.layout.size, 1)) * found.sketch.shape[1], 1)
-        while (wider := found.wider(most)) is not None and self.repeatable:
+        while least > 0 and self.repeatable and (wider := found.wider(least, most)) is not None:
             self.structure = wider
             sums = self._collect(None)
             found = sums.statistics.curvature
             assert isinstance(found, LowRank)
-        note = (
-            f"low_rank: {found.directions:,} of {len(found.diagonal):,} directions, which leave out {found.dropped:.2g} of tr S"
-        )
+        return sums
+
+    def _least_precision(self) -> float:
+        network = self._network
+        return float(self.prior.bind(network.layout).precision(network.theta).min())
+
+    def _note_directions(self, sums: Sums) -> None:
+        """Say what a low-rank curvature leaves out."""
+        found, least = sums.statistics.curvature, self._least_precision()
+        if not isinstance(found, LowRank) or least <= 0:
+            return
+        excess = found.overstated(least)
+        of = f"{found.directions(least):,} of {len(found.diagonal):,} directions"
+        note = f"low_rank: {of}; no variance is more than {100 * excess:.2g}% too large"
         self.notes.append(note)
-        if found.rank is None and found.dropped > found.tail:
+        if found.rank is None and excess > 2 * found.tail:
             why = "the memory budget" if self.repeatable else "a source that can be read only once"
             warnings.warn(
-                f"{note}, more than tail={found.tail:g}: {why} allows no wider sketch, so predictions are too wide. "
-                "Use structure='kfac', or LowRank(columns=…) with more memory.",
+                f"{note}, which is beyond tail={found.tail:g}: {why} allows no wider sketch. Use structure='kfac', a larger "
+                "memory_budget, or LowRank(rank=…) to take it as it is.",
                 UserWarning,
                 stacklevel=5,
             )
-        return sums
 
     def _settle_noise(self, theta: Tensor, sums: Sums, steps: int, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
         """Noise and mode in turn, until the noise is that of the residuals at the mode."""

@@ -5,9 +5,13 @@ merges like the others, one pass, J never built. S is recovered by the Nyström 
 
     Ŝ = Y (ΩᵀY)⁺ Yᵀ ⪯ S,        exact where rank S ≤ l,
 
-and cut to its k leading eigenpairs. What is left out is known and not guessed: tr S is summed exactly, and
-tr S − tr Ŝ_k ≥ 0 is the curvature that was dropped. Dropping curvature widens: K is never too small. Without a rank, k is the
-least that drops at most `tail` of tr S; `fit` doubles l, with one more pass each time, until the sketch allows it.
+and cut to its k leading eigenpairs. What is left out is known and not guessed: tr S is summed exactly, and the dropped curvature
+d = tr S − tr Ŝ_k ≥ 0 bounds what dropping it does. With the smallest prior precision τ, H ⪯ (1 + d/τ) Ĥ, so that
+
+    K ⪯ K̂ ⪯ (1 + d/τ) K:        variances are never too small, and at most by d/τ too large.
+
+Without a rank, k is the least for which d/τ ≤ `tail`; `fit` doubles l, with one more pass each time, until the sketch allows it.
+Where the data say much about every direction that takes k near P: then use another structure.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 class LowRank:
     """S ≈ U diag(λ) Uᵀ, k directions.
 
-    rank: k, or None for the least that drops at most `tail` of tr S.  tail: that share.  seed: of Ω; statistics merge only under
-    the same one.  columns: l, the width of the sketch (2 k + 10, or doubled from 64 until `tail` is reached).
+    rank: k, or None for the least that overstates no variance by more than the share `tail`.  seed: of Ω; statistics merge only
+    under the same one.  columns: l, the width of the sketch (2 k + 10, or doubled from 64 until `tail` is reached).
     """
 
     rank: int | None = None
-    tail: float = 0.01
+    tail: float = 0.1
     seed: int = 0
     columns: int | None = None
     probe: Tensor = EMPTY  # Ω (P, l)
@@ -52,7 +56,7 @@ class LowRank:
                 raise ValueError(f"LowRank({what}=…) must be a positive integer or None, but is {value!r}.")
         if not 0 < self.tail < 1:
             raise ValueError(
-                f"LowRank(tail=…) must lie between 0 and 1: the share of curvature that may be dropped. It is {self.tail!r}."
+                f"LowRank(tail=…) must lie between 0 and 1: the share by which variances may be overstated. It is {self.tail!r}."
             )
 
     def _width(self, size: int) -> int:
@@ -97,35 +101,31 @@ class LowRank:
         root: Tensor = (U * singular).mT
         return root
 
-    @property
-    def _eigenvalues(self) -> Tensor:
-        return (self._root**2).sum(1)
-
     @cached_property
-    def directions(self) -> int:
-        """k."""
-        values = self._eigenvalues
-        if self.rank is not None:
-            return min(self.rank, len(values))
-        total = float(self.diagonal.sum())
-        enough = (total - values.cumsum(0) <= self.tail * total).nonzero().flatten()
-        return int(enough[0]) + 1 if enough.numel() else len(values)
+    def _dropped(self) -> Tensor:
+        """tr S − tr Ŝ_k for k = 0 … r."""
+        kept = torch.cat([torch.zeros(1, dtype=torch.float64), (self._root**2).sum(1).cumsum(0)])
+        return (self.diagonal.sum() - kept).clamp_min(0)
 
-    @property
-    def dropped(self) -> float:
-        """The share of tr S that the k directions leave out."""
-        total = float(self.diagonal.sum())
-        return max(1 - float(self._eigenvalues[: self.directions].sum()) / total, 0.0) if total > 0 else 0.0
+    def directions(self, least: float) -> int:
+        """k, under a prior whose smallest precision is `least`."""
+        most = len(self._root) if self.rank is None else min(self.rank, len(self._root))
+        enough = (self._dropped[: most + 1] <= self.tail * least).nonzero().flatten()
+        return int(enough[0]) if enough.numel() and self.rank is None else most
 
-    def wider(self, most: int) -> LowRank | None:
-        """An empty one with a sketch twice as wide (at most `most` columns), if this one drops more than it may."""
+    def overstated(self, least: float) -> float:
+        """d/τ: the largest share by which a variance may be too large under a prior whose smallest precision is `least`."""
+        return float(self._dropped[self.directions(least)]) / least
+
+    def wider(self, least: float, most: int) -> LowRank | None:
+        """An empty one with a sketch twice as wide (at most `most` columns), if this one overstates more than it may."""
         columns, size = self.sketch.shape[1], self.sketch.shape[0]
-        if self.rank is not None or self.dropped <= self.tail or columns >= min(size, most):
+        if self.rank is not None or self.overstated(least) <= self.tail or columns >= min(size, most):
             return None
         return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
 
     def push(self, direction: Tensor) -> Tensor:
-        root = self._root[: self.directions]
+        root = self._root[: self.rank]
         return root.mT @ (root @ direction)
 
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
@@ -134,7 +134,7 @@ class LowRank:
                 "structure='low_rank' needs a prior whose curvature is diagonal, but this prior couples parameters. Use "
                 "structure='dense'."
             )
-        return woodbury(self._root[: self.directions], precision)
+        return woodbury(self._root[: self.directions(float(precision.min()))], precision)
 
     def memory(self, extent: Extent) -> int:
         return 5 * 8 * extent.size * self._width(extent.size)
