@@ -11,15 +11,17 @@ from ssla import demo
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readmes_code_runs(capsys):
+def test_the_readmes_code_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text()
     assert text.index("make demo") < text.index("make test") < 200
     names: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) >= 2
+    assert len(blocks) >= 4
     for block in blocks:
         exec(block, names)
     assert names["predictive"].interval(0.95).shape == (2, 2)
+    assert torch.equal(names["again"].predict(names["x"]).interval(0.95), names["posterior"].predict(names["x"]).interval(0.95))
     assert "polished" in capsys.readouterr().out
 
 

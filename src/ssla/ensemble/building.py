@@ -46,7 +46,7 @@ def fit_ensemble(
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
     trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
     modules = tuple(module.double() for module in trained.modules)
-    work = _Work(_Data(z, y, weights, held), likelihood, settings)
+    work = _Work(_Data(z, y, weights, held), likelihood, settings, _disagreement(modules, z[held.any(0)]))
     components: list[Component] = []
     with warnings.catch_warnings():  # said of fits that are then tuned
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
@@ -61,6 +61,14 @@ def _fraction(settings: Settings, rows: int) -> float:
     """Of small tables more is left out: thirty rows, but at most a fifth."""
     least = settings.validation_fraction
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
+
+
+def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor | None:
+    """The variance between members, mean over rows (D,)."""
+    if len(modules) < 2 or not len(z):
+        return None
+    with torch.no_grad():
+        return torch.stack([module(z) for module in modules]).var(0, unbiased=False).mean(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +90,7 @@ class _Work:
     data: _Data
     likelihood: Likelihood | None
     settings: Settings
+    disagreement: Tensor | None
 
     def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
         return fit(
@@ -115,13 +124,13 @@ class _Work:
         columns = y if y.dim() == 2 else y[:, None]
         with torch.no_grad():
             first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-        posterior = self._fit(module, ~held, first.at(0.0))
+        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K under the prior that will be used
         f, K = posterior.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
         seen, target, w = self.data.of(~held)
         residuals = target.reshape(len(seen), -1) - posterior.outputs_at(seen).mean
         inside = (w[:, None] * residuals**2).sum(0) / w.sum()
-        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside)
+        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """With the prior precision of the highest evidence."""

@@ -5,7 +5,9 @@ proportional to σ², so
 
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
-but no less than the mean of r² over the training rows: early stopping chose the epoch that looked best on the rows left out.
+One network: no less than the mean of r² over its training rows, for early stopping chose the epoch that looked best on the rows
+left out. Several: their disagreement V is part of each one's error, but not of the mixture's, and the mixture adds it to its
+spread; so 2V is taken off, down to the training residuals at most.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
 predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t
@@ -42,14 +44,18 @@ class Noise:
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
 
 
-def held_out_noise(squares: Tensor, weights: Tensor, least: Tensor) -> Noise:
-    """From s (n, D) of the rows left out, their weights (n,), and the mean square of the training residuals (D,)."""
+def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None) -> Noise:
+    """From s (n, D) of the rows left out, their weights (n,), the mean square of the training residuals (D,), and V (D,)."""
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth = (weights[:, None] * squares**2).sum(0) / total
     kurtosis = (fourth / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
-    return Noise(torch.maximum(variance, least).sqrt().clamp_min(SMALLEST), min(error, 1.0))
+    if disagreement is None:
+        variance = torch.maximum(variance, inside)
+    else:
+        variance = torch.minimum(variance, torch.maximum(variance - 2 * disagreement, inside))
+    return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, 1.0))
 
 
 def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:

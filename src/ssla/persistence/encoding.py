@@ -65,8 +65,9 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            self.tensors[place] = value
-            return {"tensor": place}
+            turned = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
+            self.tensors[place] = value.mT if turned else value
+            return {"turned": place} if turned else {"tensor": place}  # the same layout, for the same bits of later products
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{place}.{i}") for i, item in enumerate(value)]}
@@ -100,6 +101,8 @@ class Decoder:
                 return float(text)
             case {"tensor": str(name)}:
                 return self.tensors[name]
+            case {"turned": str(name)}:
+                return self.tensors[name].mT
             case {"tuple": list(items)}:
                 return tuple(self._decode(item) for item in items)
             case {"list": list(items)}:

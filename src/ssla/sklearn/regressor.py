@@ -9,7 +9,7 @@ import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
@@ -109,10 +109,12 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         kept, aside = np.arange(len(X)), np.arange(0)
         if self.conformal:
             kept, aside = self._set_aside(len(X))
-        weights = None if sample_weight is None else np.asarray(sample_weight)[kept]
+        weights = None if sample_weight is None else _check_sample_weight(sample_weight, X, dtype=np.float64)[kept]
         self.ensemble_ = self._fit_rows(X[kept], torch.from_numpy(y[kept].copy()), weights, self.likelihood)
         self.n_iter_ = self.ensemble_.epochs
-        self.conformal_ = Conformal.of(self.predict_dist(X[aside]), y[aside]) if self.conformal else None
+        self.conformal_ = None
+        if self.conformal:
+            self.conformal_ = Conformal.of(self.ensemble_.predict(torch.from_numpy(X[aside].copy()), self.refit), y[aside])
         return self
 
     def _check_target(self, y: np.ndarray) -> None:

@@ -148,7 +148,7 @@ def _interpret(name: str, cells: list[Any]) -> Column:
         if len(wrong) > 0.5 * len(given):
             return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
         raise TableError(
-            f"Column {name!r} mixes numbers and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, and {len(wrong)} such "
+            f"Column {name!r} mixes numbers and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
             f"cells in all. Correct them, or leave the column out with --drop {name!r}."
         )
     if wrong:
