@@ -158,8 +158,8 @@ def table(results: list[dict]) -> str:
             some = [r for r in results if r["set"] == name]
             row = [float(np.mean([r[label][score] for r in some])) for label in COLUMNS]
             means.append(row)
-            lines.append(f"{name:<{width}}" + "".join(f"{value:17.3f}" for value in row))
-        lines.append(f"{'mean':<{width}}" + "".join(f"{value:17.3f}" for value in np.mean(means, 0)))
+            lines.append(f"{name:<{width}}" + "".join(f"{value:17.4f}" for value in row))
+        lines.append(f"{'mean':<{width}}" + "".join(f"{value:17.4f}" for value in np.mean(means, 0)))
     ratios = [np.mean([r["seconds"] / r["training"] for r in results if r["set"] == name]) for name in names]
     pairs = ", ".join(f"{name} {ratio:.2f}" for name, ratio in zip(names, ratios, strict=True))
     lines.append(f"\ntime of members=5 over training its five networks: {np.mean(ratios):.2f} ({pairs})")
