@@ -1,0 +1,43 @@
+"""Every room can be the first that is imported, and public names are the same whichever way they are reached."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ssla
+
+SOURCE = Path(ssla.__file__).parent
+EXTRAS = {"cli", "sklearn", "tables", "plots", "demo", "paper"}  # need more than torch and numpy
+ROOMS = sorted({p.stem if p.is_file() else p.name for p in SOURCE.iterdir() if not p.name.startswith("_")} - EXTRAS - {"py"})
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_every_room_can_come_first():
+    """One process: each room is imported with the package forgotten before."""
+    forget = "[sys.modules.pop(m) for m in list(sys.modules) if m == 'ssla' or m.startswith('ssla.')]"
+    lines = "\n".join(f"{forget}; import ssla.{room}" for room in ROOMS if room != "py")
+    found = run(f"import sys, torch\n{lines}")
+    assert found.returncode == 0, found.stderr[-800:]
+
+
+@pytest.mark.parametrize("first", ["from ssla.sensitivities import Sensitivity", "import ssla.credal_sets", "import ssla"])
+def test_functions_are_not_hidden_by_rooms(first):
+    functions = "ssla.sensitivity, ssla.credal, ssla.fit, ssla.ssla, ssla.mixture"
+    code = f"{first}\nimport ssla\nassert all(callable(f) for f in ({functions}))"
+    found = run(code + "\nassert ssla.predictive.from_marginal and ssla.likelihoods.Gaussian and 'fit' in ssla.__all__")
+    assert found.returncode == 0, found.stderr[-800:]
+
+
+def test_the_package_alone_does_not_load_torch():
+    found = run("import sys, ssla\nassert 'torch' not in sys.modules\nssla.fit\nassert 'torch' in sys.modules")
+    assert found.returncode == 0, found.stderr[-800:]
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'ssla' has no attribute 'fitt'"):
+        _ = ssla.fitt
