@@ -1,0 +1,55 @@
+"""python -m ssla.paper: reproduce studies of the paper."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ssla._checks import unknown_name
+from ssla.paper.page import write_page
+from ssla.paper.runner import Study, Workplace, run
+from ssla.paper.studies import STUDIES
+
+
+def reproduce(names: list[str], folder: Path, *, quick: bool = False, jobs: int = 1, progress: bool = True) -> bool:
+    """Run the studies and write the page; whether every study was reported."""
+    for name in names:
+        if name not in STUDIES:
+            raise ValueError(unknown_name("study", name, STUDIES))
+    place = Workplace(folder, quick)
+    for name in names:
+        study: Study = STUDIES[name]()
+        for claim in run(study, place, jobs, progress):
+            print(
+                f"{'holds   ' if claim.holds else 'refuted '} {claim.statement}: published {claim.published}; found {claim.found}"
+            )
+    write_page(place)
+    print(f"tables, figures and the page are in {place.results('')}")
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ssla.paper", description=__doc__)
+    parser.add_argument("studies", nargs="*", help=f"of: {', '.join(STUDIES)}")
+    parser.add_argument("--all", action="store_true", help="every study")
+    parser.add_argument("--quick", action="store_true", help="a small version of each, for CI")
+    parser.add_argument("--folder", type=Path, default=Path("paper"), help="where records and results go (default: paper)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    options = parser.parse_args()
+    names = list(STUDIES) if options.all else options.studies
+    if not names:
+        parser.error("name a study, or --all")
+    try:
+        reproduce(names, options.folder, quick=options.quick, jobs=options.jobs)
+    except (ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: what was done is kept; start again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

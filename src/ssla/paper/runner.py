@@ -1,0 +1,128 @@
+"""Tasks that are done once: records written whole, runs that can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+"""What a task found: numbers, strings, lists and dicts of them."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of a study: function(**settings) -> Record. Another process must find the function, so it is a module's own."""
+
+    key: str  # a file name
+    function: Callable[..., Record]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Study(Protocol):
+    """A table or figure of the paper, or several that share their work."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    def tasks(self, quick: bool) -> list[Task]: ...
+
+    def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
+        """Write tables and figures; say which published statements hold."""
+        ...
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published statement beside what was found."""
+
+    statement: str
+    published: str
+    found: str
+    holds: bool
+    reason: str = ""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the text, or the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder of records, tables and figures."""
+
+    folder: Path
+    quick: bool = False
+
+    def records(self, study: str) -> Path:
+        return self.folder / ("records-quick" if self.quick else "records") / study
+
+    def results(self, study: str) -> Path:
+        return self.folder / ("quick" if self.quick else "results") / study
+
+    def recall(self, study: str, key: str) -> Record | None:
+        """A record that is there and whole."""
+        try:
+            found: Record = json.loads((self.records(study) / f"{key}.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            return None
+        return found
+
+
+def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) -> list[Claim]:
+    """Do what is not yet done, then report. Safe to interrupt and to start again."""
+    tasks = study.tasks(place.quick)
+    keys = [task.key for task in tasks]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"The study {study.name!r} has two tasks of one key.")
+    missing = [task for task in tasks if place.recall(study.name, task.key) is None]
+    for task, record in _done(missing, jobs, f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)", progress):
+        write_whole(place.records(study.name) / f"{task.key}.json", json.dumps(record, indent=1))
+    records = {key: place.recall(study.name, key) or {} for key in keys}
+    folder = place.results(study.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    claims = study.report(records, folder)
+    write_whole(
+        folder / "summary.json", json.dumps({"title": study.title, "claims": [vars(claim) for claim in claims]}, indent=1)
+    )
+    return claims
+
+
+def _timed(function: Callable[..., Record], settings: Mapping[str, Any]) -> Record:
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    record = function(**settings)
+    return {**record, "seconds": time.perf_counter() - start}
+
+
+def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[tuple[Task, Record]]:
+    from ssla.fitting.watching import progress_bar
+
+    if jobs == 1 or len(tasks) < 2:
+        for task in progress_bar(tasks, len(tasks), progress and bool(tasks), label, "task"):
+            yield task, _timed(task.function, task.settings)
+        return
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
+        futures = {pool.submit(_timed, task.function, task.settings): task for task in tasks}
+        try:
+            for future in progress_bar(as_completed(futures), len(futures), progress, label, "task"):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

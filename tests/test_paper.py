@@ -1,0 +1,90 @@
+"""Studies that can be killed and started again, tables that say what they should, claims that hold."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ssla.paper.__main__ import reproduce
+from ssla.paper.runner import Claim, Task, Workplace, run
+from ssla.paper.studies import STUDIES
+from ssla.paper.tables import Table
+
+
+def count(folder, number):
+    """A task that leaves a mark each time it is done."""
+    with open(Path(folder) / "marks", "a") as marks:
+        marks.write(f"{number}\n")
+    return {"value": number**2}
+
+
+@dataclass(frozen=True)
+class Squares:
+    folder: Path
+    name = "squares"
+    title = "Squares"
+
+    def tasks(self, quick):
+        return [Task(str(i), count, {"folder": str(self.folder), "number": i}) for i in range(4)]
+
+    def report(self, records, folder):
+        Table("squares", "Squares.", ["n", "n²"], [[k, r["value"]] for k, r in records.items()], {"n²": ".1f"}).write(folder)
+        return [Claim("squares", "0 to 9", str(sum(r["value"] for r in records.values())), True)]
+
+
+def test_what_is_done_is_not_done_again_and_a_damaged_record_is(tmp_path):
+    place, study = Workplace(tmp_path), Squares(tmp_path)
+    run(study, place, progress=False)
+    before = (place.results("squares") / "squares.csv").read_text()
+    (place.records("squares") / "2.json").write_text('{"value": 4')
+    claims = run(study, place, progress=False)
+    assert (tmp_path / "marks").read_text().split() == ["0", "1", "2", "3", "2"]
+    assert (place.results("squares") / "squares.csv").read_text() == before == "n,n²\n0,0\n1,1\n2,4\n3,9\n"
+    assert claims[0].found == "14"
+    assert "| 3 | 9.0 |" in (place.results("squares") / "squares.md").read_text()
+    assert r"3 & 9.0 \\" in (place.results("squares") / "squares.tex").read_text()
+
+
+def test_several_processes_give_the_same(tmp_path):
+    run(Squares(tmp_path), Workplace(tmp_path), jobs=2, progress=False)
+    assert sorted((tmp_path / "marks").read_text().split()) == ["0", "1", "2", "3"]
+
+
+def results(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in sorted((folder / "quick").rglob("*")) if p.is_file()}
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    command = [sys.executable, "-W", "ignore", "-m", "ssla.paper", "sine", "priors", "--quick", "--jobs", "1", "--folder"]
+    assert subprocess.run([*command, str(whole)], capture_output=True, check=False).returncode == 0
+    process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = killed / "records-quick" / "sine"
+    while not (records.exists() and len(list(records.glob("*.json"))) >= 2) and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert subprocess.run([*command, str(killed)], capture_output=True, check=False).returncode == 0
+    assert results(whole) == results(killed)
+
+
+EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, False]}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_runs_quickly_and_its_claims_are_as_known(name, tmp_path, capsys):
+    reproduce([name], tmp_path, quick=True, progress=False)
+    found = json.loads((tmp_path / "quick" / name / "summary.json").read_text())
+    assert [claim["holds"] for claim in found["claims"]] == EXPECTED[name]
+    assert f"## {found['title']}" in (tmp_path / "quick" / "page.md").read_text()
+
+
+def test_an_unknown_study_names_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match=r"Unknown study 'sin'. Did you mean 'sine'\?"):
+        reproduce(["sin"], tmp_path)
