@@ -54,6 +54,9 @@ class Credal:
     convention: str
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Credal({', '.join(self.names)}; {self.members.rows} inputs, convention {self.convention!r})"
+
     def cdf(self, y: Any) -> Bounds:
         """Lower and upper P(Y ≤ y): a p-box.  (N,) or (N, k)."""
         value, single = scalar_targets(y, self.members.rows)

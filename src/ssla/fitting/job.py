@@ -101,7 +101,7 @@ class Job:
         if not isinstance(found, LowRank) or least <= 0:
             return
         excess = found.overstated(least)
-        of = f"{found.directions(least):,} of {len(found.diagonal):,} directions"
+        of = f"{found.directions:,} of {len(found.diagonal):,} directions"
         note = f"low_rank: {of}; no variance is more than {100 * excess:.2g}% too large"
         self.notes.append(note)
         if found.rank is None and excess > 2 * found.tail:

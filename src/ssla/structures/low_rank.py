@@ -10,8 +10,8 @@ d = tr S − tr Ŝ_k ≥ 0 bounds what dropping it does. With the smallest prior
 
     K ⪯ K̂ ⪯ (1 + d/τ) K:        variances are never too small, and at most by d/τ too large.
 
-Without a rank, k is the least for which d/τ ≤ `tail`; `fit` doubles l, with one more pass each time, until the sketch allows it.
-Where the data say much about every direction that takes k near P: then use another structure.
+Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each time, until d/τ ≤ `tail`.
+Where the data say much about every direction that takes l near P: then use another structure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 class LowRank:
     """S ≈ U diag(λ) Uᵀ, k directions.
 
-    rank: k, or None for the least that overstates no variance by more than the share `tail`.  seed: of Ω; statistics merge only
+    rank: k, or None for as many as overstate no variance by more than the share `tail`.  seed: of Ω; statistics merge only
     under the same one.  columns: l, the width of the sketch (2 k + 10, or doubled from 64 until `tail` is reached).
     """
 
@@ -103,19 +103,17 @@ class LowRank:
 
     @cached_property
     def _dropped(self) -> Tensor:
-        """tr S − tr Ŝ_k for k = 0 … r."""
-        kept = torch.cat([torch.zeros(1, dtype=torch.float64), (self._root**2).sum(1).cumsum(0)])
-        return (self.diagonal.sum() - kept).clamp_min(0)
+        """d = tr S − tr Ŝ_k."""
+        return (self.diagonal.sum() - (self._root[: self.rank] ** 2).sum()).clamp_min(0)
 
-    def directions(self, least: float) -> int:
-        """k, under a prior whose smallest precision is `least`."""
-        most = len(self._root) if self.rank is None else min(self.rank, len(self._root))
-        enough = (self._dropped[: most + 1] <= self.tail * least).nonzero().flatten()
-        return int(enough[0]) if enough.numel() and self.rank is None else most
+    @property
+    def directions(self) -> int:
+        """k: all that the sketch holds, unless fewer were asked for."""
+        return len(self._root) if self.rank is None else min(self.rank, len(self._root))
 
     def overstated(self, least: float) -> float:
         """d/τ: the largest share by which a variance may be too large under a prior whose smallest precision is `least`."""
-        return float(self._dropped[self.directions(least)]) / least
+        return float(self._dropped) / least
 
     def wider(self, least: float, most: int) -> LowRank | None:
         """An empty one with a sketch twice as wide (at most `most` columns), if this one overstates more than it may."""
@@ -134,7 +132,7 @@ class LowRank:
                 "structure='low_rank' needs a prior whose curvature is diagonal, but this prior couples parameters. Use "
                 "structure='dense'."
             )
-        return woodbury(self._root[: self.directions(float(precision.min()))], precision)
+        return woodbury(self._root[: self.rank], precision)
 
     def memory(self, extent: Extent) -> int:
         return 5 * 8 * extent.size * self._width(extent.size)
