@@ -14,7 +14,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data, parametrize_with_checks
 
 import ssla
 from ssla import metrics
@@ -40,6 +40,13 @@ BATCHES = {"check_sample_weight_equivalence_on_dense_data": "rows are shuffled i
 )
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize("make", [SSLARegressor, SSLAClassifier])
+def test_the_check_of_weights_passes_in_settings_like_those_scikit_learn_runs_its_mlp_in(make):
+    """scikit-learn runs this check of MLPClassifier with solver="lbfgs", of MLPRegressor with full batches of sgd."""
+    estimator = make(max_epochs=25, hidden=(4,), batch_size=None, early_stopping=False)  # the check has 15 rows
+    check_sample_weight_equivalence_on_dense_data(make.__name__, estimator)
 
 
 @pytest.mark.parametrize("members", [1, 3])
