@@ -141,16 +141,28 @@ def last_layer(rounds: int, singles: int) -> None:
 def all_weights(rounds: int) -> None:
     """n = 300, about 3,000 weights, Gaussian noise, the determinant frozen: 10 points × 10 y."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
-    x = torch.randn(300, 4)
-    y = torch.sin(x[:, 0]) + 0.2 * torch.randn(300)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-3)
-    for _ in range(500):
-        optimiser.zero_grad()
-        ((model(x)[:, 0] - y) ** 2).mean().backward()
-        optimiser.step()
+    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    x = torch.randn(300, 4, dtype=torch.float64)
+    y = torch.sin(x[:, 0]) + 0.2 * torch.randn(300, dtype=torch.float64)
     likelihood, prior = ssla.likelihoods.Gaussian(noise=0.2), ssla.priors.Gaussian(precision=10.0)
-    new = torch.randn(10, 4)
+    # to the mode: a refit is a question about a maximum
+    optimiser = torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=3000,
+        history_size=50,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-6,
+        tolerance_change=0.0,
+    )
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = ((model(x)[:, 0] - y) ** 2).sum() / 0.08 + 5 * sum((p**2).sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    new = torch.randn(10, 4, dtype=torch.float64)
     retrained = 3
     for structure in ("dense",):
         post = ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", structure=structure)
@@ -159,7 +171,7 @@ def all_weights(rounds: int) -> None:
             refit = ssla.WeightRefit(tolerance=tolerance)
             jobs: dict[str, Callable[[], object]] = {
                 "together": lambda r=refit, p=post, g=grid: r(p, new).solve(g),
-                "authors": lambda g=grid: [authors_way(model, x, y, new[i], g[i, 0].float()) for i in range(retrained)],
+                "authors": lambda g=grid: [authors_way(model, x, y, new[i], g[i, 0]) for i in range(retrained)],
             }
             times = timed(jobs, rounds)
             solved = refit(post, new).solve(grid)

@@ -196,3 +196,49 @@ def test_all_weights_with_gauss_newton_equal_brute_force_for_every_structure(str
             expected = float(gain) - 0.5 * (logdet(end, i) - logdet(post.theta, None))
             assert abs(float(found.total[i, j]) - expected) < 1e-4
             assert abs(float(found.prior[i, j] + 0.15 * ((end**2).sum() - (post.theta**2).sum()))) < 1e-6
+
+
+def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_objective():
+    """Beyond the weights that get Hessians of their own: the gradient at θ̃ vanishes, the increments are those of direct sums."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    x = torch.randn(120, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = x[:, 0].sin() + 0.3 * torch.randn(120, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+
+    def objective(theta, rows, targets):
+        parts = torch.split(theta, [shape.numel() for shape in shapes.values()])
+        named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        f = torch.func.functional_call(net, named, (rows,))[:, 0]
+        return torch.distributions.Normal(f, 0.3).log_prob(targets).sum(), -5 * (theta**2).sum()
+
+    optimiser = torch.optim.LBFGS(
+        net.parameters(), max_iter=2000, history_size=50, line_search_fn="strong_wolfe", tolerance_grad=1e-9
+    )
+
+    def closure():
+        optimiser.zero_grad()
+        theta = torch.cat([p.flatten() for p in net.parameters()])
+        loss = -sum(objective(theta, x, y))
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    prior = ssla.priors.Gaussian(precision=10.0)
+    post = ssla.fit(net.eval(), (x, y), likelihood=L.Gaussian(noise=0.3), prior=prior, weights="all", mode="as_is")
+    assert post.report.parameters == 501
+    new = torch.tensor([[0.5, -0.2], [1.5, 1.0]], dtype=torch.float64)
+    candidates = post.predict(new).icdf(torch.tensor([0.1, 0.7], dtype=torch.float64))
+    expansion = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post, new)
+    solved = expansion.solve(candidates)
+    assert bool(solved.converged.all())
+    modes = expansion.modes(candidates).reshape(4, -1)
+    base = objective(post.theta, x, y)
+    for k, theta in enumerate(modes):
+        row, value = new[k // 2 : k // 2 + 1], candidates.flatten()[k : k + 1]
+        free = theta.clone().requires_grad_(True)
+        fit, belief = objective(free, torch.cat([x, row]), torch.cat([y, value]))
+        (gradient,) = torch.autograd.grad(fit + belief, free)
+        assert float(gradient.norm()) < 1e-4  # in units of 1/θ; the decrement is below 1e-7
+        assert float(solved.likelihood[k]) == pytest.approx(float((fit - base[0]).detach()), abs=1e-8)
+        assert float(solved.prior[k]) == pytest.approx(float((belief - base[1]).detach()), abs=1e-8)

@@ -35,7 +35,8 @@ class WeightRefit:
     All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y); after
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
-    Fails for thousands of weights: there the refits rarely converge (docs/refits.md), and fall back as `on_failure` says.
+    Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end: there is no mode near it to
+    find (docs/refits.md), and refits fall back as `on_failure` says.
 
     Parameters
     ----------
@@ -125,7 +126,7 @@ class WeightRefit:
                 f"logdet='exact' and curvature='hessian' form a matrix for each refit and are for at most {SMALL} weights, but "
                 f"this posterior has {size:,}. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
             )
-        return Options(self.tolerance, self.max_steps, curvature, logdet, memory=6)
+        return Options(self.tolerance, self.max_steps, curvature, logdet, memory=12)
 
 
 @dataclass(frozen=True, eq=False)
