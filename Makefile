@@ -28,6 +28,7 @@ bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/curvature_speed.py --quick
 	$(BIN)/python benchmarks/growth.py --quick
 	$(BIN)/python benchmarks/prior_speed.py
+	$(BIN)/python benchmarks/refit_speed.py --rounds 1 --one-by-one 50
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
