@@ -242,3 +242,22 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
         assert float(gradient.norm()) < 1e-4  # in units of 1/θ; the decrement is below 1e-7
         assert float(solved.likelihood[k]) == pytest.approx(float((fit - base[0]).detach()), abs=1e-8)
         assert float(solved.prior[k]) == pytest.approx(float((belief - base[1]).detach()), abs=1e-8)
+
+
+@pytest.mark.parametrize("likelihood", [L.HeteroscedasticGaussian(), L.Poisson()], ids=["heteroscedastic", "poisson"])
+def test_single_precision_products_change_the_determinant_by_rounding_only(likelihood, monkeypatch):
+    """With many features ΔH is formed in float32, its trace in float64: the same to 1e-6 as float64 throughout."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1 if isinstance(likelihood, L.Poisson) else 2)).double().eval()
+    x = torch.randn(150, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    y = (x[:, 0] + 0.5).exp().round() if isinstance(likelihood, L.Poisson) else x[:, 0] + 0.4 * noise
+    post = ssla.fit(net, (x, y), likelihood=likelihood)
+    new = x[:5] + 0.3
+    candidates = post.predict(new).icdf(torch.tensor([0.01, 0.3, 0.99], dtype=torch.float64))
+    single = ssla.ssla(post, new, candidates)
+    monkeypatch.setattr("ssla.refit.last_layer_group.MANY_FEATURES", 10_000)
+    double = ssla.ssla(post, new, candidates)
+    assert not torch.equal(single.curvature, double.curvature)  # they were computed in two ways
+    assert torch.allclose(single.curvature, double.curvature, rtol=0, atol=1e-6)
+    assert torch.equal(single.likelihood, double.likelihood)
