@@ -25,7 +25,7 @@ from ssla.network.any_parameters import AnyParameters
 from ssla.posterior import AS_IS, Posterior
 from ssla.refit.all_weights_determinant import SMALL, Determinants
 from ssla.refit.ascent import Found, Slope, ascend, saddle_free
-from ssla.refit.solved import HESSIAN, Options, Solved
+from ssla.refit.solved import HESSIAN, Options, Solved, own_pull
 from ssla.refit.training import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
 
 MOST_TASKS = 256
@@ -210,18 +210,9 @@ class _Group:
         return torch.where(outside.unsqueeze(-1), torch.nan, total), own
 
     def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
-        """z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g: Woodbury; Λ the Fisher where the observed one will not do."""
+        """z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g: Woodbury."""
         z = self.refit.precondition(gradient)
-        precision = self.refit.law.precision(self.y, own)
-        factor = linalg.identity_plus(self.root, precision)
-        bad = (~factor.positive).nonzero().squeeze(-1)
-        if bad.numel():
-            precision = precision.clone()
-            precision[bad] = self.refit.law.fisher(own[bad])
-            factor = linalg.identity_plus(self.root, precision)
-        v = (precision @ (self.jacobian @ z.unsqueeze(-1))).squeeze(-1)
-        white = factor.solve(linalg.upper_times(self.root, v))
-        u = v - (precision @ linalg.lower_times(self.root, white).unsqueeze(-1)).squeeze(-1)
+        u = own_pull(self.refit.law, self.y, own, self.root, (self.jacobian @ z.unsqueeze(-1)).squeeze(-1))
         return z - (u.unsqueeze(-2) @ self.pulled).squeeze(-2)
 
     def values(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ssla import linalg
 from ssla.expansion import FISHER, at_mode
 from ssla.posterior import AS_IS
 from ssla.refit.ascent import Slope
-from ssla.refit.solved import FROZEN, at_once, own_increment
+from ssla.refit.solved import FROZEN, at_once, own_increment, own_pull
 from ssla.refit.training import Block
 
 if TYPE_CHECKING:
@@ -132,18 +132,9 @@ class Group:
         return Slope(gradient, self._step(gradient, own))
 
     def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
-        """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g; Λ the Fisher where the observed one will not do."""
+        """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g."""
         z = torch.cholesky_solve(gradient.mT, self.base.factor).mT
-        precision = self.refit.law.precision(self.y, own)
-        factor = linalg.identity_plus(self.root, precision)
-        bad = (~factor.positive).nonzero().squeeze(-1)
-        if bad.numel():
-            precision = precision.clone()
-            precision[bad] = self.refit.law.fisher(own[bad])
-            factor = linalg.identity_plus(self.root, precision)
-        v = (precision @ self.push(z).unsqueeze(-1)).squeeze(-1)
-        white = factor.solve(linalg.upper_times(self.root, v))
-        u = v - (precision @ linalg.lower_times(self.root, white).unsqueeze(-1)).squeeze(-1)
+        u = own_pull(self.refit.law, self.y, own, self.root, self.push(z))
         return z - (self.pulled @ u.unsqueeze(-1)).squeeze(-1)
 
     def _blocks(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:

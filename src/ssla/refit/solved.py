@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla import linalg
+from ssla.likelihoods import Likelihood
 
 EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
 HESSIAN = "hessian"
@@ -67,6 +68,23 @@ def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
     """
     factor = linalg.identity_plus(root, precision)
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
+
+
+def own_pull(law: Likelihood, y: Tensor, f: Tensor, root: Tensor, along: Tensor) -> Tensor:
+    """u = (I + ΛK)⁻¹Λ Jz at each task's own point: what its curvature takes off a step z by Woodbury.  along Jz (m, C) -> (m, C).
+
+    Λ is the observed precision, the Fisher where that makes I + RᵀΛR indefinite: it steers a step, not an answer.
+    """
+    precision = law.precision(y, f)
+    factor = linalg.identity_plus(root, precision)
+    bad = (~factor.positive).nonzero().squeeze(-1)
+    if bad.numel():
+        precision = precision.clone()
+        precision[bad] = law.fisher(f[bad])
+        factor = linalg.identity_plus(root, precision)
+    v = (precision @ along.unsqueeze(-1)).squeeze(-1)
+    white = factor.solve(linalg.upper_times(root, v))
+    return v - (precision @ linalg.lower_times(root, white).unsqueeze(-1)).squeeze(-1)
 
 
 def at_once(budget: int, size: int) -> int:
