@@ -88,3 +88,10 @@ def test_every_study_runs_quickly_and_its_claims_are_as_known(name, tmp_path, ca
 def test_an_unknown_study_names_the_nearest(tmp_path):
     with pytest.raises(ValueError, match=r"Unknown study 'sin'. Did you mean 'sine'\?"):
         reproduce(["sin"], tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written .*Give a folder that you may write to"):
+        run(Squares(tmp_path), Workplace(tmp_path / "file"), progress=False)
+    assert not (tmp_path / "marks").exists()

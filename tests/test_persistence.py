@@ -381,3 +381,11 @@ def test_the_extra_is_named_when_it_is_missing(saved, monkeypatch, tmp_path):
             work()
     assert not (tmp_path / "p").exists()
     assert persistence.VERSION == 1
+
+
+def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
+    _, _, post = fitted("last layer")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ssla.FileError, match=r"cannot be written .*Nothing was changed"):
+        post.save(tmp_path / "file" / "inside")
+    assert (tmp_path / "file").read_text() == ""

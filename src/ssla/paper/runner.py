@@ -88,12 +88,16 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) ->
     keys = [task.key for task in tasks]
     if len(set(keys)) < len(keys):
         raise ValueError(f"The study {study.name!r} has two tasks of one key.")
+    try:  # before the work, not after it
+        place.records(study.name).mkdir(parents=True, exist_ok=True)
+        place.results(study.name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
     missing = [task for task in tasks if place.recall(study.name, task.key) is None]
     for task, record in _done(missing, jobs, f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)", progress):
         write_whole(place.records(study.name) / f"{task.key}.json", json.dumps(record, indent=1))
     records = {key: place.recall(study.name, key) or {} for key in keys}
     folder = place.results(study.name)
-    folder.mkdir(parents=True, exist_ok=True)
     claims = study.report(records, folder)
     write_whole(
         folder / "summary.json", json.dumps({"title": study.title, "claims": [vars(claim) for claim in claims]}, indent=1)

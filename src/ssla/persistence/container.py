@@ -40,12 +40,22 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
     }
     manifest["sha256"] = _digest(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
+    try:
+        _place(target, data, text.encode())
+    except OSError as error:
+        raise FileError(
+            f"{target} cannot be written ({error}). Nothing was changed. Give a folder that you may write to."
+        ) from error
+    return target
+
+
+def _place(target: Path, data: bytes, text: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as room:
         fresh, old = Path(room) / "new", Path(room) / "old"
         fresh.mkdir()
         _write_bytes(fresh / TENSORS, data)
-        _write_bytes(fresh / MANIFEST, text.encode())
+        _write_bytes(fresh / MANIFEST, text)
         if target.exists():
             target.rename(old)
         try:
@@ -54,7 +64,6 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
             if old.exists():
                 old.rename(target)
             raise
-    return target
 
 
 def check_target(target: Path) -> None:
