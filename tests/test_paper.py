@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     assert results(whole) == results(killed)
 
 
-EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, False]}
+EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, True, False, False, True]}
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -31,6 +31,7 @@ from ssla.refit import Refit
 
 MOST_CORNERS = 64
 SPREAD = 16  # quasi-random points for each side of the box, beside the corners, from which a search may start
+STARTS = 3  # of them, from which it does
 FINE, COARSE = 1e-7, 1e-4  # of a side of the box: where the search ends, for closed-form predictives and for others
 MOST_ROUNDS = 150
 
@@ -176,15 +177,20 @@ class BoxMembers:
         return [self.predictive(place.expand(self.rows, -1), rows) for place in self._places]
 
     def _highest(self, value: Callable[[Tensor], Tensor], known: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima of T functions over [0, 1]^d at once: from the best of the starts (known (k, T)) by a compass search."""
-        d, tasks = self._size, known.shape[1]
-        best, place = known.max(0)
+        """The maxima of T functions over [0, 1]^d at once: from the best starts (known (k, T)), each by a compass search."""
+        found = [self._climbed(value, values, place) for values, place in zip(*known.topk(STARTS, 0), strict=True)]
+        best_u, best = found[0]
+        for u, height in found[1:]:
+            best_u, best = torch.where((height > best)[:, None], u, best_u), torch.maximum(height, best)
+        return best_u, best
+
+    def _climbed(self, value: Callable[[Tensor], Tensor], best: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         best_u = self._places[place]
-        step = torch.full((tasks,), 0.25, dtype=torch.float64)
+        step = torch.full_like(best, 0.25)
         end = FINE if isinstance(self.likelihood, Gaussian) else COARSE
         for _ in range(MOST_ROUNDS):
-            gained = torch.zeros(tasks, dtype=torch.bool)
-            for j, sign in itertools.product(range(d), (1.0, -1.0)):
+            gained = torch.zeros_like(best, dtype=torch.bool)
+            for j, sign in itertools.product(range(self._size), (1.0, -1.0)):
                 trial = best_u.clone()
                 trial[:, j] = (trial[:, j] + sign * step).clamp(0, 1)
                 best_u, best, better = _better(value, best_u, best, trial)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.paper.runner import Claim, Record, Task
-from ssla.paper.tables import Cell, Table
+from ssla.paper.tables import Cell, Table, draw
 
 MEAN, VARIANCE, PRIOR_MEAN, PRIOR_VARIANCE = 4.0, 2.0, 4.0, 1.0
 SIZES = (100_000, 200_000, 300_000, 500_000, 700_000, 900_000, 1_000_000)
@@ -130,6 +130,7 @@ class Precision:
             "Largest error of the log density: by subtracting two sums; by the library on float32 rows, against the exact one."
         )
         Table("precision", caption, columns, rows, formats).write(folder)
+        _figure(sizes, rows, folder)
         return self._claims(rows)
 
     @staticmethod
@@ -159,3 +160,25 @@ class Precision:
 def _mean(records: list[Record], name: str, what: str) -> float | None:
     values = [record[name][what] for record in records if name in record]
     return sum(values) / len(values) if values else None
+
+
+def _figure(sizes: list[int], rows: list[list[Cell]], folder: Path) -> None:
+    """Errors against n, and half the spacing of float32 numbers near ℓ ≈ −1.77 n."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 3.6))
+    n = torch.logspace(math.log10(min(sizes)), 6.1, 400, dtype=torch.float64)
+    size = 0.5 * (1 + math.log(2 * math.pi * VARIANCE)) * n
+    spacing = 2 ** (torch.log2(size).floor() - 23) / 2
+    axis.plot(n, spacing, color="grey", lw=1, label="half the spacing of float32 at ℓ")
+    for column, label, mark in (
+        (4, "published", "x"),
+        (5, "float32 sums", "o"),
+        (6, "float64 sums", "s"),
+        (7, "increments, float32 rows", "^"),
+    ):
+        known = [(size, row[column]) for size, row in zip(sizes, rows, strict=True) if row[column] is not None]
+        axis.plot(*zip(*known, strict=True), mark, mfc="none", label=label)
+    axis.set(xscale="log", yscale="log", xlabel="n", ylabel="largest error of log p(y)")
+    axis.legend(fontsize=8)
+    draw(figure, folder, "precision")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.paper.runner import Claim, Record, Task
-from ssla.paper.tables import Table
+from ssla.paper.tables import Table, draw
 
 RUNS, TRAIN, TEST, BASES, LEVEL = 20, 100, 100, 10, 0.3
 METHODS = {"Deterministic (plug-in)": "plug_in", "Laplace / exact": "exact", "ASSLA": "none", "SSLA": "weights"}
@@ -122,6 +122,7 @@ class Sine:
         ]
         gaps = {"ASSLA": 0.0, "SSLA": 0.0}
         gains = []
+        differences: dict[str, list[float]] = {}
         for case, published in PUBLISHED.items():
             runs = [record["methods"] for record in records.values() if record["case"] == case]
             rows: list[list[str | float | None]] = []
@@ -135,7 +136,9 @@ class Sine:
             for run in runs:
                 gaps["ASSLA"] = max(gaps["ASSLA"], abs(run["none"]["nll"] - run["plug_in"]["nll"]))
                 gaps["SSLA"] = max(gaps["SSLA"], abs(run["weights"]["nll"] - run["exact"]["nll"]))
-            gains.append(statistics.mean(run["plug_in"]["nll"] - run["exact"]["nll"] for run in runs))
+            differences[case] = [run["plug_in"]["nll"] - run["exact"]["nll"] for run in runs]
+            gains.append(statistics.mean(differences[case]))
+        _figure(differences, folder)
         return [
             Claim(
                 "ASSLA is the plug-in",
@@ -161,3 +164,17 @@ class Sine:
 def _spread(values: list[float], digits: int) -> str:
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+
+
+def _figure(differences: dict[str, list[float]], folder: Path) -> None:
+    """What the refit gains in NLL, run by run."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 2.2))
+    for place, values in enumerate(differences.values()):
+        axis.plot(values, [place] * len(values), "o", mfc="none", color="C0")
+        axis.plot(statistics.mean(values), place, "|", color="black", ms=18)
+    axis.axvline(0, color="grey", lw=0.8)
+    axis.set(yticks=range(len(differences)), yticklabels=list(differences), ylim=(-0.6, len(differences) - 0.4))
+    axis.set_xlabel("NLL of ASSLA less NLL of SSLA (right of zero: SSLA is better)")
+    draw(figure, folder, "sine-gain")
