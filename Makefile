@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench paper clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/python -m ssla.demo
 
-test: lint
+test: lint $(VENV)/.ready-peers
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready-dev
@@ -22,13 +22,17 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.ready-bench
+bench: $(VENV)/.ready-peers
 	$(BIN)/python -m pytest -q -p no:cacheprovider benchmarks/test_agreement.py
 	$(BIN)/python benchmarks/predict_speed.py
 	$(BIN)/python benchmarks/curvature_speed.py --quick
 	$(BIN)/python benchmarks/growth.py --quick
 	$(BIN)/python benchmarks/prior_speed.py
 	$(BIN)/python benchmarks/refit_speed.py --rounds 1 --one-by-one 50
+
+# every table, figure and claim of the paper; a killed run goes on where it stopped
+paper: $(VENV)/.ready-peers
+	$(BIN)/python -m ssla.paper --all --page docs/paper.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -46,7 +50,7 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt $(VENV)/.ready-torch
 	@touch $@
 
 # laplace-torch and what it imports declare torchvision, which breaks here and which none of them needs: hence --no-deps
-$(VENV)/.ready-bench: $(VENV)/.ready-dev benchmarks/requirements-peers.txt benchmarks/requirements-peers-nodeps.txt
+$(VENV)/.ready-peers: $(VENV)/.ready-dev benchmarks/requirements-peers.txt benchmarks/requirements-peers-nodeps.txt
 	$(PIP) -r benchmarks/requirements-peers.txt
 	$(PIP) --no-deps -r benchmarks/requirements-peers-nodeps.txt
 	@touch $@

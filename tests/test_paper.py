@@ -51,6 +51,24 @@ def test_what_is_done_is_not_done_again_and_a_damaged_record_is(tmp_path):
     assert r"3 & 9.0 \\" in (place.results("squares") / "squares.tex").read_text()
 
 
+def test_a_record_of_other_settings_or_of_another_version_is_made_again(tmp_path, monkeypatch):
+    place = Workplace(tmp_path)
+    task, other = (Task("0", count, {"folder": str(tmp_path), "number": i}) for i in (2, 3))
+    place.keep("squares", task, {"value": 4})
+    assert place.recall("squares", task) == {"value": 4}
+    assert place.recall("squares", other) is None
+    monkeypatch.setattr("ssla.__version__", "0")
+    assert place.recall("squares", task) is None
+
+
+def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
+    reproduce(["priors"], tmp_path / "work", quick=True, progress=False, page=tmp_path / "docs" / "paper.md")
+    text = (tmp_path / "docs" / "paper.md").read_text()
+    assert "| [priors](#prior-modularity-two-tables) | 4 | 2 |" in text
+    assert "![priors-set](paper/priors-set.png)" in text
+    assert (tmp_path / "docs" / "paper" / "priors-set.png").exists()
+
+
 def test_several_processes_give_the_same(tmp_path):
     run(Squares(tmp_path), Workplace(tmp_path), jobs=2, progress=False)
     assert sorted((tmp_path / "marks").read_text().split()) == ["0", "1", "2", "3"]

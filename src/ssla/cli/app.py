@@ -122,17 +122,21 @@ def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The pictur
 @app.command()
 @told
 def reproduce(
-    studies: Annotated[list[str] | None, typer.Argument(help="precision, sine, priors; see --all.")] = None,
+    studies: Annotated[list[str] | None, typer.Argument(help="Their names; a wrong one lists them.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every study.")] = False,
     quick: Annotated[bool, typer.Option(help="A small version of each.")] = False,
     folder: Annotated[Path, typer.Option(help="Where records and results go; a killed run goes on from there.")] = Path("paper"),
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    page: Annotated[Path | None, typer.Option(help="Write the page here too, with copies of the figures.")] = None,
 ) -> None:
-    """Studies of the paper: the published number beside ours."""
+    """Studies of the paper: the published number beside ours.
+
+    Example: ssla reproduce --all --quick --folder /tmp/paper
+    """
     from ssla.paper.__main__ import reproduce as work
     from ssla.paper.studies import STUDIES
 
     names = list(STUDIES) if every else (studies or [])
     if not names:
         raise ValueError(f"Name a study ({', '.join(STUDIES)}), or give --all.")
-    work(names, folder, quick=quick, jobs=jobs)
+    work(names, folder, quick=quick, jobs=jobs, page=page)

@@ -12,8 +12,10 @@ from ssla.paper.runner import Study, Workplace, run
 from ssla.paper.studies import STUDIES
 
 
-def reproduce(names: list[str], folder: Path, *, quick: bool = False, jobs: int = 1, progress: bool = True) -> bool:
-    """Run the studies and write the page; whether every study was reported."""
+def reproduce(
+    names: list[str], folder: Path, *, quick: bool = False, jobs: int = 1, progress: bool = True, page: Path | None = None
+) -> None:
+    """Run the studies and write the page, beside the results or where `page` says."""
     for name in names:
         if name not in STUDIES:
             raise ValueError(unknown_name("study", name, STUDIES))
@@ -24,9 +26,10 @@ def reproduce(names: list[str], folder: Path, *, quick: bool = False, jobs: int 
             print(
                 f"{'holds   ' if claim.holds else 'refuted '} {claim.statement}: published {claim.published}; found {claim.found}"
             )
-    write_page(place)
-    print(f"tables, figures and the page are in {place.results('')}")
-    return True
+    written = write_page(place, STUDIES)
+    if page is not None:
+        written = write_page(place, STUDIES, page)
+    print(f"tables and figures are in {place.results('')}, the page is {written}")
 
 
 def main() -> int:
@@ -35,13 +38,14 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every study")
     parser.add_argument("--quick", action="store_true", help="a small version of each, for CI")
     parser.add_argument("--folder", type=Path, default=Path("paper"), help="where records and results go (default: paper)")
+    parser.add_argument("--page", type=Path, help="write the page here too, with copies of the figures (docs/paper.md)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
     names = list(STUDIES) if options.all else options.studies
     if not names:
         parser.error("name a study, or --all")
     try:
-        reproduce(names, options.folder, quick=options.quick, jobs=options.jobs)
+        reproduce(names, options.folder, quick=options.quick, jobs=options.jobs, page=options.page)
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

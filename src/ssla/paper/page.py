@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ssla.paper.runner import Workplace, write_whole
 
@@ -12,26 +16,62 @@ HEAD = """# The paper, reproduced
 Written by `python -m ssla.paper`{quick}; do not edit. Each study gives the published value beside ours, by the procedure that
 produced it where that is known, and beside what the method gives when it is computed right.
 """
+QUICK = " --quick: a small version of every study, for checking the machinery"
 
 
-def write_page(place: Workplace) -> Path:
-    """page.md beside the results, from the summaries and tables that are there."""
+def write_page(place: Workplace, studies: Iterable[str], target: Path | None = None) -> Path:
+    """page.md beside the results, from the summaries and tables that are there, in the order of the studies.
+
+    target: another file, which gets copies of the figures in a folder of its own name beside it.
+    """
     folder = place.results("")
-    parts = [HEAD.format(quick=" --quick: a small version of every study, for checking the machinery" if place.quick else "")]
-    held = refuted = 0
-    for summary in sorted(folder.glob("*/summary.json")):
-        found = json.loads(summary.read_text(encoding="utf-8"))
-        parts.append(f"\n## {found['title']}\n")
-        for claim in found["claims"]:
-            held, refuted = held + claim["holds"], refuted + (not claim["holds"])
-            verdict = "Holds" if claim["holds"] else "**Does not hold**"
-            reason = f" {claim['reason']}" if claim["reason"] else ""
-            parts.append(f"- {verdict}: {claim['statement']}. Published: {claim['published']}. Found: {claim['found']}.{reason}")
-        for table in sorted(summary.parent.glob("*.md")):
+    page = target or folder / "page.md"
+    found = {name: _summary(folder / name) for name in studies if (folder / name / "summary.json").exists()}
+    parts = [HEAD.format(quick=QUICK if place.quick else ""), _overview(found)]
+    for name, summary in found.items():
+        parts.append(f"\n## {summary['title']}\n")
+        parts += [_claim(claim) for claim in summary["claims"]]
+        for table in sorted((folder / name).glob("*.md")):
             parts.append("\n" + table.read_text(encoding="utf-8").strip())
-        for figure in sorted(summary.parent.glob("*.png")):
-            parts.append(f"\n![{figure.stem}]({figure.relative_to(folder)})")
-    parts.insert(1, f"\n{held} statements hold, {refuted} do not.")
-    page = folder / "page.md"
+        for figure in sorted((folder / name).glob("*.png")):
+            parts.append(f"\n![{figure.stem}]({_placed(figure, page, folder).as_posix()})")
     write_whole(page, "\n".join(parts) + "\n")
     return page
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _overview(found: dict[str, dict[str, Any]]) -> str:
+    """One line a study, and the count."""
+    rows = ["| study | statements that hold | that do not |", "|---|---:|---:|"]
+    held = refuted = 0
+    for name, summary in found.items():
+        good = sum(claim["holds"] for claim in summary["claims"])
+        bad = len(summary["claims"]) - good
+        held, refuted = held + good, refuted + bad
+        rows.append(f"| [{name}](#{_anchor(summary['title'])}) | {good} | {bad} |")
+    return f"\n{held} statements hold, {refuted} do not.\n\n" + "\n".join(rows)
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it."""
+    return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+
+
+def _claim(claim: dict[str, Any]) -> str:
+    verdict = "Holds" if claim["holds"] else "**Does not hold**"
+    reason = f" {claim['reason']}" if claim["reason"] else ""
+    return f"- {verdict}: {claim['statement']}. Published: {claim['published']}. Found: {claim['found']}.{reason}"
+
+
+def _placed(figure: Path, page: Path, folder: Path) -> Path:
+    """Where the page finds the figure: as it lies in the results, or a copy beside the page."""
+    if page.parent == folder:
+        return figure.relative_to(folder)
+    copy = page.with_suffix("") / figure.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(figure, copy)
+    return Path(os.path.relpath(copy, page.parent))

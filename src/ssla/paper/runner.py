@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import ssla
+
 Record = dict[str, Any]
 """What a task found: numbers, strings, lists and dicts of them."""
 
@@ -73,13 +75,25 @@ class Workplace:
     def results(self, study: str) -> Path:
         return self.folder / ("quick" if self.quick else "results") / study
 
-    def recall(self, study: str, key: str) -> Record | None:
-        """A record that is there and whole."""
+    def recall(self, study: str, task: Task) -> Record | None:
+        """What the task found, if that is there, whole, and of the same settings and version."""
         try:
-            found: Record = json.loads((self.records(study) / f"{key}.json").read_text(encoding="utf-8"))
+            kept = json.loads((self.records(study) / f"{task.key}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
+        if not isinstance(kept, dict) or kept.get("made_by") != _maker(task):
+            return None
+        found: Record = kept["found"]
         return found
+
+    def keep(self, study: str, task: Task, found: Record) -> None:
+        write_whole(self.records(study) / f"{task.key}.json", json.dumps({"made_by": _maker(task), "found": found}, indent=1))
+
+
+def _maker(task: Task) -> Record:
+    """What a record depends on, as JSON gives it back."""
+    settings: Record = json.loads(json.dumps(dict(task.settings)))
+    return {"ssla": ssla.__version__, "settings": settings}
 
 
 def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) -> list[Claim]:
@@ -93,10 +107,10 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) ->
         place.results(study.name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
-    missing = [task for task in tasks if place.recall(study.name, task.key) is None]
+    missing = [task for task in tasks if place.recall(study.name, task) is None]
     for task, record in _done(missing, jobs, f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)", progress):
-        write_whole(place.records(study.name) / f"{task.key}.json", json.dumps(record, indent=1))
-    records = {key: place.recall(study.name, key) or {} for key in keys}
+        place.keep(study.name, task, record)
+    records = {task.key: place.recall(study.name, task) or {} for task in tasks}
     folder = place.results(study.name)
     claims = study.report(records, folder)
     write_whole(
