@@ -13,7 +13,7 @@ import pytest
 
 from ssla.paper.__main__ import reproduce
 from ssla.paper.runner import Claim, Task, Workplace, run
-from ssla.paper.studies import STUDIES
+from ssla.paper.studies import STUDIES, study
 from ssla.paper.tables import Table
 
 
@@ -113,3 +113,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path):
     with pytest.raises(ValueError, match=r"cannot be written .*Give a folder that you may write to"):
         run(Squares(tmp_path), Workplace(tmp_path / "file"), progress=False)
     assert not (tmp_path / "marks").exists()
+
+
+def test_a_study_whose_libraries_are_missing_says_which_extra_brings_them(monkeypatch):
+    monkeypatch.setitem(STUDIES, "odd", "ssla.paper.no_such_module:Odd")
+    with pytest.raises(ImportError, match=r"The study 'odd' needs .*pip install 'ssla\[paper\]'"):
+        study("odd")

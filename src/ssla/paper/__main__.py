@@ -6,23 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssla._checks import unknown_name
 from ssla.paper.page import write_page
-from ssla.paper.runner import Study, Workplace, run
-from ssla.paper.studies import STUDIES
+from ssla.paper.runner import Workplace, run
+from ssla.paper.studies import STUDIES, study
 
 
 def reproduce(
     names: list[str], folder: Path, *, quick: bool = False, jobs: int = 1, progress: bool = True, page: Path | None = None
 ) -> None:
     """Run the studies and write the page, beside the results or where `page` says."""
-    for name in names:
-        if name not in STUDIES:
-            raise ValueError(unknown_name("study", name, STUDIES))
-    place = Workplace(folder, quick)
-    for name in names:
-        study: Study = STUDIES[name]()
-        for claim in run(study, place, jobs, progress):
+    place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first begins
+    for each in studies:
+        for claim in run(each, place, jobs, progress):
             print(
                 f"{'holds   ' if claim.holds else 'refuted '} {claim.statement}: published {claim.published}; found {claim.found}"
             )

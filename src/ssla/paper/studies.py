@@ -1,12 +1,26 @@
-"""The studies by name, in the order in which the paper tells them."""
+"""The studies by name, in the order in which the paper tells them. Each is imported when it is wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
-from ssla.paper.modularity import Priors
-from ssla.paper.precision import Precision
+from ssla._checks import unknown_name
 from ssla.paper.runner import Study
-from ssla.paper.sine import Sine
 
-STUDIES: dict[str, Callable[[], Study]] = {"precision": Precision, "sine": Sine, "priors": Priors}
+STUDIES = {  # name -> where it is
+    "precision": "ssla.paper.precision:Precision",
+    "sine": "ssla.paper.sine:Sine",
+    "priors": "ssla.paper.modularity:Priors",
+}
+
+
+def study(name: str) -> Study:
+    """The study of that name. ImportError says which extra its work needs."""
+    if name not in STUDIES:
+        raise ValueError(unknown_name("study", name, STUDIES))
+    place, kind = STUDIES[name].split(":")
+    try:
+        made: Study = getattr(importlib.import_module(place), kind)()
+    except ModuleNotFoundError as error:
+        raise ImportError(f"The study {name!r} needs {error.name}: pip install 'ssla[paper]'.") from error
+    return made
