@@ -97,6 +97,19 @@ def modularity(convention, offset):
     return np.array(values).T
 
 
+@pytest.mark.parametrize("convention", ["exact", "paper", "additive"])
+def test_modes_are_those_of_the_augmented_data(convention):
+    data = torch.tensor([3.1, 4.7, 5.2, 2.9], dtype=torch.float64)
+    model = ssla.ExplicitModel(lambda y, t: -0.25 * (y - t[0]) ** 2, data, [4.0], priors.Gaussian(3.0, mean=1.0), convention)
+    y = torch.tensor([-2.0, 0.0, 7.5], dtype=torch.float64)
+    pull = 0.0 if convention == "additive" else 3.0
+    expected = (pull * 1.0 + (data.sum() + y) / 2) / (pull + 5 / 2)
+    assert model.modes(y).shape == (3, 1)
+    assert (model.modes(y)[:, 0] - expected).abs().max() < 1e-10
+    with pytest.raises(ValueError, match="Candidates must be rows like the data's"):
+        model.modes(y[:, None])
+
+
 def test_the_papers_ten_numbers_by_a_real_refit():
     for offset, stated, without in [(0.0, SELF, -0.0259), (1.0, OFF, -2.0259)]:
         ssla_values, assla_values = modularity("paper", offset)

@@ -92,7 +92,13 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     assert results(whole) == results(killed)
 
 
-EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, True, False, False, True]}
+EXPECTED = {
+    "conjugate": [True, False, True, False, False, False, True, True, True],
+    "rates": [True, False, True, False, True, False, True, True, False, False, True],
+    "precision": [True, True, False],
+    "sine": [True, True, True],
+    "priors": [True, True, True, False, False, True],
+}
 
 
 @pytest.mark.parametrize("name", STUDIES)

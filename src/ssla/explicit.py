@@ -133,18 +133,27 @@ class ExplicitModel:
         """θ̂ (P,)."""
         return self._climb(self.start.unsqueeze(0), None)[0]
 
-    def increments(self, rows: Any, refit: bool = True) -> Increments:
-        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with a refit of its own.
-
-        refit=False holds θ̃ = θ̂ (ASSLA).
-        """
+    def _candidates(self, rows: Any) -> Tensor:
         y = as_tensor(rows).double()
         if y.dim() != self.data.dim() or y.shape[1:] != self.data.shape[1:]:
             raise ValueError(
                 f"Candidates must be rows like the data's, (k, …) = {('k', *self.data.shape[1:])}, but are {tuple(y.shape)}."
             )
+        return y
+
+    def modes(self, rows: Any) -> Tensor:
+        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data, by itself."""
+        y = self._candidates(rows)
+        return self._climb(self.mode.expand(len(y), -1).clone(), y)
+
+    def increments(self, rows: Any, refit: bool = True) -> Increments:
+        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with a refit of its own.
+
+        refit=False holds θ̃ = θ̂ (ASSLA).
+        """
+        y = self._candidates(rows)
         hat = self.mode
-        tilde = self._climb(hat.expand(len(y), -1).clone(), y) if refit else hat.expand(len(y), -1)
+        tilde = self.modes(y) if refit else hat.expand(len(y), -1)
         # row by row, so that sums over n are never subtracted
         likelihood = (vmap(self._rows)(tilde) - self._rows(hat)).sum(1) + vmap(self.log_prob)(y, tilde)
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)

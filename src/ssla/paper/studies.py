@@ -8,6 +8,8 @@ from ssla._checks import unknown_name
 from ssla.paper.runner import Study
 
 STUDIES = {  # name -> where it is
+    "conjugate": "ssla.paper.conjugate:Conjugate",
+    "rates": "ssla.paper.rates:Rates",
     "precision": "ssla.paper.precision:Precision",
     "sine": "ssla.paper.sine:Sine",
     "priors": "ssla.paper.modularity:Priors",
