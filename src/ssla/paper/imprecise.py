@@ -21,7 +21,7 @@ from ssla.paper.tables import Cell, Table, draw
 NOISE, POINT, SLOPE = 0.5, 1.5, 0.8
 MEANS, PRECISIONS = (-1.0, 1.0), (0.1, 100.0)
 SIZES = (5, 50, 500)
-PLACES = torch.linspace(-3, 3, 121, dtype=torch.float64)
+PLACES = torch.linspace(-3, 3, 61, dtype=torch.float64)
 
 
 def one(n: int) -> Record:
