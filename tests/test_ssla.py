@@ -146,8 +146,48 @@ def test_a_whole_density_from_few_refits(name):
 def test_many_data_need_about_ten_refits_a_density():
     post, *_ = last_layer("heteroscedastic", n=600)
     p = post.predict(inputs(20, 7), refit="weights")
-    assert p.diagnostics.refits.double().mean() <= 13
+    assert p.diagnostics.refits.double().mean() <= 10
     assert "refits" in str(p.diagnostics)
+
+
+def test_a_wide_layer_needs_8_to_12_refits_and_keeps_its_promise():
+    """The benchmark's layer: 51 features, two outputs, n = 1,000; the promise is checked at 41 y of each input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
+    x = inputs(1000, 1, 8)
+    y = x[:, 0] + torch.randn(1000, dtype=torch.float64, generator=seeded(2)) * (0.2 + 0.2 * x[:, 1].abs())
+    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian())
+    new = inputs(15, 3, 8)
+    p = post.predict(new, refit="weights")
+    assert 8 <= p.diagnostics.refits.double().mean() <= 12
+    assert not p.diagnostics.inaccurate.any()
+    grid = p.icdf(torch.linspace(0.0005, 0.9995, 41, dtype=torch.float64))
+    real = ssla.ssla(post, new, grid).total - p.mass.log()[:, None]
+    assert (p.log_prob(grid) - real).abs().max() < 1e-4
+
+
+def test_a_slowly_converging_interpolant_is_not_taken_for_a_settled_one():
+    """Student's t: two interpolants may agree by chance where the one before them did not."""
+    post, *_ = last_layer("student", n=600)
+    new = 1.5 * inputs(60, 17)
+    p = post.predict(new, refit="weights")
+    grid = p.icdf(torch.linspace(0.0005, 0.9995, 41, dtype=torch.float64))
+    real = ssla.ssla(post, new, grid).total - p.mass.log()[:, None]
+    assert (p.log_prob(grid) - real).abs().max() < 1e-4
+
+
+def test_few_counts_get_one_refit_each():
+    """A region with no more counts than nodes is not interpolated: nothing is refitted twice."""
+    post, *_ = last_layer("poisson")
+    p = post.predict(T([-2.0, 0.3], [-1.0, 0.0]), refit=ssla.WeightRefit(interpolation=1e-12))
+    expansion = p.expansion
+    for row, refits in zip(expansion.nodes, p.diagnostics.refits.tolist(), strict=True):
+        nodes = row[~row.isnan()]
+        assert len(nodes.unique()) == len(nodes) == refits
+        assert torch.equal(nodes.sort().values, nodes.min() + torch.arange(refits, dtype=torch.float64))
+    y = torch.arange(7, dtype=torch.float64).expand(2, -1)
+    real = ssla.ssla(post, T([-2.0, 0.3], [-1.0, 0.0]), y).total - p.mass.log()[:, None]
+    assert torch.allclose(p.log_prob(y), real, atol=1e-10)
 
 
 def test_gaussian_noise_on_a_network_gets_a_grid():

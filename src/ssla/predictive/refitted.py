@@ -10,7 +10,8 @@ from ssla.likelihoods.support import Classes, Continuous, Support
 from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive
 from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.few_refits import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected
+from ssla.predictive.few_refits import REGION, WIDENINGS, Corrected, correct, uncorrected, widened
+from ssla.predictive.frame import QUANTILES
 from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.priors import BoundGaussian
@@ -20,7 +21,7 @@ VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
     "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
-MARGIN = 1.3  # by which a widened region exceeds what is seen of the answer's
+MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
 
@@ -58,7 +59,7 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
 def _resolved(
     weights: WeightExpansion, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, CountPredictive | GridPredictive]:
-    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, once more and wider."""
+    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, wider."""
     expansion = correct(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
         made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
@@ -74,7 +75,7 @@ def _resolved(
         wider = quantiles.clone()
         wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
-        expansion = expansion.updated(correct(weights, quantiles, beyond))
+        expansion = widened(expansion, quantiles, beyond)
     made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
     expansion.inaccurate[beyond] = True
     return expansion, made
