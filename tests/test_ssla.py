@@ -226,6 +226,70 @@ def test_the_same_input_gives_the_same_bits_and_threads_do_not_matter():
     assert (one.total - other.total).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("refit", ["weights", "auto"])
+def test_a_whole_predictive_is_the_same_again_and_with_other_threads(refit):
+    post, *_ = last_layer("heteroscedastic", n=200)
+    new, y = inputs(6, 7), 0.3
+    one, again = (post.predict(new, refit=refit) for _ in range(2))
+    assert torch.equal(one.log_prob(y), again.log_prob(y))
+    assert torch.equal(one.mass, again.mass)
+    assert torch.equal(one.diagnostics.refits, again.diagnostics.refits)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        other = post.predict(new, refit=refit)
+    finally:
+        torch.set_num_threads(threads)
+    assert (one.log_prob(y) - other.log_prob(y)).abs().max() < 1e-10
+
+
+def test_all_weights_are_the_same_again_and_with_other_threads():
+    post, new, *_ = small_network("gaussian")
+    y = post.predict(new).icdf(T(0.1, 0.6))
+    one, again = (ssla.ssla(post, new, y).total for _ in range(2))
+    assert torch.equal(one, again)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        other = ssla.ssla(post, new, y).total
+    finally:
+        torch.set_num_threads(threads)
+    assert (one - other).abs().max() < 1e-10
+
+
+class Interrupted:
+    """A likelihood's score that the user interrupts at its nth call."""
+
+    def __init__(self, at):
+        self.left, self.original = at, L.HeteroscedasticGaussian.score
+
+    def __call__(self, likelihood, y, f):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.original(likelihood, y, f)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("build", [last_layer, small_network])
+def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
+    """Wherever it comes, the same expansion, the posterior and the module answer as if nothing had been."""
+    expected_post, new, *_ = build("heteroscedastic", n=150)
+    y = expected_post.predict(new).icdf(T(0.2, 0.5, 0.9))
+    expected = ssla.ssla(expected_post, new, y).total
+    post, *_ = build("heteroscedastic", n=150)
+    before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
+    expansion = ssla.WeightRefit()(post, new)
+    with monkeypatch.context() as patched:
+        interrupted = Interrupted(at)
+        patched.setattr(L.HeteroscedasticGaussian, "score", lambda *task: interrupted(*task))
+        with pytest.raises(KeyboardInterrupt):
+            expansion(y)
+    assert torch.equal(expansion(y).total, expected)
+    assert torch.equal(ssla.ssla(post, new, y).total, expected)
+    assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
+
+
 def test_assla_is_no_refit_and_its_increments():
     post, new, candidates, *_ = last_layer("poisson")
     y = candidates.expand(len(new), -1)
@@ -304,6 +368,47 @@ def test_refits_that_fail_are_handled_as_asked():
     assert p.diagnostics.unconverged.all()
     assert set(p.diagnostics.rung) == {"output"}  # who answered, not who was asked
     assert torch.allclose(p.mean, post.predict(new).mean)
+
+
+def test_whole_predictives_with_refits_that_fail():
+    """ "nan" says so in the rows that failed and in no others; "raise" raises."""
+    post, *_ = last_layer("heteroscedastic", n=200)
+    new, few = torch.cat([inputs(4, 6), 12 * inputs(2, 7)]), {"max_steps": 8}
+    failed = post.predict(new, refit=ssla.WeightRefit(**few)).diagnostics.unconverged
+    assert failed.any()
+    assert not failed.all()
+    p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
+    y = post.predict(new).mean
+    answers = (p.log_prob(y), p.mean, p.mass, p.interval(0.9)[:, 0], p.mode, p.variance, p.epistemic, p.cdf(y), p.sample(1)[0])
+    for answer in (*answers, p.hdr(0.5).lower[:, 0], p.increments(y).total):
+        assert torch.equal(answer.isnan(), failed)
+    assert torch.equal(p.diagnostics.unconverged, failed)
+    assert [rung == "failed" for rung in p.diagnostics.rung] == failed.tolist()
+    assert not p.diagnostics.inaccurate.any()
+    whole = post.predict(new, refit="weights").log_prob(y)
+    assert torch.allclose(p.log_prob(y)[~failed], whole[~failed], atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"refits did not reach their mode in 8 steps.*on_failure='fallback'"):
+        post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
+
+
+@pytest.mark.parametrize("name", ["poisson", "categorical"])
+def test_counts_and_classes_with_refits_that_fail(name):
+    post, new, *_ = last_layer(name)
+    few = {"max_steps": 1, "tolerance": 1e-12}
+    p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
+    assert p.diagnostics.unconverged.all()
+    assert p.mean.isnan().all()
+    if name == "poisson":
+        assert torch.stack([p.mode, p.icdf(0.5), p.hdr(0.5).lower[:, 0], p.sample(1)[0], p.increments(2.0).total]).isnan().all()
+    else:
+        with pytest.raises(ValueError, match=r"3 of 3 predictives are NaN.*on_failure='fallback'"):
+            p.sample(1)
+    with pytest.raises(RuntimeError, match="did not reach their mode in 1 steps"):
+        post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
+    assert set(p.diagnostics.rung) == {"failed"}
+    instead = post.predict(new, refit=ssla.WeightRefit(**few))
+    assert torch.allclose(instead.mean, post.predict(new).mean)
+    assert set(instead.diagnostics.rung) == {"output"}
 
 
 def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():

@@ -78,6 +78,9 @@ class Corrected:
                 (below.likelihood, below.prior, below.curvature), (real.likelihood, real.prior, real.curvature), strict=True
             ):
                 target[rows] = values
+        if self.weights.refit.on_failure == NAN:
+            for target in (below.likelihood, below.prior, below.curvature):
+                target[self.failed] = torch.nan
         return below
 
 
