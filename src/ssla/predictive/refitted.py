@@ -16,6 +16,7 @@ from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.priors import BoundGaussian
 from ssla.refit import AutoRefit, WeightExpansion
+from ssla.refit.auto import MASS_ERROR, STEP_ERROR
 from ssla.refit.weights import NAN
 
 VECTOR = (
@@ -141,9 +142,9 @@ def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> lis
     words = []
     for i in range(rows):
         found = []
-        if not float(off[i]) <= auto.target:
+        if not MASS_ERROR * float(off[i]) <= auto.target:
             found.append(f"mass off by {float(off[i]):.2g}")
-        if not float(step[i]) <= auto.step:
+        if not STEP_ERROR * float(step[i]) ** 2 <= auto.target:
             found.append(f"step of {float(step[i]):.2g} sd")
         if flagged[i]:
             found.append("flagged")
