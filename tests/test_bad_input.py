@@ -188,7 +188,7 @@ CASES = {
     "refit logdet": (lambda: ssla.WeightRefit(logdet="exakt"), r"Did you mean 'exact'\?"),
     "refit failure": (lambda: ssla.WeightRefit(on_failure="rise"), r"Did you mean 'raise'\?"),
     "structure of a last layer": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(logdet="structure")), "logdet='structure' is for weights='all'"),
-    "exact determinant of many weights": (lambda: ssla.ssla(fit(nn.Sequential(nn.Linear(3, 150), nn.Tanh(), nn.Linear(150, 1)), weights="all", structure="diag"), X, Y, ssla.WeightRefit(logdet="exact")), "at most 500 weights, but this posterior has 751.*logdet='frozen'"),
+    "Hessian of many weights": (lambda: ssla.ssla(fit(nn.Sequential(nn.Linear(3, 150), nn.Tanh(), nn.Linear(150, 1)), weights="all", structure="diag"), X, Y, ssla.WeightRefit(curvature="hessian")), "at most 500 weights, but this posterior has 751.*curvature='observed'"),
     "vector target on a network": (lambda: fit(net(outputs=2), (X, torch.stack([Y, Y], 1)), weights="all").predict(X, refit="weights"), r"no closed form for a vector target.*ssla.ssla\(posterior, x, y\)"),
     "auto target": (lambda: ssla.AutoRefit(target=-1.0), "target must be a number above zero"),
     "auto weights": (lambda: ssla.AutoRefit(weights="weights"), "weights must be a WeightRefit"),

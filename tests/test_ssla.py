@@ -146,8 +146,48 @@ def test_a_whole_density_from_few_refits(name):
 def test_many_data_need_about_ten_refits_a_density():
     post, *_ = last_layer("heteroscedastic", n=600)
     p = post.predict(inputs(20, 7), refit="weights")
-    assert p.diagnostics.refits.double().mean() <= 13
+    assert p.diagnostics.refits.double().mean() <= 10
     assert "refits" in str(p.diagnostics)
+
+
+def test_a_wide_layer_needs_8_to_12_refits_and_keeps_its_promise():
+    """The benchmark's layer: 51 features, two outputs, n = 1,000; the promise is checked at 41 y of each input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
+    x = inputs(1000, 1, 8)
+    y = x[:, 0] + torch.randn(1000, dtype=torch.float64, generator=seeded(2)) * (0.2 + 0.2 * x[:, 1].abs())
+    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian())
+    new = inputs(15, 3, 8)
+    p = post.predict(new, refit="weights")
+    assert 8 <= p.diagnostics.refits.double().mean() <= 12
+    assert not p.diagnostics.inaccurate.any()
+    grid = p.icdf(torch.linspace(0.0005, 0.9995, 41, dtype=torch.float64))
+    real = ssla.ssla(post, new, grid).total - p.mass.log()[:, None]
+    assert (p.log_prob(grid) - real).abs().max() < 1e-4
+
+
+def test_a_slowly_converging_interpolant_is_not_taken_for_a_settled_one():
+    """Student's t: two interpolants may agree by chance where the one before them did not."""
+    post, *_ = last_layer("student", n=600)
+    new = 1.5 * inputs(60, 17)
+    p = post.predict(new, refit="weights")
+    grid = p.icdf(torch.linspace(0.0005, 0.9995, 41, dtype=torch.float64))
+    real = ssla.ssla(post, new, grid).total - p.mass.log()[:, None]
+    assert (p.log_prob(grid) - real).abs().max() < 1e-4
+
+
+def test_few_counts_get_one_refit_each():
+    """A region with no more counts than nodes is not interpolated: nothing is refitted twice."""
+    post, *_ = last_layer("poisson")
+    p = post.predict(T([-2.0, 0.3], [-1.0, 0.0]), refit=ssla.WeightRefit(interpolation=1e-12))
+    expansion = p.expansion
+    for row, refits in zip(expansion.nodes, p.diagnostics.refits.tolist(), strict=True):
+        nodes = row[~row.isnan()]
+        assert len(nodes.unique()) == len(nodes) == refits
+        assert torch.equal(nodes.sort().values, nodes.min() + torch.arange(refits, dtype=torch.float64))
+    y = torch.arange(7, dtype=torch.float64).expand(2, -1)
+    real = ssla.ssla(post, T([-2.0, 0.3], [-1.0, 0.0]), y).total - p.mass.log()[:, None]
+    assert torch.allclose(p.log_prob(y), real, atol=1e-10)
 
 
 def test_gaussian_noise_on_a_network_gets_a_grid():
@@ -184,6 +224,70 @@ def test_the_same_input_gives_the_same_bits_and_threads_do_not_matter():
     finally:
         torch.set_num_threads(threads)
     assert (one.total - other.total).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("refit", ["weights", "auto"])
+def test_a_whole_predictive_is_the_same_again_and_with_other_threads(refit):
+    post, *_ = last_layer("heteroscedastic", n=200)
+    new, y = inputs(6, 7), 0.3
+    one, again = (post.predict(new, refit=refit) for _ in range(2))
+    assert torch.equal(one.log_prob(y), again.log_prob(y))
+    assert torch.equal(one.mass, again.mass)
+    assert torch.equal(one.diagnostics.refits, again.diagnostics.refits)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        other = post.predict(new, refit=refit)
+    finally:
+        torch.set_num_threads(threads)
+    assert (one.log_prob(y) - other.log_prob(y)).abs().max() < 1e-10
+
+
+def test_all_weights_are_the_same_again_and_with_other_threads():
+    post, new, *_ = small_network("gaussian")
+    y = post.predict(new).icdf(T(0.1, 0.6))
+    one, again = (ssla.ssla(post, new, y).total for _ in range(2))
+    assert torch.equal(one, again)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        other = ssla.ssla(post, new, y).total
+    finally:
+        torch.set_num_threads(threads)
+    assert (one - other).abs().max() < 1e-10
+
+
+class Interrupted:
+    """A likelihood's score that the user interrupts at its nth call."""
+
+    def __init__(self, at):
+        self.left, self.original = at, L.HeteroscedasticGaussian.score
+
+    def __call__(self, likelihood, y, f):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.original(likelihood, y, f)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("build", [last_layer, small_network])
+def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
+    """Wherever it comes, the same expansion, the posterior and the module answer as if nothing had been."""
+    expected_post, new, *_ = build("heteroscedastic", n=150)
+    y = expected_post.predict(new).icdf(T(0.2, 0.5, 0.9))
+    expected = ssla.ssla(expected_post, new, y).total
+    post, *_ = build("heteroscedastic", n=150)
+    before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
+    expansion = ssla.WeightRefit()(post, new)
+    with monkeypatch.context() as patched:
+        interrupted = Interrupted(at)
+        patched.setattr(L.HeteroscedasticGaussian, "score", lambda *task: interrupted(*task))
+        with pytest.raises(KeyboardInterrupt):
+            expansion(y)
+    assert torch.equal(expansion(y).total, expected)
+    assert torch.equal(ssla.ssla(post, new, y).total, expected)
+    assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
 
 
 def test_assla_is_no_refit_and_its_increments():
@@ -266,6 +370,47 @@ def test_refits_that_fail_are_handled_as_asked():
     assert torch.allclose(p.mean, post.predict(new).mean)
 
 
+def test_whole_predictives_with_refits_that_fail():
+    """ "nan" says so in the rows that failed and in no others; "raise" raises."""
+    post, *_ = last_layer("heteroscedastic", n=200)
+    new, few = torch.cat([inputs(4, 6), 12 * inputs(2, 7)]), {"max_steps": 8}
+    failed = post.predict(new, refit=ssla.WeightRefit(**few)).diagnostics.unconverged
+    assert failed.any()
+    assert not failed.all()
+    p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
+    y = post.predict(new).mean
+    answers = (p.log_prob(y), p.mean, p.mass, p.interval(0.9)[:, 0], p.mode, p.variance, p.epistemic, p.cdf(y), p.sample(1)[0])
+    for answer in (*answers, p.hdr(0.5).lower[:, 0], p.increments(y).total):
+        assert torch.equal(answer.isnan(), failed)
+    assert torch.equal(p.diagnostics.unconverged, failed)
+    assert [rung == "failed" for rung in p.diagnostics.rung] == failed.tolist()
+    assert not p.diagnostics.inaccurate.any()
+    whole = post.predict(new, refit="weights").log_prob(y)
+    assert torch.allclose(p.log_prob(y)[~failed], whole[~failed], atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"refits did not reach their mode in 8 steps.*on_failure='fallback'"):
+        post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
+
+
+@pytest.mark.parametrize("name", ["poisson", "categorical"])
+def test_counts_and_classes_with_refits_that_fail(name):
+    post, new, *_ = last_layer(name)
+    few = {"max_steps": 1, "tolerance": 1e-12}
+    p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
+    assert p.diagnostics.unconverged.all()
+    assert p.mean.isnan().all()
+    if name == "poisson":
+        assert torch.stack([p.mode, p.icdf(0.5), p.hdr(0.5).lower[:, 0], p.sample(1)[0], p.increments(2.0).total]).isnan().all()
+    else:
+        with pytest.raises(ValueError, match=r"3 of 3 predictives are NaN.*on_failure='fallback'"):
+            p.sample(1)
+    with pytest.raises(RuntimeError, match="did not reach their mode in 1 steps"):
+        post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
+    assert set(p.diagnostics.rung) == {"failed"}
+    instead = post.predict(new, refit=ssla.WeightRefit(**few))
+    assert torch.allclose(instead.mean, post.predict(new).mean)
+    assert set(instead.diagnostics.rung) == {"output"}
+
+
 def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
     """An untrained heteroscedastic layer, kept by the tilt, is not at a mode of its own likelihood."""
     likelihood, _, _, targets, candidates = FAMILIES["heteroscedastic"]
@@ -285,19 +430,39 @@ def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
     strict = post.predict(far, refit=ssla.AutoRefit(target=1e-9))
     assert set(strict.diagnostics.rung) == {"weights"}
     assert all("mass off by" in reason for reason in strict.diagnostics.reason)
-    lenient = post.predict(far, refit=ssla.AutoRefit(target=10.0, step=1e6))
+    assert all("step of" in reason for reason in strict.diagnostics.reason)
+    lenient = post.predict(far, refit=ssla.AutoRefit(target=1e6))
     assert set(lenient.diagnostics.rung) == {"output"}
     assert torch.equal(lenient.mean, post.predict(far).mean)
     weights = post.predict(far, refit="weights")
     assert torch.allclose(strict.mean, weights.mean)
-    mixed = post.predict(far, refit=ssla.AutoRefit(target=float((post.predict(far).mass - 1).abs().median()), step=1e6))
+    mixed = post.predict(far, refit=ssla.AutoRefit(target=0.1))
     assert set(mixed.diagnostics.rung) == {"output", "weights"}
     for i, rung in enumerate(mixed.diagnostics.rung):
         other = weights if rung == "weights" else lenient
-        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-12
+        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-10  # rounding: other rows in the batch
         assert bool(mixed.diagnostics.reason[i]) == (rung == "weights")
     y = mixed.mean
     assert torch.isfinite(mixed.increments(y).total).all()
+
+
+@pytest.mark.parametrize("target", [0.02, 0.05])
+def test_autos_target_is_the_error_that_is_left(target):
+    """Of the inputs that "auto" leaves to the output rung, few are off by more than the target; those it refits are worse."""
+    left, refitted = [], []
+    for name, n in (("heteroscedastic", 70), ("heteroscedastic", 200), ("student", 200), ("poisson", 70)):
+        post, *_ = last_layer(name, n=n)
+        new = torch.cat([inputs(20, 17), 2 * inputs(5, 18)])
+        rungs = post.predict(new, refit=ssla.AutoRefit(target=target)).diagnostics.rung
+        weights, output = post.predict(new, refit="weights"), post.predict(new)
+        y = weights.icdf((torch.arange(32, dtype=torch.float64) + 0.5) / 32)
+        off = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
+        for rung, error in zip(rungs, off.tolist(), strict=True):
+            (left if rung == "output" else refitted).append(error)
+    assert len(left) > 10
+    assert len(refitted) > 10
+    assert np.mean(np.array(left) > target) <= 0.05
+    assert np.mean(np.array(refitted) > target / 2) >= 0.5
 
 
 def test_auto_never_refits_where_the_output_rung_is_exact():

@@ -24,7 +24,7 @@ class Diagnostics:
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
     convention: str = EXACT  # where the prior entered
     refits: Tensor | None = None  # (N,) refits of the weights that were made
-    rung: tuple[str, ...] | None = None  # which rung answered for each row
+    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, as asked for
     reason: tuple[str, ...] | None = None  # why "auto" went on to the weights; empty where it did not
 
     def __str__(self) -> str:

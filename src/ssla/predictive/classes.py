@@ -116,7 +116,13 @@ class ClassPredictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, N) integers."""
-        draws = torch.multinomial(self._log_probs.exp(), n, replacement=True, generator=generator)
+        probs = self._log_probs.exp()
+        if bool(probs.isnan().any()):
+            raise ValueError(
+                f"{int(probs.isnan().any(1).sum())} of {len(probs)} predictives are NaN and have no samples: refits failed there "
+                "and on_failure='nan' was asked for. Use on_failure='fallback', or leave these rows out."
+            )
+        draws = torch.multinomial(probs, n, replacement=True, generator=generator)
         return draws.mT.to(self.expansion.like.device)
 
     def increments(self, y: Any) -> Increments:

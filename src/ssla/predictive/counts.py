@@ -116,7 +116,7 @@ class CountPredictive:
             near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
             best = near.gather(1, self.expansion.density(near).log.argmax(1, keepdim=True))
             reach = torch.where(step > 1, step, torch.ones_like(step))
-        return self._out(best.squeeze(1))
+        return self._out(torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1)))
 
     @property
     def mass(self) -> Tensor:
@@ -188,9 +188,9 @@ class CountPredictive:
         def pad(value: Tensor) -> Tensor:
             return torch.nn.functional.pad(value, (0, most - value.shape[1]), value=torch.nan)
 
-        return Regions(
-            self._out(self._gather([pad(p.lower) for p in parts])), self._out(self._gather([pad(p.upper) for p in parts]))
-        )
+        lower, upper = self._gather([pad(p.lower) for p in parts]), self._gather([pad(p.upper) for p in parts])
+        nobody = self._log_mass.isnan()[:, None]
+        return Regions(*(self._out(torch.where(nobody, torch.nan, end)) for end in (lower, upper)))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, N)."""

@@ -1,32 +1,33 @@
 """A whole density from few refits: the output rung's density, corrected.
 
-The refit's answer and the output rung's differ by a correction that is small and smooth in y. It is interpolated over the region
-that has 99.95% of the output predictive, widened where the corrected one reaches further, on Chebyshev nodes of
-asinh((z − centre)/scale), z the support's real coordinate (for counts: whole numbers, of y itself), and continued as a constant
-beyond it. Its Chebyshev coefficients tell the error: where the last ones are not small enough, the nodes are doubled.
+The refit's answer and the output rung's differ by a correction that is small and smooth in y. It is interpolated by a polynomial
+in t (see `ssla.predictive.frame`) over the region that has 99.95% of the output predictive, widened where the corrected one
+reaches further, and continued as a constant beyond it. Seven refits come first, then two more and later more at a time, until
+the last ones changed the interpolant by less than the error allowed: what is kept to it is the interpolant before the last.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ssla.expansion import Increments
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.support import Continuous, Support
 from ssla.posterior import Marginal
+from ssla.predictive.frame import Frame, chebyshev_nodes
 from ssla.refit import Density, WeightExpansion
 from ssla.refit.weights import NAN
 
-FIRST_NODES, MOST_NODES = 7, 97
-TAIL = 2.5e-4  # of the output predictive, beyond the nodes on either side
-REGION = 5e-4  # the same of the answer, where the promise holds
+FIRST_NODES = 7
+MORE_NODES = (2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 24, 32)
+MOST_NODES = FIRST_NODES + sum(MORE_NODES)
+REGION = 5e-4  # of the answer, beyond the promise on either side
 WIDENINGS = 6
-QUANTILES = (TAIL, 0.0668, 0.5, 0.9332, 1 - TAIL)  # the region, its centre, and ± 1.5 standard deviations of a normal
+SURE = 4.0  # a portion that changes little after one that changed this many times the error allowed did so by chance
+COMPARED = 65  # points at which two interpolants are compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +37,19 @@ class Corrected:
     weights: WeightExpansion
     refitted: Tensor  # (N,) bool: rows that the weights answer for
     frame: Frame
-    coefficients: Tensor  # (N, K) Chebyshev
+    nodes: Tensor  # (N, K) y where there is a refit; NaN: none
+    values: Tensor  # (N, K) the correction there
+    coefficients: Tensor  # (N, K) of Chebyshev's polynomials in t
     fallback: Tensor  # (N,) bool, of the refits
     failed: Tensor  # (N,) bool: a refit failed, so that this row is the output rung's
     inaccurate: Tensor  # (N,) bool: the correction was not resolved with the most nodes
-    refits: Tensor  # (N,) how many
 
     moves = True
+
+    @property
+    def refits(self) -> Tensor:
+        """(N,) how many."""
+        return (~self.nodes.isnan()).sum(1)
 
     @property
     def likelihood(self) -> Likelihood:
@@ -55,28 +62,6 @@ class Corrected:
     @property
     def like(self) -> Tensor:
         return self.weights.like
-
-    def updated(self, other: Corrected) -> Corrected:
-        """With the rows that the other one has refitted, again."""
-        new = other.refitted
-
-        def pick(mine: Tensor, theirs: Tensor) -> Tensor:
-            return torch.where(new.reshape(-1, *[1] * (mine.dim() - 1)), theirs, mine)
-
-        frame = Frame(
-            self.frame.support,
-            *(pick(getattr(self.frame, part), getattr(other.frame, part)) for part in ("centre", "scale", "low", "high")),
-        )
-        return Corrected(
-            self.weights,
-            self.refitted,
-            frame,
-            pick(self.coefficients, other.coefficients),
-            self.fallback | other.fallback,
-            pick(self.failed, other.failed),
-            pick(self.inaccurate, other.inaccurate),
-            self.refits + other.refits,
-        )
 
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         base = self.weights.output.density(y, rows)
@@ -93,129 +78,89 @@ class Corrected:
                 (below.likelihood, below.prior, below.curvature), (real.likelihood, real.prior, real.curvature), strict=True
             ):
                 target[rows] = values
+        if self.weights.refit.on_failure == NAN:
+            for target in (below.likelihood, below.prior, below.curvature):
+                target[self.failed] = torch.nan
         return below
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Each row's map from y to t, −1 … 1 over its region: linear in w = asinh((z − centre)/scale), in y itself for counts."""
-
-    support: Support
-    centre: Tensor  # (N,)
-    scale: Tensor
-    low: Tensor  # w at the ends
-    high: Tensor
-
-    @staticmethod
-    def over(support: Support, quantiles: Tensor) -> Frame:
-        """From the output predictive's QUANTILES (N, 5)."""
-        if not isinstance(support, Continuous):
-            low = quantiles[:, 0].floor().clamp_min(0)
-            high = torch.maximum(quantiles[:, -1].ceil(), low + FIRST_NODES - 1)
-            return Frame(support, torch.zeros_like(low), torch.ones_like(low), low, high)
-        z = support.to_real(quantiles)
-        centre, scale = z[:, 2], (z[:, 3] - z[:, 1]) / 2
-        return Frame(support, centre, scale, *(torch.asinh((z[:, end] - centre) / scale) for end in (0, -1)))
-
-    @property
-    def counts(self) -> bool:
-        return not isinstance(self.support, Continuous)
-
-    @property
-    def usable(self) -> Tensor:
-        return torch.isfinite(self.low + self.high) & (self.high > self.low) & (self.scale > 0)
-
-    def take(self, rows: Tensor) -> Frame:
-        return Frame(self.support, self.centre[rows], self.scale[rows], self.low[rows], self.high[rows])
-
-    def outward(self, t: Tensor) -> Tensor:
-        """t (m, k) -> y; whole numbers, all different, for counts."""
-        w = self.low[:, None] + (self.high - self.low)[:, None] * (t + 1) / 2
-        if isinstance(self.support, Continuous):
-            return self.support.from_real(self.centre[:, None] + self.scale[:, None] * torch.sinh(w))
-        return _distinct(w.round(), self.high)
-
-    def inward(self, y: Tensor) -> Tensor:
-        """y (m, k) -> t."""
-        w = y
-        if isinstance(self.support, Continuous):
-            w = torch.asinh((self.support.to_real(y) - self.centre[:, None]) / self.scale[:, None])
-        return 2 * (w - self.low[:, None]) / (self.high - self.low)[:, None] - 1
-
-    def widened(self, rows: Tensor, count: int) -> Frame:
-        """Counts: room for `count` nodes in some rows."""
-        high = self.high.clone()
-        high[rows] = torch.maximum(high[rows], self.low[rows] + count - 1)
-        return replace(self, high=high)
 
 
 def correct(weights: WeightExpansion, quantiles: Tensor, chosen: Tensor) -> Corrected:
     """Refit at few y of every chosen row (N,) bool; quantiles (N, 5) of the output predictive, at QUANTILES."""
-    rows_total = len(chosen)
-    frame = Frame.over(weights.likelihood.support_for(weights.marginal.mean.shape[1]), quantiles)
-    usable = frame.usable
-    coefficients = torch.zeros(rows_total, MOST_NODES, dtype=torch.float64)
-    fallback, failed = torch.zeros(rows_total, dtype=torch.bool), chosen & ~usable
-    inaccurate, refits = torch.zeros_like(fallback), torch.zeros(rows_total, dtype=torch.long)
-    rows, count = (chosen & usable).nonzero().squeeze(-1), FIRST_NODES
-    known: Tensor | None = None  # corrections at the nodes of the round before, of the rows that are left
-    while rows.numel():
-        here = frame.take(rows)
-        t = _nodes(count).expand(len(rows), -1)
-        y = here.outward(t)
-        t = here.inward(y) if frame.counts else t
-        fresh = slice(None) if known is None or frame.counts else slice(1, None, 2)  # every other node is new
-        solved = weights.solve(y[:, fresh].contiguous(), rows)
-        weights.check(solved)
-        shape = y[:, fresh].shape
-        found = solved.total.reshape(shape) - weights.output.density(y[:, fresh].contiguous(), rows).log
-        values = found
-        if known is not None and not frame.counts:
-            values = torch.empty(len(rows), count, dtype=torch.float64)
-            values[:, ::2], values[:, 1::2] = known, found
-        refits[rows] += shape[1]
-        fallback[rows] |= solved.fallback.reshape(shape).any(1)
-        good = solved.converged.reshape(shape).all(1)
-        failed[rows] |= ~good
-        series = torch.linalg.solve(_chebyshev(t, count), torch.where(good[:, None], values, 0.0).unsqueeze(-1)).squeeze(-1)
-        coefficients[rows[good], :count] = series[good]
-        whole = frame.counts & (here.high - here.low <= count - 1)  # every count has its own refit
-        settled = series[:, -2:].abs().sum(1) <= weights.refit.interpolation
-        again = good & ~settled & ~whole
-        if 2 * count - 1 > MOST_NODES:
-            inaccurate[rows[again]] = True
-            again = torch.zeros_like(again)
-        if frame.counts:
-            frame = frame.widened(rows[again], 2 * count - 1)
-        rows, known, count = rows[again], values[again], 2 * count - 1
+    frame = Frame.over(weights.likelihood.support_for(weights.marginal.mean.shape[1]), quantiles, FIRST_NODES)
+    no, nothing = torch.zeros_like(chosen), torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
+    state = Corrected(weights, chosen, frame, nothing + torch.nan, nothing, nothing, no, chosen & ~frame.usable, no)
+    return _refined(state, chosen & frame.usable, (FIRST_NODES, *MORE_NODES))
+
+
+def widened(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
+    """Over a larger region in some rows (N,) bool, from the refits that are there and more."""
+    wider = Frame.over(known.frame.support, quantiles, FIRST_NODES)
+    return _refined(replace(known, frame=known.frame.replaced(rows, wider)), rows, MORE_NODES)
+
+
+def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
+    """More nodes, a portion at a time, until the last portion changes the interpolant by no more than the error allowed."""
+    weights, frame = state.weights, state.frame
+    nodes, values, coefficients = state.nodes.clone(), state.values.clone(), state.coefficients.clone()
+    fallback, failed = state.fallback.clone(), state.failed.clone()
+    rows = chosen.nonzero().squeeze(-1)
+    before = _series(frame.take(rows).inward(nodes[rows]), values[rows])
+    changed = torch.full((len(rows),), torch.nan, dtype=torch.float64)  # by the last portion
+    for portion in portions:
+        if not rows.numel():
+            break
+        here, known = frame.take(rows), nodes[rows]
+        y, new = here.nodes(known, portion)
+        place = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
+        room = place < MOST_NODES
+        who, which = (new & room).nonzero(as_tuple=True)
+        if who.numel():  # else all counts of a region are there, or the most nodes
+            task, slot, target = rows[who], place[who, which], y[who, which].unsqueeze(1)
+            solved = weights.solve(target, task)
+            weights.check(solved)
+            nodes[task, slot] = target.squeeze(1)
+            values[task, slot] = solved.total - weights.output.density(target, task).log.squeeze(1)
+            fallback[task[solved.fallback]] = True
+            failed[task[~solved.converged]] = True
+        good = ~failed[rows]
+        rows, before, whole, here = rows[good], before[good], (~new & room).any(1)[good], here.take(good)
+        series = _series(here.inward(nodes[rows]), values[rows])
+        coefficients[rows] = series
+        compared = here.inward(here.outward(chebyshev_nodes(COMPARED).expand(len(rows), -1)))
+        change = _clenshaw(series - before, compared).abs().amax(1) if rows.numel() else before[:, 0]
+        error = torch.fmax(change, changed[good] / SURE)
+        again = ~((error <= weights.refit.interpolation) | whole)  # whole: every count has its own refit
+        rows, before, changed = rows[again], series[again], change[again]
     coefficients[failed] = torch.nan if weights.refit.on_failure == NAN else 0.0
-    return Corrected(weights, chosen, frame, coefficients, fallback, failed, inaccurate, refits)
+    inaccurate = state.inaccurate.index_fill(0, rows, True)
+    return replace(
+        state, nodes=nodes, values=values, coefficients=coefficients, fallback=fallback, failed=failed, inaccurate=inaccurate
+    )
 
 
 def uncorrected(weights: WeightExpansion, chosen: Tensor) -> Corrected:
     """For classes, where every y has its own refit and nothing is interpolated."""
     no, zero = torch.zeros_like(chosen), torch.zeros(len(chosen), dtype=torch.float64)
     frame = Frame(weights.likelihood.support_for(weights.marginal.mean.shape[1]), zero, zero + 1, zero, zero + 1)
-    return Corrected(weights, chosen, frame, zero.unsqueeze(1), no, no, no, torch.zeros_like(chosen, dtype=torch.long))
+    none = zero.unsqueeze(1)
+    return Corrected(weights, chosen, frame, none + torch.nan, none, none, no, no, no)
 
 
-@lru_cache(maxsize=8)
-def _nodes(count: int) -> Tensor:
-    """−cos(πj/(count − 1)): from −1 to 1, nested when count − 1 is doubled."""
-    return -torch.cos(math.pi * torch.arange(count, dtype=torch.float64) / (count - 1))
-
-
-def _distinct(z: Tensor, top: Tensor) -> Tensor:
-    """Whole numbers in order (m, k), pushed apart where two are the same; the last is at most `top`."""
-    place = torch.arange(z.shape[1], dtype=torch.float64)
-    up = (z - place).cummax(1).values + place
-    return torch.minimum(up, top[:, None] - (z.shape[1] - 1 - place))
-
-
-def _chebyshev(t: Tensor, count: int) -> Tensor:
-    """T_k(t) (m, j, count)."""
-    angle = torch.arccos(t.clamp(-1, 1))
-    return torch.cos(angle.unsqueeze(-1) * torch.arange(count, dtype=torch.float64))
+def _series(t: Tensor, values: Tensor) -> Tensor:
+    """Chebyshev coefficients (m, K) of the polynomial through values (m, K) at t (m, K; NaN: no node). NaN without nodes."""
+    used = ~t.isnan()
+    count = int(used.sum(1).max()) if len(t) else 0
+    series = torch.zeros_like(values)
+    if count == 0:
+        return series + torch.nan
+    used = used[:, :count]
+    square = used.unsqueeze(-1) & used.unsqueeze(-2)
+    angle = torch.arccos(torch.where(used, t[:, :count], 0.0).clamp(-1, 1))
+    basis = torch.where(square, torch.cos(angle.unsqueeze(-1) * torch.arange(count, dtype=torch.float64)), 0.0)
+    basis = basis + torch.diag_embed((~used).double())
+    right = torch.where(used, values[:, :count], 0.0).unsqueeze(-1)
+    series[:, :count] = torch.linalg.solve(basis, right).squeeze(-1)
+    return series
 
 
 def _clenshaw(coefficients: Tensor, t: Tensor) -> Tensor:

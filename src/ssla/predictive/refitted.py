@@ -10,17 +10,20 @@ from ssla.likelihoods.support import Classes, Continuous, Support
 from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive
 from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.few_refits import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected
+from ssla.predictive.few_refits import REGION, WIDENINGS, Corrected, correct, uncorrected, widened
+from ssla.predictive.frame import QUANTILES
 from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.priors import BoundGaussian
 from ssla.refit import AutoRefit, WeightExpansion
+from ssla.refit.auto import MASS_ERROR, STEP_ERROR
+from ssla.refit.weights import NAN
 
 VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
     "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
-MARGIN = 1.3  # by which a widened region exceeds what is seen of the answer's
+MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
 
@@ -36,7 +39,8 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
     if is_exact(weights) and isinstance(output, GaussianPredictive):
         chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
-        return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, chosen, reasons, None))
+        rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
+        return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, rungs, reasons, None))
     if support.kind == "vector":
         raise ValueError(VECTOR)
     if isinstance(support, Classes):
@@ -47,9 +51,10 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
         name,
         made.diagnostics.fallback | expansion.fallback,
         made.diagnostics.unconverged | expansion.failed,
-        made.diagnostics.inaccurate | expansion.inaccurate,
+        (made.diagnostics.inaccurate & ~_left_out(weights, expansion.failed)) | expansion.inaccurate,
     )
-    told = _told(flags, name, chosen & ~expansion.failed, reasons, expansion.refits)
+    rungs = _rungs(weights, chosen, expansion.failed)
+    told = _told(flags, name, rungs, reasons, expansion.refits)
     if isinstance(made, CountPredictive):
         return CountPredictive(expansion, made.tables, told)
     return GridPredictive(expansion, made.support, made.pieces, told)
@@ -58,7 +63,7 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
 def _resolved(
     weights: WeightExpansion, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, CountPredictive | GridPredictive]:
-    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, once more and wider."""
+    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, wider."""
     expansion = correct(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
         made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
@@ -74,7 +79,7 @@ def _resolved(
         wider = quantiles.clone()
         wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
-        expansion = expansion.updated(correct(weights, quantiles, beyond))
+        expansion = widened(expansion, quantiles, beyond)
     made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
     expansion.inaccurate[beyond] = True
     return expansion, made
@@ -83,20 +88,36 @@ def _resolved(
 def _classes(
     weights: WeightExpansion, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
 ) -> ClassPredictive:
-    """One refit for each class of each chosen row."""
+    """One refit for each class of each chosen row; a row of which one fails is the output rung's."""
     assert isinstance(output, ClassPredictive)
     logs, rows = output.log_weights.clone(), chosen.nonzero().squeeze(-1)
-    fallback, unconverged = output.diagnostics.fallback.clone(), output.diagnostics.unconverged.clone()
+    fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
     if rows.numel():
         density = weights.density(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
-        logs[rows], fallback[rows], unconverged[rows] = density.log, density.fallback.any(1), ~density.converged.all(1)
+        good = density.converged.all(1)
+        logs[rows[good]], fallback[rows], failed[rows] = density.log[good], density.fallback.any(1), ~good
+        logs[_left_out(weights, failed)] = torch.nan
+    unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    told = _told(flags, name, chosen, reasons, torch.where(chosen, count, 0))
-    return ClassPredictive(uncorrected(weights, chosen), logs, told)
+    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, count, 0))
+    return ClassPredictive(uncorrected(weights, chosen & ~failed), logs, told)
 
 
-def _told(flags: Diagnostics, name: str, chosen: Tensor, reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
-    rung = tuple("weights" if yes else "output" for yes in chosen.tolist())
+def _left_out(weights: WeightExpansion, failed: Tensor) -> Tensor:
+    """The failed rows that the user wants as NaN."""
+    return failed & (weights.refit.on_failure == NAN)
+
+
+def _rungs(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
+    """Who answered for each row: "weights", "output", or nobody: "failed"."""
+    lost = _left_out(weights, failed)
+    return tuple(
+        "failed" if no else "weights" if yes else "output"
+        for yes, no in zip((chosen & ~failed).tolist(), lost.tolist(), strict=True)
+    )
+
+
+def _told(flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,
@@ -104,7 +125,7 @@ def _told(flags: Diagnostics, name: str, chosen: Tensor, reasons: list[str] | No
         flags.unconverged,
         flags.inaccurate,
         refits=none if refits is None else refits,
-        rung=rung,
+        rung=rungs,
         reason=None if reasons is None else tuple(reasons),
     )
 
@@ -121,9 +142,9 @@ def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> lis
     words = []
     for i in range(rows):
         found = []
-        if not float(off[i]) <= auto.target:
+        if not MASS_ERROR * float(off[i]) <= auto.target:
             found.append(f"mass off by {float(off[i]):.2g}")
-        if not float(step[i]) <= auto.step:
+        if not STEP_ERROR * float(step[i]) ** 2 <= auto.target:
             found.append(f"step of {float(step[i]):.2g} sd")
         if flagged[i]:
             found.append("flagged")

@@ -45,8 +45,8 @@ def split_variance(likelihood: Likelihood, f: Tensor, K: Tensor, moves: bool, va
     doubt, noise = total_variance(likelihood, f, K)
     whole = doubt + noise
     share = torch.where(torch.isfinite(whole) & (whole > 0), doubt / whole, torch.zeros_like(whole))
-    epistemic = torch.where(torch.isfinite(variance), share * variance, doubt)
-    return epistemic, variance - torch.where(torch.isfinite(variance), epistemic, torch.zeros_like(epistemic))
+    epistemic = torch.where(torch.isinf(variance), doubt, share * variance)
+    return epistemic, variance - torch.where(torch.isinf(variance), torch.zeros_like(epistemic), epistemic)
 
 
 @lru_cache(maxsize=16)

@@ -169,7 +169,8 @@ class Grid:
         curve = (down - up) / ((a + b) / 2)
         slope = (up * b + down * a) / (a + b)
         shift = torch.where(curve < 0, -slope / curve, torch.zeros_like(curve))
-        return self.centre + self.scale * (x[best.squeeze(1)] + shift.clamp(-a, b))
+        found = self.centre + self.scale * (x[best.squeeze(1)] + shift.clamp(-a, b))
+        return torch.where(self.log_mass.isnan(), torch.nan, found)
 
     # --- between the nodes -------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Grid:
                 radius = tail.radius((mass / rest).clamp(0, 1))
                 z = torch.where(beyond, self.centre[:, None] + (radius if side else -radius), z)
         z = torch.where(q <= 0, -math.inf, z)
-        return torch.where(q >= 1, math.inf, z)
+        return torch.where(self._total[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z))
 
     def hdr(self, level: float) -> Regions:
         """{z: p(z) ≥ c} with c such that its probability is `level`: the smallest such set.

@@ -1,4 +1,4 @@
-"""−½[log|H̃(θ̃)| − log|H(θ̂)|] when every weight may move: exact for few of them, frozen, or by the fitted structure."""
+"""−½[log|H̃(θ̃)| − log|H(θ̂)|] when every weight may move: exact for few of them or few rows, frozen, or by the structure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ssla.batches import Inputs
 from ssla.expansion import FISHER
 from ssla.posterior import Posterior
+from ssla.refit.all_weights_dual import Dual
 from ssla.refit.solved import FROZEN, HESSIAN, STRUCTURE, Options, own_increment
 from ssla.refit.training import Block, PriorChange, TrainingRows, leading, square, take
 from ssla.structures.dense import DenseOperator
@@ -71,6 +72,10 @@ class Determinants:
     # --- exact -----------------------------------------------------------------------------
 
     @cached_property
+    def _dual(self) -> Dual:
+        return Dual(self.posterior, self.run, self.rows)
+
+    @cached_property
     def _bases(self) -> dict[str, Tensor | None]:
         return {}
 
@@ -82,7 +87,9 @@ class Determinants:
         return self._bases[kind]
 
     def _exact(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """−½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ: no two large determinants are subtracted."""
+        """−½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ: no two large determinants are subtracted. Many weights: in the dual."""
+        if self.size > SMALL:
+            return self._dual(point, y, x, kind)
         base = self._base(kind)
         if base is None:
             return torch.full((len(point),), torch.nan, dtype=torch.float64), torch.zeros(len(point), dtype=torch.bool)

@@ -25,7 +25,7 @@ from ssla.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.refit.ascent import Found, ascend
-from ssla.refit.last_layer_group import Base, Group, congruent
+from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.solved import Options, Solved
 from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.structures.base import SINGULAR
@@ -101,8 +101,7 @@ class LastLayerRefit:
 
     def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
         """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
-        upper = torch.triu_indices(block.x.shape[1], block.x.shape[1])
-        return self._remember(block, str(dtype), lambda: (block.x[:, upper[0]] * block.x[:, upper[1]]).to(dtype))
+        return self._remember(block, str(dtype), lambda: squared(block.x).to(dtype))
 
     def covariances(self, block: Block, base: Base) -> Tensor:
         """K = J H⁻¹ Jᵀ at a block's rows (b, C, C)."""

@@ -18,6 +18,7 @@ from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal, Posterior
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_determinant import SMALL
+from ssla.refit.all_weights_dual import MOST_OUTPUTS, fits
 from ssla.refit.base import Density, OutputExpansion
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
@@ -49,8 +50,9 @@ class WeightRefit:
         Gauss–Newton), or "hessian" (with the network's second derivatives, for few weights). Where it is indefinite at the
         end, that task uses the Fisher and is counted.
     logdet:
-        "exact" at θ̃ (default for a last layer and for few weights), "frozen" (at θ̂, plus the new point's own part: an error of
-        O(1/n); default otherwise), or "structure" (the fitted structure at θ̃; a pass over the data for each task).
+        "exact" at θ̃ (default for a last layer and for few weights; many weights on few rows have it too), "frozen" (at θ̂, plus
+        the new point's own part: an error of O(1/n); default otherwise), or "structure" (the fitted structure at θ̃; a pass
+        over the data for each task).
     on_failure:
         For a task that does not reach its mode: "fallback" (take the output refit's answer, and count it in `diagnostics`),
         "nan", or "raise".
@@ -121,10 +123,16 @@ class WeightRefit:
         size = posterior.theta.numel()
         logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
         curvature = self.curvature or OBSERVED
-        if size > SMALL and (logdet == EXACT or (curvature == HESSIAN and logdet != STRUCTURE)):
+        if size > SMALL and curvature == HESSIAN and logdet != STRUCTURE:
             raise ValueError(
-                f"logdet='exact' and curvature='hessian' form a matrix for each refit and are for at most {SMALL} weights, but "
-                f"this posterior has {size:,}. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
+                f"curvature='hessian' forms a P×P matrix for each refit and is for at most {SMALL} weights, but this posterior "
+                f"has {size:,}. Use curvature='observed' or 'fisher'."
+            )
+        if size > SMALL and logdet == EXACT and not fits(posterior):
+            raise ValueError(
+                f"logdet='exact' is for at most {SMALL} weights, or for at most {MOST_OUTPUTS:,} rows times outputs under a "
+                f"proper Gaussian prior, but this posterior has {size:,} weights, {posterior.statistics.n:,} rows and "
+                f"{posterior.network.outputs} outputs. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
             )
         return Options(self.tolerance, self.max_steps, curvature, logdet, memory=12)
 

@@ -1,0 +1,101 @@
+"""What "auto" goes by: the error of the output rung's log density beside the two signs of it, over many models and inputs.
+
+    python benchmarks/doubt.py
+
+The error of an input is the mean over y ~ weights of |log p_weights(y) − log p_output(y)|. Prints how it relates to s², the
+square of the largest step that a plausible y makes (in posterior standard deviations), and to m, how far the mass is off
+one; then, for targets of `AutoRefit`, which part of the inputs is left to the output rung, and how many of these are off by more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+import truth
+from torch import Tensor, nn
+
+import ssla
+from ssla import likelihoods as L
+from ssla.predictive.classes import ClassPredictive
+from ssla.predictive.refitted import _largest_step
+from ssla.refit.auto import MASS_ERROR, STEP_ERROR
+
+LAWS = (L.HeteroscedasticGaussian(), L.Poisson(), L.Bernoulli(), L.Categorical(), L.StudentT(4.0, 0.4))
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def last_layer(law: L.Likelihood, n: int, width: int, inputs: int) -> tuple[ssla.Posterior, Tensor]:
+    x = normal(n, inputs, seed=1)
+    mean, noise = torch.sin(x[:, 0]), normal(n, seed=2)
+    outputs, y = 1, mean + 0.4 * noise
+    if isinstance(law, L.HeteroscedasticGaussian):
+        outputs, y = 2, mean + (0.2 + 0.2 * x[:, 1].abs()) * noise
+    elif isinstance(law, L.Poisson):
+        y = torch.poisson((0.5 + 0.7 * x[:, 0]).exp(), generator=torch.Generator().manual_seed(3))
+    elif isinstance(law, L.Bernoulli):
+        y = (y > 0).double()
+    elif isinstance(law, L.Categorical):
+        outputs, y = 3, (y > 0).long() + (x[:, 1] > 0.7).long()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+    new = torch.cat([normal(30, inputs, seed=4), 3 * normal(10, inputs, seed=5)])
+    return ssla.fit(model, (x, y), likelihood=law), new
+
+
+def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
+    for n in (70, 200, 600):
+        for law in LAWS:
+            yield f"last layer, {type(law).__name__}, n = {n}, 5 features", *last_layer(law, n, 4, 2)
+    for n in (300, 1000):
+        yield f"last layer, HeteroscedasticGaussian, n = {n}, 51 features", *last_layer(LAWS[0], n, 50, 8)
+    for seed in range(3):
+        model, x, y = truth.train(150, seed)
+        prior = ssla.priors.Gaussian(truth.PRECISION)
+        post = ssla.fit(model, (x, y), likelihood=LAWS[0], prior=prior, weights="all")
+        yield f"all weights of benchmarks/truth.py, seed {seed}", post, torch.linspace(-4, 4, 17, dtype=torch.float64)[:, None]
+
+
+def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
+    """(inputs, 3): the error, s², m, where the refits were resolved."""
+    output, weights = post.predict(new), post.predict(new, refit="weights")
+    if isinstance(output, ClassPredictive):
+        error = (weights.probs * (weights.probs.log() - output.probs.log()).abs()).sum(1)
+    else:
+        y = weights.icdf((torch.arange(64, dtype=torch.float64) + 0.5) / 64)
+        error = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
+    step = _largest_step(ssla.WeightRefit()(post, new), output)
+    flags = weights.diagnostics
+    return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[~(flags.unconverged | flags.inaccurate)]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", UserWarning)
+    parts = []
+    print("| model | error, median and largest | error / s², median | error / m, median |\n|---|---|---|---|")
+    for name, post, new in cases():
+        part = errors(post, new)
+        parts.append(part)
+        error, s, m = part.unbind(1)
+        print(f"| {name} | {float(error.median()):.1e}, {float(error.max()):.1e} | {float((error / s).median()):.2f} "
+              f"| {float((error / m).median()):.0f} |", flush=True)  # fmt: skip
+    error, s, m = torch.cat(parts).unbind(1)
+    seen = error > 1e-3
+    for name, ratio in (("s²", error / s), ("m", error / m)):
+        low, middle, high = (float(ratio[seen].quantile(q)) for q in (0.05, 0.5, 0.95))
+        print(f"error / {name} of {int(seen.sum())} inputs: median {middle:.2g}, 90% between {low:.2g} and {high:.2g}")
+    guess = torch.maximum(STEP_ERROR * s, MASS_ERROR * m)
+    print("\n| target | left to the output rung | of these off by more | their mean error | refitted, off by less than half |")
+    print("|---|---|---|---|---|")
+    for target in (0.01, 0.02, 0.05, 0.1):
+        left = guess <= target
+        print(f"| {target} | {left.double().mean():.0%} | {(error[left] > target).double().mean():.1%} "
+              f"| {float(error[left].mean()):.1e} | {(error[~left] < target / 2).double().mean():.0%} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

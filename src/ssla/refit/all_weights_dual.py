@@ -1,0 +1,101 @@
+"""The exact determinant of many weights and few rows, in the space of the outputs.
+
+    log|Π + JᵀΛJ| = log|Π| + log|I + RᵀΛR|,   R Rᵀ = G = J Π⁻¹ Jᵀ (nC × nC),
+
+with J and Λ of all rows at a task's own θ̃. The prior is Gaussian, so log|Π| is the same for every task and cancels. H is positive
+definite exactly where I + RᵀΛR is. A task costs its Jacobian (nC × P), one product and two factorisations of nC × nC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ssla.batches import Inputs
+from ssla.expansion import FISHER
+from ssla.likelihoods import Likelihood
+from ssla.posterior import Posterior
+from ssla.priors import BoundGaussian
+from ssla.refit.training import TrainingRows, leading, take
+
+MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
+AT_ONCE = 1 << 27  # bytes of Jacobians
+
+
+def fits(posterior: Posterior) -> bool:
+    """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision for each weight."""
+    precision = posterior.bound_prior.precision(posterior.theta)
+    few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
+    return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """−½[log|H̃(θ̃)| − log|H(θ̂)|] without a P×P matrix."""
+
+    posterior: Posterior
+    run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
+    rows: TrainingRows
+    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind
+
+    def __call__(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
+        """θ − θ̂ (m, P) and the tasks' y and x -> increments (m,), and where H̃ is positive definite."""
+        if kind not in self.known:
+            self.known[kind] = self._half_logdet(self.posterior.theta.unsqueeze(0), kind, None)
+        before, exists = self.known[kind]
+        size = 16 * self.posterior.theta.numel() * (self.posterior.statistics.n + 1) * self.posterior.network.outputs
+        parts = [
+            self._half_logdet(self.posterior.theta + point[tasks], kind, (y[tasks], take(x, tasks)))
+            for tasks in torch.arange(len(point)).split(max(AT_ONCE // size, 1))
+        ]
+        return before - torch.cat([half for half, _ in parts]), torch.cat([good for _, good in parts]) & exists
+
+    def _half_logdet(self, thetas: Tensor, kind: str, own: tuple[Tensor, Inputs] | None) -> tuple[Tensor, Tensor]:
+        """½ log|I + RᵀΛR| at each θ (m, P), of the data and the task's own (y, x); and where that is positive definite."""
+        likelihood = self.posterior.likelihood
+        jacobians, precisions = [], []
+        for block in self.rows:
+            J, f = torch.func.vmap(lambda theta, x=block.x: self._by_row(theta, x))(thetas)
+            precision = _curvature(likelihood, kind, block.y, f)
+            jacobians.append(J.detach())
+            precisions.append(precision if block.weights is None else precision * block.weights[:, None, None])
+        if own is not None:
+            y, x = own
+            J, f = torch.func.vmap(lambda theta, row: self._by_row(theta, leading(row)))(thetas, x)
+            jacobians.append(J.detach())
+            precisions.append(_curvature(likelihood.predictive, kind, y.unsqueeze(1), f))
+        J, Lambda = torch.cat(jacobians, 1), torch.cat(precisions, 1).detach()
+        white = (J / self.posterior.bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
+        R = _root(white @ white.mT)
+        LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
+        factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)
+        return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
+
+    def _by_row(self, theta: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+        """J (b, C, P) and f (b, C): each row for itself, so that the work grows with b, not with b²."""
+
+        def both(t: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
+            f = self.run(t, leading(row)).squeeze(0)
+            return f, f
+
+        result: tuple[Tensor, Tensor] = torch.func.vmap(torch.func.jacrev(both, has_aux=True), in_dims=(None, 0))(theta, x)
+        return result
+
+
+def _curvature(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> Tensor:
+    value = likelihood.fisher(f.detach()) if kind == FISHER else likelihood.precision(y, f.detach())
+    return value.expand(*f.shape, f.shape[-1])
+
+
+def _root(G: Tensor) -> Tensor:
+    """R with R Rᵀ = G: Cholesky, or by eigenvalues where G is singular (rows that are the same)."""
+    factor, info = torch.linalg.cholesky_ex(G)
+    bad = info.nonzero().squeeze(-1)
+    if bad.numel():
+        values, vectors = torch.linalg.eigh(G[bad])
+        factor[bad] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    root: Tensor = factor
+    return root
