@@ -11,6 +11,7 @@ STUDIES = {  # name -> where it is
     "conjugate": "ssla.paper.conjugate:Conjugate",
     "rates": "ssla.paper.rates:Rates",
     "precision": "ssla.paper.precision:Precision",
+    "heteroscedastic": "ssla.paper.heteroscedastic:Heteroscedastic",
     "sine": "ssla.paper.sine:Sine",
     "priors": "ssla.paper.modularity:Priors",
 }
