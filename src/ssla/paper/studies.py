@@ -8,5 +8,6 @@ from ssla.paper.modularity import Priors
 from ssla.paper.precision import Precision
 from ssla.paper.runner import Study
 from ssla.paper.sine import Sine
+from ssla.paper.uci import Uci
 
-STUDIES: dict[str, Callable[[], Study]] = {"precision": Precision, "sine": Sine, "priors": Priors}
+STUDIES: dict[str, Callable[[], Study]] = {"precision": Precision, "sine": Sine, "priors": Priors, "uci": Uci}

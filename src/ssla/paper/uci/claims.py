@@ -1,0 +1,187 @@
+"""What the paper says of Table 4, and what we set out to show, beside what was found."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from ssla.paper.runner import Claim
+from ssla.paper.uci.data import title
+from ssla.paper.uci.published import PUBLISHED, SCORES
+from ssla.paper.uci.ranks import Ranking
+from ssla.paper.uci.report import HEADS, best_run, hits, published_coverage_error
+from ssla.paper.uci.results import LEVELS, NAMES, Results
+
+OPEN_SETS = 1  # sets on which a goal may be missed: 7 of 8
+EQUAL = 1e-8
+
+
+def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
+    """Those for which the records hold what they need."""
+    names = [name for name in results.sets if name in PUBLISHED]
+    found = [*_reproduced(results)]
+    if names:
+        for method in ("output", "output x5"):
+            found += [_lower(results, names, method, split) for split in (False, True)]
+            found.append(_coverage(results, names, method))
+    found.append(
+        Claim(
+            "SSLA (real refits of the last layer) is the output rung",
+            "–",
+            f"log densities at test rows differ by at most {results.gap:.0e}",
+            results.gap < EQUAL,
+        )
+    )
+    if "LA" in results.scores:
+        found += [_rank(results, ranks, "output", "LA"), _rank(results, ranks, "output", "LA, noise")]
+        found.append(_sharper(results))
+        found.append(_conservative(results))
+    found.append(_rank(results, ranks, "output x5", "ensemble, noise"))
+    if "liver_disorders" in names:
+        found.append(_liver(results))
+    return found
+
+
+def _reproduced(results: Results) -> list[Claim]:
+    """The Auto MPG rows, then all cells."""
+    found = []
+    record = results.published.get("auto_mpg")
+    if record and "runs" in record:
+        for method in ("ASSLA", "LA", "SSLA"):
+            cells = PUBLISHED["auto_mpg"][method]
+            best = best_run(record)["methods"][method]
+            if "missing" in best:
+                continue
+            kept, any_seed = hits(record, method)
+            misses = [HEADS[score] for score, hit in zip(SCORES, kept, strict=True) if not hit]
+            reason = {
+                "SSLA": "Its width without the optimiser's noise: the noise is what is left.",
+                "LA": "",
+                "ASSLA": "",
+            }[method]
+            if misses and method != "SSLA":
+                reason = "One network of ten seeds; which seed was published is not known."
+            found.append(
+                Claim(
+                    f"the published procedure gives the {method} row of Auto MPG (one test row, 0.02)",
+                    " ".join(f"{value:g}" for value in cells),
+                    " ".join(f"{best[score]:.2f}" for score in SCORES)
+                    + (f"; outside: {', '.join(misses)}" if misses else "")
+                    + f"; {sum(any_seed)} of 5 cells are hit by one of {len(record['runs'])} seeds",
+                    all(kept),
+                    reason,
+                )
+            )
+    counts = np.zeros(3, dtype=int)
+    for name, record in results.published.items():
+        if name in PUBLISHED and "runs" in record:
+            for method in ("ASSLA", "LA"):
+                if "missing" not in record["runs"][0]["methods"][method]:
+                    kept, any_seed = hits(record, method)
+                    counts += np.array([sum(kept), sum(any_seed), 5])
+    if counts[2]:
+        found.append(
+            Claim(
+                "the constant width and the noise of one explain the ASSLA and LA rows",
+                f"{counts[2]} cells",
+                f"{counts[0]} hit to one test row or 0.02 by the network of the lowest validation error, {counts[1]} by one of ten seeds",
+                bool(counts[1] >= 0.75 * counts[2]),
+                "What is left: 50 scored rows of the larger sets, validation rows and seeds that are not published.",
+            )
+        )
+    return found
+
+
+def _lower(results: Results, names: list[str], method: str, published_split: bool) -> Claim:
+    """NLL and CRPS against the lower of the published SSLA and ASSLA cells."""
+    counts, lost = [], []
+    for score in ("nll", "crps"):
+        wins = 0
+        for name in names:
+            record = results.on_published_split(method, name)
+            ours = (record or {}).get(score) if published_split else results.mean(method, name, score)
+            best = min(PUBLISHED[name][m][SCORES.index(score)] for m in ("SSLA", "ASSLA"))
+            if ours is not None and ours < best:
+                wins += 1
+            else:
+                lost.append(f"{title(name)} {score.upper()} {'–' if ours is None else format(ours, '.3f')} against {best:.2f}")
+        counts.append(wins)
+    where = "on the published split, all its test rows" if published_split else "mean over the random splits"
+    return Claim(
+        f"{NAMES[method]}: lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
+        f"at least {max(len(names) - OPEN_SETS, 1)} of {len(names)}",
+        f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}" + (f" (not: {'; '.join(lost)})" if lost else ""),
+        min(counts) >= max(len(names) - OPEN_SETS, 1),
+    )
+
+
+def _coverage(results: Results, names: list[str], method: str) -> Claim:
+    published = {m: published_coverage_error(m, names) for m in ("SSLA", "ASSLA", "LA")}
+    ours = results.coverage_error(method, names)
+    return Claim(
+        f"{NAMES[method]}: coverage closer to nominal than published SSLA and ASSLA",
+        ", ".join(f"{m} {value:.1f}" for m, value in published.items()) + " per cent off on average",
+        f"{ours:.1f}",
+        ours < min(published["SSLA"], published["ASSLA"]),
+    )
+
+
+def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> Claim:
+    parts, better = [], []
+    for score, ranking in ranks.items():
+        if one not in ranking.methods or other not in ranking.methods:
+            continue
+        pairs = results.matrix((one, other), score)
+        wins = sum(int((part[:, 0] < part[:, 1]).sum()) for part in pairs.values())
+        sets = sum(bool(part[:, 0].mean() < part[:, 1].mean()) for part in pairs.values())
+        total = sum(len(part) for part in pairs.values())
+        parts.append(
+            f"{score.upper()} {ranking.of(one):.2f} against {ranking.of(other):.2f} "
+            f"(lower in {wins} of {total} splits, in the mean of {sets} of {len(pairs)} sets)"
+        )
+        better.append(ranking.of(one) < ranking.of(other))
+    return Claim(f"{NAMES[one]} has a better mean rank than {NAMES[other]}", "–", "; ".join(parts), bool(better) and all(better))
+
+
+def _sharper(results: Results) -> Claim:
+    """With the same noise on the same network, ASSLA beside LA."""
+    names, a, b = results.sets, "none", "LA, noise"
+    widths = [(results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0) for n in names]
+    nll = sum((results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names)
+    errors = [results.coverage_error(m, names) for m in (a, b, "output")]
+    return Claim(
+        "ASSLA is sharper and better calibrated than classical Laplace",
+        "NLL lower on 7 of 8 sets",
+        f"with the same noise its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on {nll} of "
+        f"{len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} per cent (output: {errors[2]:.1f})",
+        bool(statistics.fmean(widths) < 1 and nll > len(names) / 2 and errors[0] < errors[1]),
+        "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, ASSLA is the plug-in.",
+    )
+
+
+def _conservative(results: Results) -> Claim:
+    """Coverage of LA with its noise fitted."""
+    cover = [statistics.fmean(results.mean("LA", name, f"cover{level}") or 0.0 for name in results.sets) for level in LEVELS]
+    names = [name for name in results.sets if name in PUBLISHED] or list(PUBLISHED)
+    published = [statistics.fmean(PUBLISHED[name]["LA"][i] for name in names) for i in range(3)]
+    return Claim(
+        "classical Laplace is overly conservative",
+        "covers " + "/".join(f"{v:.0f}" for v in published) + " at 95/75/50",
+        "with noise and prior fitted it covers " + "/".join(f"{v:.0f}" for v in cover),
+        all(value > level + 2 for value, level in zip(cover, LEVELS, strict=True)),
+        "The width was the noise left at one, on targets of unit variance.",
+    )
+
+
+def _liver(results: Results) -> Claim:
+    """Both published methods under-cover there."""
+    name = "liver_disorders"
+    found = {m: (results.mean(m, name, "cover95") or 0.0, results.mean(m, name, "nll") or 0.0) for m in ("output", "none", "LA")}
+    return Claim(
+        "SSLA and ASSLA fail on Liver Disorders, where classical Laplace does not",
+        "cover 73.9 and 49.3 at 95, NLL 2.74 and 5.94, LA 1.68",
+        "; ".join(f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()),
+        found["output"][0] < 90 and found["none"][0] < 90,
+        "A width of 0.3985 where the residuals have a standard deviation near one: the width failed, not the method.",
+    )
