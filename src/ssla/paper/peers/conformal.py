@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,12 +43,16 @@ def split_conformal(
     q is the ⌈(n + 1)·level⌉-th smallest |y − f(x)|, so a row exchangeable with these is covered with at least that probability.
     """
     peer = library("mapie.regression", INSTALL)
+    enough = [level for level in levels if math.ceil((len(y) + 1) * level - 1e-9) <= len(y)]
+    found = {level: np.tile([-np.inf, np.inf], (len(new), 1)) for level in levels}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = peer.SplitConformalRegressor(_Fitted(function), confidence_level=list(levels), prefit=True)
-        wrapped.conformalize(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
-        _, ends = wrapped.predict_interval(np.asarray(new, dtype=np.float64), allow_infinite_bounds=True)
-    return {level: ends[:, :, i] for i, level in enumerate(levels)}
+        wrapped = peer.SplitConformalRegressor(_Fitted(function), confidence_level=enough or [0.5], prefit=True)
+        if enough:
+            wrapped.conformalize(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
+            _, ends = wrapped.predict_interval(np.asarray(new, dtype=np.float64))
+            found |= {level: ends[:, :, i] for i, level in enumerate(enough)}
+    return found
 
 
 def interval_scores(intervals: dict[float, np.ndarray], y: np.ndarray) -> dict[str, float]:

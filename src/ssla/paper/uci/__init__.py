@@ -18,7 +18,7 @@ from ssla.paper.uci.results import gathered
 __all__ = ["Uci"]
 
 FIRST_SPLIT, SPLITS = 200, 20  # defaults were chosen on other splits (0 to 4, 100 to 104)
-TRIALS, STEPS = 100, 3000
+TRIALS, STEPS = 100, 2000
 SAMPLED, SAMPLED_SPLITS = ("auto_mpg", "liver_disorders", "daily_demand_orders", "real_estate_valuation"), 5
 QUICK = ("auto_mpg", "daily_demand_orders")
 
@@ -30,17 +30,28 @@ class Uci:
 
     def tasks(self, quick: bool) -> list[Task]:
         """Quick: two small sets, or a synthetic stand-in where SSLA_DATA names no folder."""
-        sets = tuple(SETS) if not quick else QUICK if os.environ.get(FOLDER) else (STAND_IN,)
-        splits = range(FIRST_SPLIT, FIRST_SPLIT + (2 if quick else SPLITS))
+        if quick:
+            return self._quick_tasks(QUICK if os.environ.get(FOLDER) else (STAND_IN,))
         found = []
-        for name in sets:
-            trials, steps = (3, 300) if quick else (TRIALS, STEPS)
-            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": trials}))
+        splits = range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)
+        for name in SETS:
+            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}))
             found += [Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed}) for seed in (SEED, *splits)]
-            found += [Task(f"peers-{name}-{seed}", peers, {"name": name, "seed": seed, "steps": steps}) for seed in splits]
-            if name in SAMPLED and not quick:
+            found += [Task(f"peers-{name}-{seed}", peers, {"name": name, "seed": seed, "steps": STEPS}) for seed in splits]
+            if name in SAMPLED:
                 settings = {"name": name, "warmup": 300, "draws": 300}
                 found += [Task(f"nuts-{name}-{seed}", sampled, {**settings, "seed": seed}) for seed in splits[:SAMPLED_SPLITS]]
+        return found
+
+    @staticmethod
+    def _quick_tasks(sets: tuple[str, ...]) -> list[Task]:
+        found = []
+        for name in sets:
+            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": 3, "seeds": 3}))
+            for seed in (SEED, FIRST_SPLIT):
+                found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": 60}))
+            settings = {"name": name, "seed": FIRST_SPLIT, "steps": 200, "epochs": 60}
+            found.append(Task(f"peers-{name}-{FIRST_SPLIT}", peers, settings))
         return found
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:

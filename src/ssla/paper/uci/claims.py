@@ -61,7 +61,7 @@ def _reproduced(results: Results) -> list[Claim]:
                 "ASSLA": "",
             }[method]
             if misses and method != "SSLA":
-                reason = "One network of ten seeds; which seed was published is not known."
+                reason = "The seed of the published network is not known."
             found.append(
                 Claim(
                     f"the published procedure gives the {method} row of Auto MPG (one test row, 0.02)",
@@ -85,7 +85,7 @@ def _reproduced(results: Results) -> list[Claim]:
             Claim(
                 "the constant width and the noise of one explain the ASSLA and LA rows",
                 f"{counts[2]} cells",
-                f"{counts[0]} hit to one test row or 0.02 by the network of the lowest validation error, {counts[1]} by one of ten seeds",
+                f"{counts[0]} hit (one test row, 0.02) by the network of the lowest validation error, {counts[1]} by some seed",
                 bool(counts[1] >= 0.75 * counts[2]),
                 "What is left: 50 scored rows of the larger sets, validation rows and seeds that are not published.",
             )

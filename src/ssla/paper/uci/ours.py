@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ from torch import Tensor
 from ssla.ensemble import Ensemble
 from ssla.ensemble.noise import NODES
 from ssla.likelihoods import Gaussian
-from ssla.paper.networks import Recipe, perceptron, squared_error, train
+from ssla.paper.networks import EPOCHS, Recipe, perceptron, squared_error, train
 from ssla.paper.peers import GaussianMixture, MissingPeerError, scores
+from ssla.paper.peers.bayesian_layers import layered_mean_field
 from ssla.paper.peers.conformal import interval_scores, split_conformal
 from ssla.paper.peers.dropout import mc_dropout
 from ssla.paper.peers.laplace import laplace
@@ -31,6 +34,7 @@ from ssla.sklearn import SSLARegressor
 
 LEVELS = (0.95, 0.75, 0.5)
 REFITTED = 100  # test rows at which refits of the weights are really made, to be held beside the closed form
+FEWEST = 20  # rows for an interval of 95%
 TIMES = tuple(round(6 * share) for _, share in NODES)  # 4, 1, 1: the shares of the noise as repetitions
 
 
@@ -78,15 +82,17 @@ def _clocked(work: Callable[[], Any]) -> tuple[Any, float]:
     return found, time.process_time() - start
 
 
-def own(name: str, seed: int) -> Record:
+def own(name: str, seed: int, epochs: int = 200) -> Record:
     """Our pipelines of one and of five networks, and what others make of the very same networks."""
     case = Case.of(name, seed)
     methods: Record = {}
-    one, fit_one = _clocked(lambda: SSLARegressor(random_state=seed).fit(case.x, case.y))
-    five, fit_five = _clocked(lambda: SSLARegressor(members=5, random_state=seed).fit(case.x, case.y))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        one, fit_one = _clocked(lambda: SSLARegressor(max_epochs=epochs, random_state=seed).fit(case.x, case.y))
+        five, fit_five = _clocked(lambda: SSLARegressor(members=5, max_epochs=epochs, random_state=seed).fit(case.x, case.y))
     for label, model, cost in (("", one, fit_one), (" x5", five, fit_five)):
         for rung in ("output", "weights", "none"):
-            answer, answering = _clocked(lambda m=model, r=rung: m.ensemble_.predict(torch.from_numpy(case.new), r))
+            answer, answering = _clocked(partial(model.ensemble_.predict, torch.from_numpy(case.new), rung))
             methods[rung + label] = case.scored(answer, cost + answering)
     training_noise, held_out_noise = (networks(one.ensemble_, case, own_noise) for own_noise in (True, False))
     methods["plug-in"] = case.scored(training_noise, fit_one)
@@ -100,7 +106,14 @@ def own(name: str, seed: int) -> Record:
         except MissingPeerError as error:
             methods[label] = {"missing": str(error)}
     gap, seconds = _clocked(lambda: refit_gap(one.ensemble_, case))
-    return {"set": name, "split": seed, "methods": methods, "refit_gap": gap, "refit_seconds": seconds}
+    return {
+        "set": name,
+        "split": seed,
+        "methods": methods,
+        "refit_gap": gap,
+        "refit_seconds": seconds,
+        "warnings": [str(w.message) for w in said],
+    }
 
 
 def refit_gap(ensemble: Ensemble, case: Case) -> float:
@@ -164,21 +177,23 @@ def _in_unit_of(ensemble: Ensemble, answer: GaussianMixture) -> GaussianMixture:
     return GaussianMixture(shift + scale * answer.means, scale * answer.sds)
 
 
-def peers(name: str, seed: int, steps: int) -> Record:
+def peers(name: str, seed: int, steps: int, epochs: int = EPOCHS) -> Record:
     """Monte Carlo dropout, mean-field variational inference, and split conformal prediction."""
     case = Case.of(name, seed)
     x, y, new, shift, scale = case.standardised()
 
     def variational() -> GaussianMixture:
-        from ssla.paper.peers.variational import mean_field
+        return layered_mean_field(x, y, new, steps=steps, batch_size=_batch(len(x)), seed=seed)
 
-        return mean_field(x, y, new, hidden=(50, 50), heteroscedastic=False, steps=steps, batch_size=_batch(len(x)), seed=seed)
+    def dropping() -> GaussianMixture:
+        return mc_dropout(x, y, new, seed=seed, recipe=recipe)
 
+    recipe = Recipe(batch_size=_batch(len(x)), epochs=epochs)
     methods: Record = {}
-    for label, work in (("MC dropout", lambda: mc_dropout(x, y, new, seed=seed)), ("MFVI", variational)):
+    for label, work in (("MC dropout", dropping), ("MFVI", variational)):
         methods[label] = _attempt(case, work, shift, scale)
     try:
-        intervals, seconds = _clocked(lambda: conformal(x, y, new, seed))
+        intervals, seconds = _clocked(lambda: conformal(x, y, new, seed, recipe))
         ends = {level: shift + scale * part for level, part in intervals.items()}
         methods["conformal"] = {**in_unit(interval_scores(ends, case.target), case.unit), "cost": seconds}
     except MissingPeerError as error:
@@ -211,15 +226,15 @@ def _batch(rows: int) -> int:
     return min(256, max(16, rows // 16))
 
 
-def conformal(x: Tensor, y: Tensor, new: Tensor, seed: int) -> dict[float, np.ndarray]:
-    """A fifth of the training rows calibrates, a tenth stops the training of the paper's network, the rest trains it."""
+def conformal(x: Tensor, y: Tensor, new: Tensor, seed: int, recipe: Recipe) -> dict[float, np.ndarray]:
+    """A fifth of the training rows (20 at least) calibrates, a tenth stops the training of the paper's network, the rest trains it."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
-    calibrating, stopping = max(len(x) // 5, 1), max(len(x) // 10, 1)
+    calibrating, stopping = max(len(x) // 5, FEWEST), max(len(x) // 10, 1)
     aside, held, kept = order.split([calibrating, stopping, len(x) - calibrating - stopping])
     net = perceptron(x.shape[1], 1, generator)
     a, b = x.float(), y.float()
-    train(net, (a[kept], b[kept]), (a[held], b[held]), squared_error, Recipe(batch_size=_batch(len(x))), generator)
+    train(net, (a[kept], b[kept]), (a[held], b[held]), squared_error, recipe, generator)
 
     def point(rows: np.ndarray) -> np.ndarray:
         with torch.no_grad():

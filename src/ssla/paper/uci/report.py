@@ -45,12 +45,12 @@ def hits(record: Record, method: str) -> tuple[list[bool], list[bool]]:
 def published_table(results: Results, folder: Path) -> None:
     columns = ["set", "method", *(f"{HEADS[s]} {what}" for s in SCORES for what in ("published", "found")), "within"]
     rows: list[list[Cell]] = []
-    trials = 0
+    trials = seeds = 0
     for name, record in results.published.items():
         if "missing" in record:
             rows.append([title(name), record["missing"], *[None] * (len(columns) - 2)])
             continue
-        trials = record["trials"]
+        trials, seeds = record["trials"], len(record["runs"])
         for method in ("SSLA", "ASSLA", "LA"):
             if "missing" in record["runs"][0]["methods"][method]:
                 rows.append([title(name), method, *[None] * (len(columns) - 2)])
@@ -65,11 +65,11 @@ def published_table(results: Results, folder: Path) -> None:
                 row += [published, f"{best:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})"]
             rows.append([*row, f"{sum(kept)} ({sum(any_seed)}) of {len(kept)}"])
     caption = (
-        f"Table 4 by the procedure that made it: one split, scalers of all rows, {trials} trials of Optuna (of more than 2,000 rows: "
-        "on 2,000 and at most 60 epochs a trial; otherwise at most 200). Found: the network of the lowest validation error of ten "
-        "seeds (range over the seeds). Within: cells hit to one test row of coverage or 0.02 of NLL and CRPS by that network (by "
-        "any seed). SSLA: its width without the optimiser's noise, which is not reproduced: it takes 22 to 37 s a test row and "
-        "differs from seed to seed as much as the published columns do."
+        f"Table 4 by the procedure that made it: one split, scalers of all rows, {trials} trials of Optuna (above 2,000 rows: on "
+        "2,000 of them and at most 60 epochs a trial; otherwise at most 200). Found: the network of the lowest validation error "
+        f"of {seeds} seeds (range over them). Within: cells hit to one test row of coverage or 0.02 of NLL and CRPS by that "
+        "network (by any seed). SSLA: its width without the optimiser's noise, which is not reproduced: it took the authors' "
+        "code 22 to 37 s a test row and differs from seed to seed as much as the published columns do."
     )
     Table("uci-1-published", caption, columns, rows, {}).write(folder)
 
@@ -93,7 +93,7 @@ def score_tables(results: Results, folder: Path) -> None:
             rows.append(row)
         published = [f"published {m}" for m in ("SSLA", "ASSLA", "LA")] if score != "rmse" else []
         caption = (
-            f"{text} in units of the target's standard deviation: mean ± standard error over {splits} splits (NUTS: 5 splits of the "
+            f"{text} in units of the target's standard deviation: mean ± standard error over {splits} splits (NUTS: 5 splits of "
             f"small sets), all test rows, scalers of the training rows. Published: one split.{note}"
         )
         Table(f"uci-{number}-{score}", caption, ["set", *published, *(NAMES[m] for m in shown)], rows, {}).write(folder)
@@ -123,8 +123,8 @@ def cost_table(results: Results, folder: Path) -> None:
         costs = [results.mean(method, name, "cost") for method in methods]
         rows.append([title(name), *(None if c is None else f"{c:.1f}" for c in costs)])
     caption = (
-        "Seconds of the processor for one split: training, noise, curvature and tuning, and answers for all test rows. Methods on "
-        "our networks include their training. The closed form answers for SSLA; real refits of 100 test rows took "
+        "Seconds of the processor for one split: training, noise, curvature and tuning, and answers for all test rows. Methods "
+        "on our networks include their training. The closed form answers for SSLA; real refits of 100 test rows took "
         f"{results.refit_seconds:.2f} s beside it and gave the same log densities to {results.gap:.0e}."
     )
     Table("uci-8-cost", caption, ["set", *(NAMES[m] for m in methods)], rows, {}).write(folder)
@@ -139,9 +139,9 @@ def rank_tables(results: Results, folder: Path) -> dict[str, Ranking]:
     ]
     one = found["nll"]
     caption = (
-        f"Mean ranks of {len(methods)} methods over {one.sets} sets × splits ({one.blocks} blocks). Splits of a set share rows, so "
-        f"the test counts sets: Friedman p = {found['nll'].p:.2g} (NLL), {found['crps'].p:.2g} (CRPS); Nemenyi's critical difference "
-        f"{one.critical:.2f}."
+        f"Mean ranks of {len(methods)} methods over {one.sets} sets × splits ({one.blocks} blocks). Splits of a set share rows, "
+        f"so the test counts sets: Friedman p = {found['nll'].p:.2g} (NLL), {found['crps'].p:.2g} (CRPS); Nemenyi's critical "
+        f"difference {one.critical:.2f}."
     )
     Table("uci-7-ranks", caption, ["method", "rank NLL", "rank CRPS", "sets with the lowest NLL/CRPS"], rows, {}).write(folder)
     for score, ranks in found.items():
@@ -153,7 +153,10 @@ def _wins(results: Results, method: str) -> str:
     methods = results.there(COMPARED)
     counts = []
     for score in ("nll", "crps"):
-        best = [min(methods, key=lambda m, n=name, s=score: results.mean(m, n, s) or 0.0) for name in results.sets]
+        best = []
+        for name in results.sets:
+            means = {m: results.mean(m, name, score) or 0.0 for m in methods}
+            best.append(min(means, key=means.__getitem__))
         counts.append(str(best.count(method)))
     return "/".join(counts)
 
