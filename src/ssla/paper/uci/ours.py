@@ -227,7 +227,7 @@ def _batch(rows: int) -> int:
 
 
 def conformal(x: Tensor, y: Tensor, new: Tensor, seed: int, recipe: Recipe) -> dict[float, np.ndarray]:
-    """A fifth of the training rows (20 at least) calibrates, a tenth stops the training of the paper's network, the rest trains it."""
+    """A fifth of the training rows (20 at least) calibrates, a tenth stops the training of the paper's network on the rest."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     calibrating, stopping = max(len(x) // 5, FEWEST), max(len(x) // 10, 1)
