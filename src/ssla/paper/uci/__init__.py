@@ -39,7 +39,7 @@ class Uci:
             found += [Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed}) for seed in (SEED, *splits)]
             found += [Task(f"peers-{name}-{seed}", peers, {"name": name, "seed": seed, "steps": STEPS}) for seed in splits]
             if name in SAMPLED:
-                settings = {"name": name, "warmup": 300, "draws": 300}
+                settings = {"name": name, "warmup": 200, "draws": 200}
                 found += [Task(f"nuts-{name}-{seed}", sampled, {**settings, "seed": seed}) for seed in splits[:SAMPLED_SPLITS]]
         return found
 

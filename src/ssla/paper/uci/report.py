@@ -84,7 +84,7 @@ def score_tables(results: Results, folder: Path) -> None:
     """One table a score: sets down, methods across."""
     methods = [m for m in NAMES if m in results.scores]
     splits = "; ".join(sorted({str(len(results.splits("output", name))) for name in results.sets}))
-    note = "".join(f" {NAMES[m]}: {why}." for m, why in results.missing.items())
+    note = _chains(results) + "".join(f" {NAMES[m]}: {why}." for m, why in results.missing.items())
     for number, score, text in ((2, "nll", "NLL"), (3, "crps", "CRPS"), (4, "rmse", "RMSE")):
         shown = [m for m in methods if any(results.mean(m, name, score) is not None for name in results.sets)]
         rows: list[list[Cell]] = []
@@ -120,6 +120,16 @@ def score_tables(results: Results, folder: Path) -> None:
         widths = [results.mean(method, name, "width95") for method in methods]
         rows.append([title(name), *(None if w is None else f"{w:.2f}" for w in widths)])
     Table("uci-6-width", "Mean width of 95% intervals, same unit.", ["set", *(NAMES[m] for m in methods)], rows, {}).write(folder)
+
+
+def _chains(results: Results) -> str:
+    """How well NUTS moved, by set."""
+    worst = []
+    for name in results.sets:
+        chains = results.splits("NUTS", name)
+        if chains:
+            worst.append(f"{title(name)} {max(c['r_hat'] for c in chains):.2f}")
+    return f" Worst split R̂ of a NUTS chain, over splits, of the median test row: {', '.join(worst)}." if worst else ""
 
 
 def cost_table(results: Results, folder: Path) -> None:
