@@ -36,7 +36,7 @@ SEED = 42
 Z = {95: 1.96, 75: 1.15, 50: 0.67}  # as published: of 74.99 and 49.71 per cent
 HALF_WIDTH, ASSLA_POINTS, SSLA_POINTS = 1.96, 30, 20
 SCORED = 50  # test rows of the larger sets
-SEARCH_ROWS, SEARCH_EPOCHS, SMALL_EPOCHS = 2000, 60, 200
+SEARCH_ROWS, SEARCH_EPOCHS, SMALL_ROWS, SMALL_EPOCHS = 2000, 60, 500, 200
 SEEDS = 10
 SCORES = ("cover95", "cover75", "cover50", "nll", "crps")
 PUBLISHED = {
@@ -125,13 +125,13 @@ def as_published(name: str, trials: int, seeds: int = SEEDS) -> Record:
 def search(data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], trials: int) -> tuple[float, int]:
     """Learning rate and batch size of the lowest validation error, by Optuna's TPE; of larger sets on part of the rows."""
     optuna = library("optuna", "optuna")
-    large = len(data[0]) > SEARCH_ROWS
+    epochs = SMALL_EPOCHS if len(data[0]) <= SMALL_ROWS else SEARCH_EPOCHS
     some = tuple(part[:SEARCH_ROWS] for part in data)
 
     def objective(trial: Any) -> float:
         rate = trial.suggest_float("rate", 1e-5, 1e-1, log=True)
         batch = trial.suggest_int("batch", 32, 256)
-        recipe = Recipe(rate, batch, epochs=SEARCH_EPOCHS if large else SMALL_EPOCHS)
+        recipe = Recipe(rate, batch, epochs=epochs)
         return _error(trained((some[0], some[1]), validation, recipe, 0), *validation)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
