@@ -98,7 +98,7 @@ def draw_ranking(found: Ranking, names: dict[str, str], score: str) -> Any:
         ax.hlines(-0.3 - 0.22 * row, start - 0.05, end + 0.05, color="#d1651f", lw=3.5)
     ax.hlines(0.95, low, low + found.critical, color="black", lw=1.5)
     ax.text(low + found.critical / 2, 1.02, f"critical difference {found.critical:.2f}", ha="center", va="bottom", fontsize=8)
-    ax.set_title(f"Mean rank in {score}: {found.sets} sets, {found.blocks} splits; Friedman p = {found.p:.2g}", fontsize=9)
+    ax.set_title(f"Mean rank in {score}: {found.sets} sets, {found.blocks} sets × splits; Friedman p = {found.p:.2g}", fontsize=9)
     ax.set_xlim(low - 3.4, high + 3.4)
     ax.set_ylim(-top - 0.42 * half, 1.5)
     ax.axis("off")

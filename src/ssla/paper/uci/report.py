@@ -85,6 +85,7 @@ def score_tables(results: Results, folder: Path) -> None:
     methods = [m for m in NAMES if m in results.scores]
     splits = "; ".join(sorted({str(len(results.splits("output", name))) for name in results.sets}))
     note = _chains(results) + "".join(f" {NAMES[m]}: {why}." for m, why in results.missing.items())
+    note += "".join(f" Our fits warned on {count} splits: {said}" for said, count in sorted(results.notes.items()))
     for number, score, text in ((2, "nll", "NLL"), (3, "crps", "CRPS"), (4, "rmse", "RMSE")):
         shown = [m for m in methods if any(results.mean(m, name, score) is not None for name in results.sets)]
         rows: list[list[Cell]] = []

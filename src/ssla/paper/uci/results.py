@@ -43,6 +43,7 @@ class Results:
     published: dict[str, Record]
     gap: float  # largest difference of log density between output and real refits
     refit_seconds: float  # mean of one task
+    notes: dict[str, int]  # what our fits warned of, and on how many splits
 
     @property
     def sets(self) -> list[str]:
@@ -92,6 +93,7 @@ def gathered(records: Mapping[str, Record]) -> Results:
     missing: dict[str, str] = {}
     published: dict[str, Record] = {}
     gaps, seconds = [0.0], [0.0]
+    notes: dict[str, int] = {}
     for record in records.values():
         if "runs" in record or "split" not in record:
             published[record["set"]] = record
@@ -104,4 +106,6 @@ def gathered(records: Mapping[str, Record]) -> Results:
         if "refit_gap" in record:
             gaps.append(record["refit_gap"])
             seconds.append(record["refit_seconds"])
-    return Results(scores, missing, published, max(gaps), statistics.fmean(seconds[1:] or seconds))
+            for note in sorted(set(record.get("warnings", []))):
+                notes[note] = notes.get(note, 0) + 1
+    return Results(scores, missing, published, max(gaps), statistics.fmean(seconds[1:] or seconds), notes)
