@@ -14,7 +14,6 @@ Ninety per cent of the rows for training, five random splits; NLL and CRPS in un
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -29,39 +28,11 @@ from sklearn.preprocessing import StandardScaler
 
 from ssla import likelihoods, metrics
 from ssla.ensemble import building
+from ssla.paper.uci.data import SETS, read
 from ssla.predictive import affine, from_marginal, mixture
 from ssla.sklearn import SSLARegressor
 
-SETS = {  # file -> target, columns that are no inputs
-    "concrete": ("Concrete compressive strength", ()),
-    "wine_quality": ("alcohol", ()),
-    "bike_sharing_hour": ("temp", ("instant", "dteday")),
-    "airfoil_self_noise": ("scaled-sound-pressure", ()),
-    "auto_mpg": ("mpg", ("car_name",)),
-    "liver_disorders": ("alkphos", ("selector",)),
-    "daily_demand_orders": ("Target (Total orders)", ()),
-    "real_estate_valuation": ("Y house price of unit area", ("No",)),
-}
 COLUMNS = ("ssla", "plug-in", "plug-in, noise", "MLP", "ssla x5", "ensemble", "ensemble, noise")
-
-
-def read(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Complete rows; a text column with two values becomes 0 and 1."""
-    target, left_out = SETS[name]
-    with (folder / f"{name}.csv").open(newline="") as file:
-        head, *rows = csv.reader(file)
-    rows = [row for row in rows if all(cell != "" for cell in row)]
-    columns = {}
-    for i, column in enumerate(head):
-        if column in left_out:
-            continue
-        cells = [row[i] for row in rows]
-        try:
-            columns[column] = np.array(cells, dtype=float)
-        except ValueError:
-            columns[column] = (np.array(cells) == min(cells)).astype(float)
-    y = columns.pop(target)
-    return np.stack(list(columns.values()), 1), y
 
 
 class TrainingTime:
@@ -119,7 +90,8 @@ def mlp(seed: int, x: np.ndarray, y: np.ndarray, x_test: np.ndarray):
 
 
 def one_split(folder: Path, name: str, split: int) -> dict:
-    X, y = read(folder, name)
+    rows = read(folder, name)
+    X, y = rows.x, rows.y
     order = np.random.default_rng(split).permutation(len(y))
     count = max(len(y) // 10, 6)
     test, train = order[:count], order[count:]

@@ -198,6 +198,18 @@ def test_single_precision_members_keep_their_tails():
     assert torch.allclose(nested.icdf(QS), p.icdf(QS), rtol=1e-5)
 
 
+@pytest.mark.parametrize("likelihood", [L.Gaussian(noise=0.5), L.StudentT(df=4.0, scale=0.5)])
+def test_refits_of_weights_can_be_mixed(likelihood):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 2, generator=generator, dtype=F64)
+    net = torch.nn.Linear(2, 1).double().eval()
+    posterior = ssla.fit(net, (x, x.sum(1)), likelihood=likelihood)
+    one = posterior.predict(x[:3], refit="weights")
+    both = mixture([one, posterior.predict(x[:3], refit="output")])
+    expected = torch.logaddexp(one.log_prob(x[:3, 0]), posterior.predict(x[:3]).log_prob(x[:3, 0])) - math.log(2)
+    assert torch.allclose(both.log_prob(x[:3, 0]), expected, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

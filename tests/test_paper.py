@@ -99,6 +99,7 @@ EXPECTED = {
     "sine": [True, True, True],
     "priors": [True, True, True, False, False, True],
 }
+EXPECTED["uci"] = [True, True, True, False, False] if os.environ.get("SSLA_DATA") else [True, False, False]
 
 
 @pytest.mark.parametrize("name", STUDIES)

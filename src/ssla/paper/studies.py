@@ -12,6 +12,7 @@ STUDIES = {  # name -> where it is
     "rates": "ssla.paper.rates:Rates",
     "precision": "ssla.paper.precision:Precision",
     "heteroscedastic": "ssla.paper.heteroscedastic:Heteroscedastic",
+    "uci": "ssla.paper.uci:Uci",
     "sine": "ssla.paper.sine:Sine",
     "priors": "ssla.paper.modularity:Priors",
 }

@@ -164,5 +164,13 @@ def _in_double(member: Any) -> Any:
         return replace(member, base=_in_double(member.base))
     expansion = getattr(member, "expansion", None)
     if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=replace(expansion, like=expansion.like.double()))  # type: ignore[type-var]
+        return replace(member, expansion=_answering_in_double(expansion))  # type: ignore[type-var]
     return member
+
+
+def _answering_in_double(expansion: Any) -> Any:
+    """A refit of weights answers in the dtype of the rung below, which it holds."""
+    for below in ("weights", "output"):
+        if hasattr(expansion, below):
+            return replace(expansion, **{below: _answering_in_double(getattr(expansion, below))})
+    return replace(expansion, like=expansion.like.double())

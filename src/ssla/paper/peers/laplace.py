@@ -24,13 +24,15 @@ def laplace(
     subset: str = "last_layer",
     structure: str = "kron",
     noise: float | None = None,
+    fit_prior: bool = False,
     scale: Tensor | None = None,
     new_scale: Tensor | None = None,
 ) -> GaussianMixture:
     """N(f(x), K(x) + σ²) of a network with one output; x (n, d), y (n,), new (N, d).
 
     structure: "kron", "diag" or "full". noise None: σ and the prior's precision maximise the Laplace evidence by Adam, from
-    the training residuals and one; a number is kept, with the prior N(0, 1): the published setting is 1.
+    the training residuals and one; a number is kept, with the prior N(0, 1): the published setting is 1. fit_prior: with a
+    noise that is given, the prior's precision alone maximises the evidence.
     scale, new_scale: a known σ(x) > 0 at the rows, by which outputs and targets are divided first; σ is then its factor.
     """
     peer = library("laplace", INSTALL)
@@ -53,6 +55,8 @@ def laplace(
         if noise is None:
             with torch.no_grad():
                 noise = _maximise_evidence(la, math.log(float((net(x) - y).square().mean().sqrt()) + 1e-6))
+        elif fit_prior:
+            _maximise_evidence(la, math.log(noise), noise_too=False)
         else:
             la.sigma_noise = torch.tensor(noise, dtype=torch.float64)
             la.prior_precision = torch.tensor([1.0], dtype=torch.float64)
@@ -99,12 +103,12 @@ def _divided(net: nn.Module) -> nn.Sequential:
     return nn.Sequential(_Before(net[:-1]), head)
 
 
-def _maximise_evidence(la: object, log_noise: float) -> float:
-    """Adam on (log σ, log τ), as the library's documentation shows; the library keeps the result."""
+def _maximise_evidence(la: object, log_noise: float, noise_too: bool = True) -> float:
+    """Adam on (log σ, log τ), or on log τ alone, as the library's documentation shows; the library keeps the result."""
     with torch.enable_grad():
-        noise = torch.tensor(log_noise, dtype=torch.float64, requires_grad=True)
+        noise = torch.tensor(log_noise, dtype=torch.float64, requires_grad=noise_too)
         prior = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-        optimiser = torch.optim.Adam([noise, prior], lr=RATE)
+        optimiser = torch.optim.Adam([noise, prior] if noise_too else [prior], lr=RATE)
         for _ in range(STEPS):
             optimiser.zero_grad()
             loss = -la.log_marginal_likelihood(prior.exp(), noise.exp())  # type: ignore[attr-defined]

@@ -1,0 +1,184 @@
+"""What the paper says of Table 4, and what we set out to show, beside what was found."""
+
+from __future__ import annotations
+
+import statistics
+
+from ssla.paper.runner import Claim, Record
+from ssla.paper.uci.data import title
+from ssla.paper.uci.published import PUBLISHED, SCORES
+from ssla.paper.uci.ranks import Ranking
+from ssla.paper.uci.report import HEADS, best_run, hits, published_coverage_error, whole_rows
+from ssla.paper.uci.results import LEVELS, NAMES, Results
+
+OPEN_SETS = 1  # sets on which a goal may be missed: 7 of 8
+EQUAL = 1e-8
+ENOUGH_TRIALS, ENOUGH_BLOCKS = 50, 40  # quick runs check the machinery, not the paper
+
+
+def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
+    """Those for which the records hold what they need."""
+    names = [name for name in results.sets if name in PUBLISHED]
+    found = [*_reproduced(results)]
+    for method in ("output", "output x5"):
+        if len(names) == len(PUBLISHED):
+            found += [_lower(results, names, method, split) for split in (False, True)]
+        if names:
+            found.append(_coverage(results, names, method))
+    found.append(
+        Claim(
+            "SSLA (real refits of the last layer) is the output rung",
+            "–",
+            f"log densities at test rows differ by at most {results.gap:.0e}",
+            results.gap < EQUAL,
+        )
+    )
+    if ranks["nll"].blocks >= ENOUGH_BLOCKS:
+        pairs = (("output", "LA"), ("output", "LA, noise"), ("output x5", "ensemble, noise"))
+        found += [_rank(results, ranks, one, other) for one, other in pairs if other in results.scores]
+    if "LA" in results.scores:
+        found += [_sharper(results), _conservative(results)]
+    if "liver_disorders" in names:
+        found.append(_liver(results))
+    return found
+
+
+def _reproduced(results: Results) -> list[Claim]:
+    """The Auto MPG rows, then all cells."""
+    found = []
+    searched = {name: r for name, r in results.published.items() if r.get("trials", 0) >= ENOUGH_TRIALS}
+    if "auto_mpg" in searched:
+        methods = [m for m in ("ASSLA", "LA", "SSLA") if "missing" not in searched["auto_mpg"]["runs"][0]["methods"][m]]
+        found = [_auto_mpg(searched["auto_mpg"], method) for method in methods]
+    cells = rows = total = 0
+    for record in searched.values():
+        for method in ("ASSLA", "LA"):
+            if "missing" not in record["runs"][0]["methods"][method]:
+                cells += sum(hits(record, best_run(record), method))
+                rows += whole_rows(record, method) > 0
+                total += 1
+    if total:
+        found.append(
+            Claim(
+                "a constant width (ASSLA) and a noise of one (LA) give the rows of Table 4 (one test row, 0.02)",
+                f"{total} rows of 5 cells",
+                f"{rows} rows are given whole by one of ten networks; {cells} of {5 * total} cells by that of the lowest "
+                "validation error",
+                rows == total,
+                "" if rows == total else "Which 50 test rows were scored, which rows validated, and the seeds are not published.",
+            )
+        )
+    return found
+
+
+def _auto_mpg(record: Record, method: str) -> Claim:
+    """Holds where one of the seeds' networks gives the whole row."""
+    best = best_run(record)
+    near, count = hits(record, best, method), whole_rows(record, method)
+    misses = [HEADS[score] for score, hit in zip(SCORES, near, strict=True) if not hit]
+    shown = " ".join(f"{best['methods'][method][score]:.2f}" for score in SCORES)
+    reason = "The seed that was published is not known: it holds if one of the networks gives the whole row."
+    if method == "SSLA":
+        reason = "Ours is the same kernel's width without the optimiser's noise, which is not reproduced."
+    return Claim(
+        f"the published procedure gives the {method} row of Auto MPG (one test row, 0.02)",
+        " ".join(f"{value:g}" for value in PUBLISHED["auto_mpg"][method]),
+        f"whole by {count} of {len(record['runs'])} networks; that of the lowest validation error gives {shown}"
+        + (f" (outside: {', '.join(misses)})" if misses else ""),
+        count > 0,
+        reason,
+    )
+
+
+def _lower(results: Results, names: list[str], method: str, published_split: bool) -> Claim:
+    """NLL and CRPS against the lower of the published SSLA and ASSLA cells."""
+    counts, lost = [], []
+    for score in ("nll", "crps"):
+        wins = 0
+        for name in names:
+            record = results.on_published_split(method, name)
+            ours = (record or {}).get(score) if published_split else results.mean(method, name, score)
+            best = min(PUBLISHED[name][m][SCORES.index(score)] for m in ("SSLA", "ASSLA"))
+            if ours is not None and ours < best:
+                wins += 1
+            else:
+                lost.append(f"{title(name)} {score.upper()} {'–' if ours is None else format(ours, '.3f')} against {best:.2f}")
+        counts.append(wins)
+    where = "on the published split, all its test rows" if published_split else "mean over the random splits"
+    return Claim(
+        f"{NAMES[method]}: lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
+        f"at least {max(len(names) - OPEN_SETS, 1)} of {len(names)}",
+        f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}" + (f" (not: {'; '.join(lost)})" if lost else ""),
+        min(counts) >= max(len(names) - OPEN_SETS, 1),
+    )
+
+
+def _coverage(results: Results, names: list[str], method: str) -> Claim:
+    published = {m: published_coverage_error(m, names) for m in ("SSLA", "ASSLA", "LA")}
+    ours = results.coverage_error(method, names)
+    return Claim(
+        f"{NAMES[method]}: coverage closer to nominal than published SSLA and ASSLA",
+        ", ".join(f"{m} {value:.1f}" for m, value in published.items()) + " per cent off on average",
+        f"{ours:.1f}",
+        ours < min(published["SSLA"], published["ASSLA"]),
+    )
+
+
+def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> Claim:
+    parts, better = [], []
+    for score, ranking in ranks.items():
+        if one not in ranking.methods or other not in ranking.methods:
+            continue
+        pairs = results.matrix((one, other), score)
+        wins = sum(int((part[:, 0] < part[:, 1]).sum()) for part in pairs.values())
+        sets = sum(bool(part[:, 0].mean() < part[:, 1].mean()) for part in pairs.values())
+        total = sum(len(part) for part in pairs.values())
+        parts.append(
+            f"{score.upper()} {ranking.of(one):.2f} against {ranking.of(other):.2f} "
+            f"(lower in {wins} of {total} splits, in the mean of {sets} of {len(pairs)} sets)"
+        )
+        better.append(ranking.of(one) < ranking.of(other))
+    return Claim(f"{NAMES[one]} has a better mean rank than {NAMES[other]}", "–", "; ".join(parts), bool(better) and all(better))
+
+
+def _sharper(results: Results) -> Claim:
+    """With the same noise on the same network, ASSLA beside LA."""
+    names, a, b = results.sets, "none", "LA, noise"
+    widths = [(results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0) for n in names]
+    nll = sum((results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names)
+    errors = [results.coverage_error(m, names) for m in (a, b, "output")]
+    return Claim(
+        "ASSLA is sharper and better calibrated than classical Laplace",
+        "NLL lower on 7 of 8 sets",
+        f"with the same noise its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on {nll} of "
+        f"{len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} per cent (output: {errors[2]:.1f})",
+        bool(statistics.fmean(widths) < 1 and nll > len(names) / 2 and errors[0] < errors[1]),
+        "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, ASSLA is the plug-in.",
+    )
+
+
+def _conservative(results: Results) -> Claim:
+    """Coverage of LA with its noise fitted."""
+    cover = [statistics.fmean(results.mean("LA", name, f"cover{level}") or 0.0 for name in results.sets) for level in LEVELS]
+    names = [name for name in results.sets if name in PUBLISHED] or list(PUBLISHED)
+    published = [statistics.fmean(PUBLISHED[name]["LA"][i] for name in names) for i in range(3)]
+    return Claim(
+        "classical Laplace is overly conservative",
+        "covers " + "/".join(f"{v:.0f}" for v in published) + " at 95/75/50",
+        "with noise and prior fitted it covers " + "/".join(f"{v:.0f}" for v in cover),
+        all(value > level + 2 for value, level in zip(cover, LEVELS, strict=True)),
+        "The width was the noise left at one, on targets of unit variance.",
+    )
+
+
+def _liver(results: Results) -> Claim:
+    """Both published methods under-cover there."""
+    name = "liver_disorders"
+    found = {m: (results.mean(m, name, "cover95") or 0.0, results.mean(m, name, "nll") or 0.0) for m in ("output", "none", "LA")}
+    return Claim(
+        "SSLA and ASSLA fail on Liver Disorders, where classical Laplace does not",
+        "cover 73.9 and 49.3 at 95, NLL 2.74 and 5.94, LA 1.68",
+        "; ".join(f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()),
+        found["output"][0] < 90 and found["none"][0] < 90,
+        "A width of 0.3985 where the residuals have a standard deviation near one: the width failed, not the method.",
+    )
