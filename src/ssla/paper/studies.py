@@ -11,6 +11,7 @@ STUDIES = {  # name -> where it is
     "precision": "ssla.paper.precision:Precision",
     "sine": "ssla.paper.sine:Sine",
     "priors": "ssla.paper.modularity:Priors",
+    "robustness": "ssla.paper.robustness:Robustness",
 }
 
 

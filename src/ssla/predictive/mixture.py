@@ -9,7 +9,7 @@ total variance the members' disagreement, Var_m E_m[y], is added to the epistemi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -164,5 +164,14 @@ def _in_double(member: Any) -> Any:
         return replace(member, base=_in_double(member.base))
     expansion = getattr(member, "expansion", None)
     if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=replace(expansion, like=expansion.like.double()))  # type: ignore[type-var]
+        return replace(member, expansion=_like_double(expansion))  # type: ignore[type-var]
     return member
+
+
+def _like_double(expansion: Any) -> Any:
+    """`like` is its own, or that of the expansion it stands on (refits of the weights stand on the output rung)."""
+    names = {field.name for field in fields(expansion)}
+    if "like" in names:
+        return replace(expansion, like=expansion.like.double())
+    base = next(name for name in ("output", "weights") if name in names)
+    return replace(expansion, **{base: _like_double(getattr(expansion, base))})
