@@ -139,7 +139,8 @@ def _distance(results: Results, folder: Path) -> None:
                 xlabel="distance outside",
                 ylabel={"nll": "NLL", "cover95": "% in the 95% interval"}.get(score, "width"),
             )
-        row[0].set_yscale("log")
+        if row[0].get_ylim()[1] > 50:
+            row[0].set_yscale("log")
         row[1].axhline(95, color="black", linewidth=0.6)
     _legend(figure, axes[0, 0])
     draw(figure, folder, "robustness-distance")
@@ -159,7 +160,8 @@ def _ablation(results: Results, folder: Path) -> None:
             if gaps:
                 axis.plot([sum(gaps) / len(gaps)], [i], "|", color="black", markersize=11)
         axis.axvline(0, color="black", linewidth=0.6)
-        axis.set_xscale("symlog", linthresh=0.1)
+        if max(abs(end) for end in axis.get_xlim()) > 0.5:
+            axis.set_xscale("symlog", linthresh=0.1)
         axis.set_yticks(range(len(names)), names, fontsize=7)
         axis.invert_yaxis()
         axis.grid(axis="y", linewidth=0.3)

@@ -31,7 +31,7 @@ MEMBERS, LEFT_OUT = 5, 0.1
 NAMES = {
     "plug_in": "plug-in (MAP)",
     "temperature": "temperature scaling",
-    "laplace": "laplace-torch, KFAC, probit",
+    "laplace": "laplace-torch, last layer",
     "ensemble": "deep ensemble (5)",
     "dropout": "MC dropout",
     "none": "ASSLA (none)",

@@ -42,9 +42,10 @@ def cost(method: str, seed: int, size: float, epochs: int) -> Record:
     members = MEMBERS if method in ("ensemble", "output5", "temperature") else 1
     record: Record = {"method": method, "seed": seed}
     record["train"], methods = _timed(lambda: trained(found.x, found.y, found.count, seed, epochs, members))
-    x = found.new.repeat(-(-ROWS // len(found.new)), 1)[:ROWS]
-    record["forward"] = _predicting(methods, "plug_in", x)
-    rows = REFITTED if method == "weights" else ROWS
+    whole = max(round(ROWS * size), REFITTED)
+    x = found.new.repeat(-(-whole // len(found.new)), 1)[:whole]
+    record["forward"] = _predicting(methods, "plug_in", x) * ROWS / whole
+    rows = REFITTED if method == "weights" else whole
     try:
         _warmed(method)
         before = _peak(reset=True)
