@@ -1,6 +1,7 @@
 """Mixtures and changes of unit: against scipy, scoringrules, brute sums, and the identities between the names."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -279,3 +280,24 @@ def test_affine_refuses_what_has_no_unit():
         affine(members("gaussian")[0], 0.0, 0.0)
     with pytest.raises(ValueError, match="numbers"):
         affine(members("gaussian")[0], torch.zeros(2), 1.0)
+
+
+@pytest.mark.parametrize("likelihood", [L.Categorical(), L.Gaussian(noise=0.5), L.Poisson()])
+def test_refits_of_the_weights_can_be_mixed(likelihood):
+    generator = torch.Generator().manual_seed(0)
+    outputs = 3 if isinstance(likelihood, L.Categorical) else 1
+    x = torch.randn(30, 2, generator=generator)
+    y = torch.randint(0, 3, (30,), generator=generator)
+    parts = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, outputs)).eval()
+        torch.nn.init.normal_(model[0].weight, generator=generator)
+        torch.nn.init.zeros_(model[0].bias)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "polish moved", UserWarning)
+            posterior = ssla.fit(model, (x, y), likelihood=likelihood)
+        parts.append(posterior.predict(x[:3], "weights"))
+    p = mixture(parts)
+    each = torch.stack([part.log_prob(y[:3]) for part in parts]).double()
+    assert torch.allclose(p.log_prob(y[:3]).double(), torch.logsumexp(each, 0) - math.log(2), atol=1e-5)
+    assert p.mass.dtype == torch.float32

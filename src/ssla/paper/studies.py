@@ -15,6 +15,7 @@ STUDIES = {  # name -> where it is
     "uci": "ssla.paper.uci:Uci",
     "sine": "ssla.paper.sine:Sine",
     "priors": "ssla.paper.modularity:Priors",
+    "robustness": "ssla.paper.robustness:Robustness",
 }
 
 
