@@ -74,7 +74,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     assert results(whole) == results(killed)
 
 
-EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, False]}
+EXPECTED = {
+    "precision": [True, True, False],
+    "heteroscedastic": [True, False, False, False, False, True, False, False, True],
+    "sine": [True, True, True],
+    "priors": [True, True, False],
+}
 
 
 @pytest.mark.parametrize("name", STUDIES)
