@@ -92,7 +92,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     assert results(whole) == results(killed)
 
 
-EXPECTED = {"precision": [True, True, False], "sine": [True, True, True], "priors": [True, True, True, False, False, True]}
+EXPECTED = {
+    "precision": [True, True, False],
+    "sine": [True, True, True],
+    "priors": [True, True, True, False, False, True],
+    "robustness": [False, False, False, False, False, False, False, True, False, False, True, False, True, False],
+}
 
 
 @pytest.mark.parametrize("name", STUDIES)
