@@ -128,7 +128,8 @@ def _score_table(found: Found) -> Table:
     columns = ["method", "NLL", "CRPS", "RMSE", "width 95", "width 50", "points off nominal", "seeds"]
     caption = (
         "Scores of standardised targets on fresh test rows, mean ± standard error over data seeds; points off nominal: "
-        "|mean coverage − nominal|, mean over the four levels."
+        "|mean coverage − nominal|, mean over the four levels. Depth and prior of VI and MFVI (1×20) were chosen on test rows of "
+        "seed 0, which favours them; the activation of our networks on rows of another seed; the prior of NUTS was not tuned."
     )
     return Table("heteroscedastic-scores", caption, columns, rows, {"points off nominal": ".1f"})
 
