@@ -25,36 +25,6 @@ class Chain:
     divergent: int
 
 
-def nuts(
-    x: Tensor,
-    y: Tensor,
-    new: Tensor,
-    *,
-    hidden: Sequence[int] = (50, 50),
-    activation: str = "tanh",
-    heteroscedastic: bool,
-    prior_sd: float = 1.0,
-    warmup: int = 200,
-    draws: int = 200,
-    thin: int = 1,
-    seed: int = 0,
-) -> GaussianMixture:
-    """p(y|new) as a mixture over the draws of one chain; x (n, d), y (n,), new (N, d), standardised."""
-    return chain(
-        x,
-        y,
-        new,
-        hidden=hidden,
-        activation=activation,
-        heteroscedastic=heteroscedastic,
-        prior_sd=prior_sd,
-        warmup=warmup,
-        draws=draws,
-        thin=thin,
-        seed=seed,
-    ).answer
-
-
 def chain(
     x: Tensor,
     y: Tensor,
@@ -69,7 +39,10 @@ def chain(
     thin: int = 1,
     seed: int = 0,
 ) -> Chain:
-    """As `nuts`, with the chain's diagnostics. Weights of a layer are exchangeable, so predictions are watched, not weights."""
+    """p(y|new) as a mixture over the draws of one chain; x (n, d), y (n,), new (N, d), standardised.
+
+    Weights of a layer are exchangeable, so the diagnostics watch predictions, not weights.
+    """
     jax, infer = library("jax", INSTALL), library("numpyro.infer", INSTALL)
     program = Program(x.shape[1], tuple(hidden), activation, heteroscedastic, prior_sd)
     inputs, targets, rows = arrays(x, y.flatten(), new)
