@@ -67,7 +67,7 @@ def _reproduced(results: Results) -> list[Claim]:
                 rows == total,
                 ""
                 if rows == total
-                else "With the widths fixed, what differs is the network's error on the rows scored. Not published: which 50 test "
+                else "With widths fixed, what differs is the network's error on the rows scored. Not published: which 50 test "
                 "rows of the larger sets, which rows validated, how categories were coded, and the seeds.",
             )
         )
