@@ -23,6 +23,7 @@ STEPS = 2000  # of mean field: after more, its bound is higher and its predictio
 SAMPLED, SAMPLED_SPLITS = ("auto_mpg", "liver_disorders", "daily_demand_orders", "real_estate_valuation"), 5
 LARGE, LARGE_EPOCHS = "bike_sharing_hour", 100  # 13,903 training rows: half of our default epochs
 QUICK = ("auto_mpg", "daily_demand_orders")
+QUICK_EPOCHS = 40
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Uci:
         for name in sets:
             found.append(Task(f"published-{name}", as_published, {"name": name, "trials": 3, "seeds": 3}))
             for seed in (SEED, FIRST_SPLIT):
-                found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": 60}))
-            settings = {"name": name, "seed": FIRST_SPLIT, "steps": 200, "epochs": 60}
+                found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": QUICK_EPOCHS}))
+            settings = {"name": name, "seed": FIRST_SPLIT, "steps": 200, "epochs": QUICK_EPOCHS}
             found.append(Task(f"peers-{name}-{FIRST_SPLIT}", peers, settings))
         return found
 
