@@ -67,13 +67,8 @@ def _reproduced(results: Results) -> list[Claim]:
                 rows == total,
                 ""
                 if rows == total
-<<<<<<< HEAD
-                else "With widths fixed, what differs is the network's error on the rows scored. Not published: which 50 test "
-                "rows of the larger sets, which rows validated, how categories were coded, and the seeds.",
-=======
                 else "With the widths fixed, what differs is the network's error on the rows scored. Not published: which 50 "
                 "test rows of the larger sets, which rows validated, how categories were coded, and the seeds.",
->>>>>>> uci
             )
         )
     return found
