@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ssla.paper.__main__ import reproduce
+from ssla.paper.page import write_page
 from ssla.paper.runner import Claim, Task, Workplace, run
 from ssla.paper.studies import STUDIES, study
 from ssla.paper.tables import Table
@@ -59,6 +60,18 @@ def test_a_record_of_other_settings_or_of_another_version_is_made_again(tmp_path
     assert place.recall("squares", other) is None
     monkeypatch.setattr("ssla.__version__", "0")
     assert place.recall("squares", task) is None
+
+
+def test_part_of_a_run_can_be_reported_and_says_so(tmp_path):
+    place, study = Workplace(tmp_path), Squares(tmp_path)
+    with pytest.raises(ValueError, match=r"no records of the study 'squares' .* Run it first"):
+        run(study, place, progress=False, work=False)
+    for task in study.tasks(False)[:2]:
+        place.keep("squares", task, {"value": 7})
+    assert run(study, place, progress=False, work=False)[0].found == "14"
+    assert json.loads((place.results("squares") / "summary.json").read_text())["done"] == [2, 4]
+    assert not (tmp_path / "marks").exists()
+    assert "**From 2 of 4 tasks:**" in write_page(place, ["squares"]).read_text()
 
 
 def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):

@@ -128,6 +128,7 @@ def reproduce(
     folder: Annotated[Path, typer.Option(help="Where records and results go; a killed run goes on from there.")] = Path("paper"),
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     page: Annotated[Path | None, typer.Option(help="Write the page here too, with copies of the figures.")] = None,
+    report: Annotated[bool, typer.Option("--report", help="No work: tables and page from the records that are there.")] = False,
 ) -> None:
     """Studies of the paper: the published number beside ours.
 
@@ -139,4 +140,4 @@ def reproduce(
     names = list(STUDIES) if every else (studies or [])
     if not names:
         raise ValueError(f"Name a study ({', '.join(STUDIES)}), or give --all.")
-    work(names, folder, quick=quick, jobs=jobs, page=page)
+    work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)

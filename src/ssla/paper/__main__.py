@@ -12,12 +12,21 @@ from ssla.paper.studies import STUDIES, study
 
 
 def reproduce(
-    names: list[str], folder: Path, *, quick: bool = False, jobs: int = 1, progress: bool = True, page: Path | None = None
+    names: list[str],
+    folder: Path,
+    *,
+    quick: bool = False,
+    jobs: int = 1,
+    progress: bool = True,
+    page: Path | None = None,
+    work: bool = True,
 ) -> None:
-    """Run the studies and write the page, beside the results or where `page` says."""
+    """Run the studies (work=False: only report what is there) and write the page, beside the results or where `page` says."""
+    if jobs < 1:
+        raise ValueError(f"jobs must be 1 or more, but is {jobs}.")
     place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first begins
     for each in studies:
-        for claim in run(each, place, jobs, progress):
+        for claim in run(each, place, jobs, progress, work):
             print(
                 f"{'holds   ' if claim.holds else 'refuted '} {claim.statement}: published {claim.published}; found {claim.found}"
             )
@@ -34,13 +43,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small version of each, for CI")
     parser.add_argument("--folder", type=Path, default=Path("paper"), help="where records and results go (default: paper)")
     parser.add_argument("--page", type=Path, help="write the page here too, with copies of the figures (docs/paper.md)")
+    parser.add_argument("--report", action="store_true", help="no work: tables and page from the records that are there")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
     names = list(STUDIES) if options.all else options.studies
     if not names:
         parser.error("name a study, or --all")
     try:
-        reproduce(names, options.folder, quick=options.quick, jobs=options.jobs, page=options.page)
+        settings = {"quick": options.quick, "jobs": options.jobs, "page": options.page, "work": not options.report}
+        reproduce(names, options.folder, **settings)
     except (ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2

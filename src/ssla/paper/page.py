@@ -53,6 +53,9 @@ def write_page(place: Workplace, studies: Collection[str], target: Path | None =
         parts.append(WRONG.rstrip())
     for name, summary in found.items():
         parts.append(f"\n## {summary['title']}\n")
+        done, all_tasks = summary["done"]
+        if done < all_tasks:
+            parts.append(f"**From {done} of {all_tasks} tasks:** the run was not finished. Start it again to go on.\n")
         parts += [_claim(claim) for claim in summary["claims"]]
         for table in sorted((folder / name).glob("*.md")):
             parts.append("\n" + table.read_text(encoding="utf-8").strip())

@@ -96,8 +96,11 @@ def _maker(task: Task) -> Record:
     return {"ssla": ssla.__version__, "settings": settings}
 
 
-def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) -> list[Claim]:
-    """Do what is not yet done, then report. Safe to interrupt and to start again."""
+def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, work: bool = True) -> list[Claim]:
+    """Do what is not yet done, then report. Safe to interrupt and to start again.
+
+    work=False reports what is there, which may be part of a run that was interrupted; the summary says how much.
+    """
     tasks = study.tasks(place.quick)
     keys = [task.key for task in tasks]
     if len(set(keys)) < len(keys):
@@ -108,14 +111,16 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True) ->
     except OSError as error:
         raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
     missing = [task for task in tasks if place.recall(study.name, task) is None]
-    for task, record in _done(missing, jobs, f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)", progress):
+    label = f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)"
+    for task, record in _done(missing if work else [], jobs, label, progress):
         place.keep(study.name, task, record)
-    records = {task.key: place.recall(study.name, task) or {} for task in tasks}
+    records = {task.key: found for task in tasks if (found := place.recall(study.name, task)) is not None}
+    if not records:
+        raise ValueError(f"There are no records of the study {study.name!r} in {place.folder} to report. Run it first.")
     folder = place.results(study.name)
     claims = study.report(records, folder)
-    write_whole(
-        folder / "summary.json", json.dumps({"title": study.title, "claims": [vars(claim) for claim in claims]}, indent=1)
-    )
+    summary = {"title": study.title, "done": [len(records), len(tasks)], "claims": [vars(claim) for claim in claims]}
+    write_whole(folder / "summary.json", json.dumps(summary, indent=1))
     return claims
 
 

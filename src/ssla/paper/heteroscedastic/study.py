@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +22,19 @@ class Heteroscedastic:
     title = "Heteroscedastic regression (coverage table and bands)"
 
     def tasks(self, quick: bool) -> list[Task]:
-        made = _quick_methods() if quick else _methods()
+        made: list[Task] = []
         runs, rates = (2, published.REFIT_RATES[-1:]) if quick else (REFIT_RUNS, published.REFIT_RATES)
         for rate in rates:
             settings = {"rate": rate, "points": 6, "epochs": 2} if quick else {"rate": rate}
             made += [Task(f"refitted-{rate:g}-{s}", published.refitted, {**settings, "seed": s}) for s in range(runs)]
         made.append(Task("published-bands", published.bands, {"low": methods.LOW, "high": methods.HIGH, "steps": methods.STEPS}))
         if quick:
-            return [*made, Task("published-0", published.of_seeds, {"seeds": [OWN, *range(4)]})]
+            return [*made, Task("published-0", published.of_seeds, {"seeds": [OWN, *range(4)]}), *_quick_methods()]
         for part in range(0, DATA_SEEDS, 20):
             seeds = [OWN] * (part == 0) + [seed for seed in range(part, part + 20) if seed != OWN]
             made.append(Task(f"published-{part}", published.of_seeds, {"seeds": seeds}))
-        return [*made, *(Task(f"settings-{rate:g}", published.of_settings, {"rates": [rate]}) for rate in published.RATES)]
+        made += [Task(f"settings-{rate:g}", published.of_settings, {"rates": [rate]}) for rate in published.RATES]
+        return made + _methods()
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
         found = gathered(records)
@@ -49,20 +50,20 @@ class Heteroscedastic:
 
 
 def _methods() -> list[Task]:
-    """The longest first, so that two processes end together. The module's own seed: its 25 rows, and the figure's grid."""
-    own = {"seed": OWN, "fresh": 0}
-    made = []
-    for name, function, count in (
-        ("nuts", methods.sampled, SLOW_SEEDS),
-        ("ours", methods.ours, SEEDS),
-        ("variational", methods.variational, SEEDS),
-        ("collapsed", methods.collapsed, SLOW_SEEDS),
-        ("classical", methods.classical, SEEDS),
-    ):
-        made.append(Task(f"{name}-own", function, own))
-        for seed in range(count):
-            settings = {"seed": seed, "fresh": TEST} | ({"every": seed < SLOW_SEEDS} if function is methods.ours else {})
-            made.append(Task(f"{name}-{seed}", function, settings))
+    """Seed by seed, so that part of a run is of use. The module's own seed: its 25 rows, and the figure's grid."""
+    kinds: dict[str, tuple[Callable[..., Record], int]] = {
+        "nuts": (methods.sampled, SLOW_SEEDS),
+        "ours": (methods.ours, SEEDS),
+        "variational": (methods.variational, SEEDS),
+        "collapsed": (methods.collapsed, SLOW_SEEDS),
+        "classical": (methods.classical, SEEDS),
+    }
+    made = [Task(f"{name}-own", function, {"seed": OWN, "fresh": 0}) for name, (function, _) in kinds.items()]
+    for seed in range(SEEDS):
+        for name, (function, count) in kinds.items():
+            settings = {"seed": seed, "fresh": TEST} | ({"every": seed < SLOW_SEEDS} if name == "ours" else {})
+            if seed < count:
+                made.append(Task(f"{name}-{seed}", function, settings))
     return made
 
 

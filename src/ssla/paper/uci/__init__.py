@@ -35,17 +35,16 @@ class Uci:
         """Quick: two small sets, or a synthetic stand-in where SSLA_DATA names no folder."""
         if quick:
             return self._quick_tasks(QUICK if os.environ.get(FOLDER) else (STAND_IN,))
-        found = []
-        splits = range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)
-        for name in SETS:
-            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}))
-            epochs = LARGE_EPOCHS if name == LARGE else 200
-            for seed in (SEED, *splits):
+        found = [Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}) for name in SETS]
+        for seed in (SEED, *range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)):  # split by split, so that part of a run is of use
+            for name in SETS:
+                epochs = LARGE_EPOCHS if name == LARGE else 200
                 found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": epochs}))
-            found += [Task(f"peers-{name}-{seed}", peers, {"name": name, "seed": seed, "steps": STEPS}) for seed in splits]
-            if name in SAMPLED:
-                settings = {"name": name, "warmup": 200, "draws": 200}
-                found += [Task(f"nuts-{name}-{seed}", sampled, {**settings, "seed": seed}) for seed in splits[:SAMPLED_SPLITS]]
+                if seed != SEED:
+                    found.append(Task(f"peers-{name}-{seed}", peers, {"name": name, "seed": seed, "steps": STEPS}))
+                if name in SAMPLED and FIRST_SPLIT <= seed < FIRST_SPLIT + SAMPLED_SPLITS:
+                    settings = {"name": name, "seed": seed, "warmup": 200, "draws": 200}
+                    found.append(Task(f"nuts-{name}-{seed}", sampled, settings))
         return found
 
     @staticmethod
