@@ -13,7 +13,7 @@ import pytest
 
 from ssla.paper.__main__ import reproduce
 from ssla.paper.page import write_page
-from ssla.paper.runner import Claim, Task, Workplace, run
+from ssla.paper.runner import Claim, Task, TaskError, Workplace, run
 from ssla.paper.studies import STUDIES, study
 from ssla.paper.tables import Table
 
@@ -85,6 +85,67 @@ def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
 def test_several_processes_give_the_same(tmp_path):
     run(Squares(tmp_path), Workplace(tmp_path), jobs=2, progress=False)
     assert sorted((tmp_path / "marks").read_text().split()) == ["0", "1", "2", "3"]
+
+
+def stumble(folder, number):
+    """A slow task that leaves a mark, or fails at once."""
+    if number == 0:
+        raise ArithmeticError("no such number")
+    time.sleep(0.5)
+    (Path(folder) / f"mark-{number}").write_text("")
+    return {"value": number}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_task_that_fails_is_named_and_the_rest_is_not_run_in_vain(tmp_path, jobs):
+    @dataclass(frozen=True)
+    class Stumbles(Squares):
+        def tasks(self, quick):
+            return [Task(f"number-{i}", stumble, {"folder": str(tmp_path), "number": i}) for i in range(12)]
+
+    with pytest.raises(TaskError, match="The task 'number-0' failed: ArithmeticError: no such number"):
+        run(Stumbles(tmp_path), Workplace(tmp_path), jobs=jobs, progress=False)
+    assert len(list(tmp_path.glob("mark-*"))) < 6
+
+
+def test_the_workers_of_a_killed_run_end_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nfrom pathlib import Path\nfrom ssla.paper.runner import Task, _done\n\n"
+        "def slow(number):\n    Path(__file__).with_name(f'begun-{number}').write_text('')\n    time.sleep(3)\n"
+        "    Path(__file__).with_name(f'ended-{number}').write_text('')\n    return {}\n\n"
+        "if __name__ == '__main__':\n    list(_done([Task(str(i), slow, {'number': i}) for i in range(6)], 2, '', False))\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)])
+    while not list(tmp_path.glob("begun-*")) and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(5)
+    assert not list(tmp_path.glob("ended-*"))
+
+
+def test_what_was_missing_is_tried_again(tmp_path):
+    place, study = Workplace(tmp_path), Squares(tmp_path)
+    for task in study.tasks(False):
+        place.keep("squares", task, {"value": 1, "methods": {"peer": {"missing": "needs a library"}}})
+    run(study, place, progress=False)
+    assert (tmp_path / "marks").read_text().split() == ["0", "1", "2", "3"]
+
+
+def test_a_study_that_fails_does_not_keep_the_others_from_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(STUDIES, "odd", f"{__name__}:Odd")
+    with pytest.raises(TaskError, match=r"Not reproduced .* odd: The task 'one' failed"):
+        reproduce(["odd", "sine"], tmp_path, quick=True, progress=False)
+    assert "## Sine" in (tmp_path / "quick" / "page.md").read_text()
+
+
+class Odd:
+    name = "odd"
+    title = "Odd"
+
+    def tasks(self, quick):
+        return [Task("one", stumble, {"folder": "", "number": 0})]
 
 
 def results(folder):

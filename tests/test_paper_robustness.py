@@ -151,7 +151,8 @@ def test_splits_do_not_overlap_and_are_standardised(name):
 
 def test_distances_are_in_order_and_zero_inside(monkeypatch):
     monkeypatch.delenv("SSLA_DATA", raising=False)
-    for name, source in (("toy", "toy"), ("concrete", "diabetes")):
+    assert data.table_at_hand() == "diabetes"
+    for name, source in (("toy", "toy"), ("diabetes", "diabetes")):
         found = data.regression(name, 0)
         assert found.source == source
         place, edges = _places(found.distance)

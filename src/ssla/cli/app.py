@@ -140,4 +140,8 @@ def reproduce(
     names = list(STUDIES) if every else (studies or [])
     if not names:
         raise ValueError(f"Name a study ({', '.join(STUDIES)}), or give --all.")
-    work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
+    try:
+        work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
+    except KeyboardInterrupt:
+        err.print("Interrupted: what was done is kept. Start again to go on.", style="red")
+        raise typer.Exit(130) from None

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ssla.paper.page import write_page
-from ssla.paper.runner import Workplace, run
+from ssla.paper.runner import TaskError, Workplace, run
 from ssla.paper.studies import STUDIES, study
 
 
@@ -25,15 +25,25 @@ def reproduce(
     if jobs < 1:
         raise ValueError(f"jobs must be 1 or more, but is {jobs}.")
     place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first begins
+    if page is not None:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
     for each in studies:
-        for claim in run(each, place, jobs, progress, work):
+        try:
+            found = run(each, place, jobs, progress, work)
+        except TaskError as error:  # the other studies need not wait for it
+            failed.append(f"{each.name}: {error}")
+            continue
+        for claim in found:
             print(
-                f"{'holds   ' if claim.holds else 'refuted '} {claim.statement}: published {claim.published}; found {claim.found}"
+                f"{'holds   ' if claim.holds else 'does not'} {claim.statement}: published {claim.published}; found {claim.found}"
             )
     written = write_page(place, STUDIES)
     if page is not None:
         written = write_page(place, STUDIES, page)
     print(f"tables and figures are in {place.results('')}, the page is {written}")
+    if failed:
+        raise TaskError("Not reproduced (what was done is kept; start again to go on): " + "; ".join(failed))
 
 
 def main() -> int:
@@ -52,7 +62,7 @@ def main() -> int:
     try:
         settings = {"quick": options.quick, "jobs": options.jobs, "page": options.page, "work": not options.report}
         reproduce(names, options.folder, **settings)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, TaskError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

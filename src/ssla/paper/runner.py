@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +18,10 @@ import ssla
 
 Record = dict[str, Any]
 """What a task found: numbers, strings, lists and dicts of them."""
+
+
+class TaskError(ValueError):
+    """A task of a study failed; records of the others are kept."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,11 @@ class Workplace:
         found: Record = kept["found"]
         return found
 
+    def settled(self, study: str, task: Task) -> bool:
+        """Whether there is nothing left to do: a record without a peer that was not installed."""
+        found = self.recall(study, task)
+        return found is not None and '"missing":' not in json.dumps(found)
+
     def keep(self, study: str, task: Task, found: Record) -> None:
         write_whole(self.records(study) / f"{task.key}.json", json.dumps({"made_by": _maker(task), "found": found}, indent=1))
 
@@ -108,9 +119,10 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     try:  # before the work, not after it
         place.records(study.name).mkdir(parents=True, exist_ok=True)
         place.results(study.name).mkdir(parents=True, exist_ok=True)
+        write_whole(place.results(study.name) / ".writable", "")
     except OSError as error:
         raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
-    missing = [task for task in tasks if place.recall(study.name, task) is None]
+    missing = [task for task in tasks if not place.settled(study.name, task)]
     label = f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)"
     for task, record in _done(missing if work else [], jobs, label, progress):
         place.keep(study.name, task, record)
@@ -118,6 +130,8 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     if not records:
         raise ValueError(f"There are no records of the study {study.name!r} in {place.folder} to report. Run it first.")
     folder = place.results(study.name)
+    for old in folder.glob("*.*"):  # of an earlier version, or of more tasks
+        old.unlink()
     claims = study.report(records, folder)
     summary = {"title": study.title, "done": [len(records), len(tasks)], "claims": [vars(claim) for claim in claims]}
     write_whole(folder / "summary.json", json.dumps(summary, indent=1))
@@ -138,14 +152,38 @@ def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[
 
     if jobs == 1 or len(tasks) < 2:
         for task in progress_bar(tasks, len(tasks), progress and bool(tasks), label, "task"):
-            yield task, _timed(task.function, task.settings)
+            yield task, _named(task, partial(_timed, task.function, task.settings))
         return
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        futures = {pool.submit(_timed, task.function, task.settings): task for task in tasks}
-        try:
-            for future in progress_bar(as_completed(futures), len(futures), progress, label, "task"):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_with_parent, initargs=(os.getpid(),))
+    futures = {pool.submit(_timed, task.function, task.settings): task for task in tasks}
+    try:
+        for future in progress_bar(as_completed(futures), len(futures), progress, label, "task"):
+            yield futures[future], _named(futures[future], future.result)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        for process in list(pool._processes.values()):  # what they are at would be thrown away
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _named(task: Task, result: Callable[[], Record]) -> Record:
+    """The result, or the error with the task's name."""
+    try:
+        return result()
+    except Exception as error:
+        raise TaskError(f"The task {task.key!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _with_parent(parent: int) -> None:
+    """A worker whose parent was killed ends too, and does not share the cores with the run that goes on."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -128,10 +128,15 @@ def toy(rows: int, low: float, high: float, generator: torch.Generator) -> tuple
     return x, 7 * x[:, 0].sin() + 3 * (x[:, 0] / 2).cos().abs() * noise
 
 
+def table_at_hand() -> str:
+    """Concrete where SSLA_DATA has it, else scikit-learn's diabetes."""
+    return "concrete" if (Path(os.environ.get("SSLA_DATA") or "/no/such/folder") / "concrete.csv").exists() else "diabetes"
+
+
 def _table(name: str) -> tuple[str, Tensor, Tensor]:
-    """A UCI table from SSLA_DATA, or scikit-learn's diabetes where there is none. The target is the last column."""
-    path = Path(os.environ.get("SSLA_DATA", "")) / f"{name}.csv"
-    if not os.environ.get("SSLA_DATA") or not path.exists():
+    """A UCI table from SSLA_DATA, the target its last column; or scikit-learn's diabetes."""
+    path = Path(os.environ.get("SSLA_DATA") or "/no/such/folder") / f"{name}.csv"
+    if name == "diabetes":
         from sklearn.datasets import load_diabetes
 
         x, y = load_diabetes(return_X_y=True)

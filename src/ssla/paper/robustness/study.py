@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssla.paper.robustness import ablation, classification, covariate, overhead
 from ssla.paper.robustness.claims import claims
-from ssla.paper.robustness.data import SIZES
+from ssla.paper.robustness.data import SIZES, table_at_hand
 from ssla.paper.robustness.figures import write_figures
 from ssla.paper.robustness.methods import NAMES
 from ssla.paper.robustness.results import Results
@@ -45,8 +45,8 @@ def _full() -> list[Task]:
             for share in shares:
                 settings = {"dataset": dataset, "share": share, **at, **size}
                 found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings)]
-        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}) for d in ("toy", "concrete")]
-        cases = ("digits 0–4", "toy", "concrete")
+        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}) for d in ("toy", table_at_hand())]
+        cases = ("digits 0–4", "toy", table_at_hand())
         found += [Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}) for d in cases]
     costs = [(m, s) for m in NAMES for s in range(COST_SEEDS)]
     return found + [Task(f"cost-{m}-{s}", overhead.measured, {"method": m, "seed": s}) for m, s in costs]
@@ -66,7 +66,8 @@ def _quick() -> list[Task]:
         Task(f"labels-cancer-{s:g}-0", classification.labels, {"dataset": "cancer", "share": s, "seed": 0, **small})
         for s in shares
     ]
-    found += [Task("covariate-concrete-0", covariate.one, {"dataset": "concrete", "seed": 0, **small})]
+    table = table_at_hand()
+    found += [Task(f"covariate-{table}-0", covariate.one, {"dataset": table, "seed": 0, **small})]
     skip = {"skip": ["weights", "structure", "mode"]}
     found += [Task("ablation-wine-0", ablation.one, {"dataset": "wine", "seed": 0, **small, **skip})]
     return [*found, Task("cost-output-0", overhead.measured, {"method": "output", "seed": 0, "size": 0.2, "epochs": 20})]

@@ -27,7 +27,7 @@ def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
             found.append(_coverage(results, names, method))
     found.append(
         Claim(
-            "SSLA (real refits of the last layer) is the output rung",
+            "Our goal: SSLA (real refits of the last layer) is the output rung",
             "–",
             f"log densities at test rows differ by at most {results.gap:.0e}",
             results.gap < EQUAL,
@@ -36,6 +36,8 @@ def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
     if ranks["nll"].blocks >= ENOUGH_BLOCKS:
         pairs = (("output", "LA"), ("output", "LA, noise"), ("output x5", "ensemble, noise"))
         found += [_rank(results, ranks, one, other) for one, other in pairs if other in results.scores]
+    if "LA, polished" in results.scores:
+        found.append(_same(results))
     if "LA" in results.scores:
         found += [_sharper(results), _conservative(results)]
     if "liver_disorders" in names:
@@ -68,7 +70,7 @@ def _reproduced(results: Results) -> list[Claim]:
                 ""
                 if rows == total
                 else "With the widths fixed, what differs is the network's error on the rows scored. Not published: which 50 "
-                "test rows of the larger sets, which rows validated, how categories were coded, and the seeds.",
+                "test rows of the larger sets, which rows validated, which columns were one-hot (none here), and the seeds.",
             )
         )
     return found
@@ -82,9 +84,10 @@ def _auto_mpg(record: Record, method: str) -> Claim:
     shown = " ".join(f"{best['methods'][method][score]:.2f}" for score in SCORES)
     reason = "The seed that was published is not known: it holds if one of the networks gives the whole row."
     if method == "SSLA":
-        reason = "Ours is the same kernel's width without the optimiser's noise, which is not reproduced."
+        reason = "A constant 0.4414 without the optimiser's noise: the published refits themselves are not repeated here."
     return Claim(
-        f"the published procedure gives the {method} row of Auto MPG (one test row, 0.02)",
+        f"the {'width of 20 candidates' if method == 'SSLA' else 'published procedure'} gives the {method} row of Auto MPG "
+        "(one test row, 0.02)",
         " ".join(f"{value:g}" for value in PUBLISHED["auto_mpg"][method]),
         f"whole by {count} of {len(record['runs'])} networks; that of the lowest validation error gives {shown}"
         + (f" (outside: {', '.join(misses)})" if misses else ""),
@@ -109,7 +112,7 @@ def _lower(results: Results, names: list[str], method: str, published_split: boo
         counts.append(wins)
     where = "on the published split, all its test rows" if published_split else "mean over the random splits"
     return Claim(
-        f"{NAMES[method]}: lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
+        f"Our goal: {NAMES[method]}, lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
         f"at least {max(len(names) - OPEN_SETS, 1)} of {len(names)}",
         f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}" + (f" (not: {'; '.join(lost)})" if lost else ""),
         min(counts) >= max(len(names) - OPEN_SETS, 1),
@@ -120,7 +123,7 @@ def _coverage(results: Results, names: list[str], method: str) -> Claim:
     published = {m: published_coverage_error(m, names) for m in ("SSLA", "ASSLA", "LA")}
     ours = results.coverage_error(method, names)
     return Claim(
-        f"{NAMES[method]}: coverage closer to nominal than published SSLA and ASSLA",
+        f"Our goal: {NAMES[method]}, coverage closer to nominal than published SSLA and ASSLA, split by split",
         ", ".join(f"{m} {value:.1f}" for m, value in published.items()) + " per cent off on average",
         f"{ours:.1f}",
         ours < min(published["SSLA"], published["ASSLA"]),
@@ -141,20 +144,35 @@ def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> 
             f"(lower in {wins} of {total} splits, in the mean of {sets} of {len(pairs)} sets)"
         )
         better.append(ranking.of(one) < ranking.of(other))
-    return Claim(f"{NAMES[one]} has a better mean rank than {NAMES[other]}", "–", "; ".join(parts), bool(better) and all(better))
+    return Claim(
+        f"Our goal: {NAMES[one]} has a better mean rank than {NAMES[other]}", "–", "; ".join(parts), bool(better) and all(better)
+    )
+
+
+def _same(results: Results) -> Claim:
+    """Where a lead over LA comes from: of one network, one noise and one mode, the two are one predictive."""
+    pairs = results.matrix(("output", "LA, polished"), "nll")
+    apart = max(float(abs(part[:, 0] - part[:, 1]).max()) for part in pairs.values())
+    return Claim(
+        "Our goal: of the same network, mode and noise, output is classical Laplace (Gaussian noise, last layer)",
+        "–",
+        f"NLL of a split differs by at most {apart:.4f}, which is the two ways to find the prior's precision",
+        apart < 0.02,
+        "So a lead over LA here is the noise found on rows left out and the last layer refitted on all rows, not the refit on y.",
+    )
 
 
 def _sharper(results: Results) -> Claim:
-    """With the same noise on the same network, ASSLA beside LA."""
-    names, a, b = results.sets, "none", "LA, noise"
+    """With the same noise and mode on the same network, ASSLA beside LA."""
+    names, a, b = results.sets, "none", "LA, polished" if "LA, polished" in results.scores else "LA, noise"
     widths = [(results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0) for n in names]
     nll = sum((results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names)
     errors = [results.coverage_error(m, names) for m in (a, b, "output")]
     return Claim(
         "ASSLA is sharper and better calibrated than classical Laplace",
         "NLL lower on 7 of 8 sets",
-        f"with the same noise its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on {nll} of "
-        f"{len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} per cent (output: {errors[2]:.1f})",
+        f"with the same noise and mode its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on "
+        f"{nll} of {len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} per cent (output: {errors[2]:.1f})",
         bool(statistics.fmean(widths) < 1 and nll > len(names) / 2 and errors[0] < errors[1]),
         "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, ASSLA is the plug-in.",
     )
@@ -182,6 +200,6 @@ def _liver(results: Results) -> Claim:
         "SSLA and ASSLA fail on Liver Disorders, where classical Laplace does not",
         "cover 73.9 and 49.3 at 95, NLL 2.74 and 5.94, LA 1.68",
         "; ".join(f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()),
-        found["output"][0] < 90 and found["none"][0] < 90,
+        max(found["output"][0], found["none"][0]) < 90 <= found["LA"][0],
         "A width of 0.3985 where the residuals have a standard deviation near one: the width failed, not the method.",
     )
