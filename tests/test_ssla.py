@@ -12,7 +12,7 @@ import ssla
 from oracles import Constant, linear_predictive
 from ssla import likelihoods as L
 from ssla import priors
-from test_weights import FAMILIES, T, inputs, last_layer, seeded, small_network
+from test_weights import FAMILIES, T, inputs, last_layer, noisy, seeded, small_network
 
 
 @pytest.mark.parametrize("outputs", [1, 2, 4])
@@ -403,6 +403,10 @@ def test_counts_and_classes_with_refits_that_fail(name):
     else:
         with pytest.raises(ValueError, match=r"3 of 3 predictives are NaN.*on_failure='fallback'"):
             p.sample(1)
+        assert p.increments(1).total.isnan().all()
+        assert (p.mode == -1).all()
+        assert not p.interval(0.9).any()
+        assert "failed: 3" in str(p.diagnostics)
     with pytest.raises(RuntimeError, match="did not reach their mode in 1 steps"):
         post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
     assert set(p.diagnostics.rung) == {"failed"}
@@ -500,3 +504,36 @@ def test_progress_is_shown_over_tasks(capsys):
     post, new, candidates, *_ = last_layer("poisson")
     ssla.ssla(post, new, candidates.expand(len(new), -1), ssla.WeightRefit(progress=True))
     assert "12 refits" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
+def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
+    """Few data, inputs far out: regions are widened until the most nodes are used."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = inputs(20, 7)
+    prior = ssla.priors.Gaussian(precision=0.3)
+    posterior = ssla.fit(model, (x, noisy(x)), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=prior)
+    far = 3 * inputs(5, 20)
+    new = torch.cat([inputs(10, 19), far])[[8, 10]]
+    p, output = posterior.predict(new, refit="weights"), posterior.predict(new)
+    assert p.diagnostics.inaccurate.all()
+    assert torch.isfinite(p.mass).all()
+    assert float((p.mean - output.mean).abs().max()) < float(output.stddev.max())
+    assert float((p.stddev / output.stddev).min()) > 0.2
+
+
+def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
+    from ssla.predictive.few_refits import FIRST_NODES, correct, widened
+    from ssla.predictive.frame import Frame
+
+    posterior, *_ = last_layer("poisson")
+    weights = ssla.WeightRefit()(posterior, inputs(1, 3))
+    narrow = torch.tensor([[5.0, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
+    first = correct(weights, narrow, torch.tensor([True]))
+    lower = torch.tensor([[3.2, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
+    wider = widened(first, lower, torch.tensor([True]))
+    t = wider.frame.inward(wider.nodes)
+    assert float(t[~t.isnan()].abs().max()) <= 1 + 1e-12
+    assert torch.isfinite(wider.coefficients).all()
+    assert Frame.over(first.frame.support, lower, FIRST_NODES).high < first.frame.high  # the case in question

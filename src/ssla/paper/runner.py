@@ -59,6 +59,11 @@ class Claim:
     holds: bool
     reason: str = ""
 
+    @property
+    def ours(self) -> bool:
+        """Not a statement of the paper, but a goal or a finding of our own."""
+        return self.published in ("–", "not stated") or self.statement.startswith("Our goal")
+
 
 def write_whole(path: Path, text: str) -> None:
     """All of the text, or the file as it was."""
@@ -133,7 +138,11 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     for old in folder.glob("*.*"):  # of an earlier version, or of more tasks
         old.unlink()
     claims = study.report(records, folder)
-    summary = {"title": study.title, "done": [len(records), len(tasks)], "claims": [vars(claim) for claim in claims]}
+    summary = {
+        "title": study.title,
+        "done": [len(records), len(tasks)],
+        "claims": [{**vars(claim), "ours": claim.ours} for claim in claims],
+    }
     write_whole(folder / "summary.json", json.dumps(summary, indent=1))
     return claims
 

@@ -37,6 +37,7 @@ class Diagnostics:
             text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} a row"
         if self.rung is not None:
             text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
+            text += f", failed: {self.rung.count('failed')}" if "failed" in self.rung else ""
         return text
 
 

@@ -57,8 +57,9 @@ class ClassPredictive:
 
     @property
     def mode(self) -> Tensor:
-        """The most probable class (N,)."""
-        return self._log_probs.argmax(1).to(self.expansion.like.device)
+        """The most probable class (N,); −1 where the predictive is NaN."""
+        best = torch.where(self._log_probs.isnan().any(1), -1, self._log_probs.argmax(1))
+        return best.to(self.expansion.like.device)
 
     @property
     def mass(self) -> Tensor:
@@ -107,8 +108,9 @@ class ClassPredictive:
         return self._out(answer(self._log_probs.gather(1, value.long()), single))
 
     def interval(self, level: float = 0.95) -> Tensor:
-        """The smallest set of classes with at least that probability: bool (N, C)."""
-        return smallest_set(self._log_probs.exp(), level).to(self.expansion.like.device)
+        """The smallest set of classes with at least that probability: bool (N, C); empty where the predictive is NaN."""
+        known = ~self._log_probs.isnan().any(1, keepdim=True)
+        return (smallest_set(self._log_probs.exp(), level) & known).to(self.expansion.like.device)
 
     def hdr(self, level: float = 0.95) -> Tensor:
         """The same as `interval`."""

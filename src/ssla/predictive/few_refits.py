@@ -94,7 +94,11 @@ def correct(weights: WeightExpansion, quantiles: Tensor, chosen: Tensor) -> Corr
 
 def widened(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
     """Over a larger region in some rows (N,) bool, from the refits that are there and more."""
+    full = rows & (known.refits + MORE_NODES[0] > MOST_NODES)  # no refits left for the new ends
+    known, rows = replace(known, inaccurate=known.inaccurate | full), rows & ~full
     wider = Frame.over(known.frame.support, quantiles, FIRST_NODES)
+    if wider.counts:
+        wider = replace(wider, low=torch.minimum(wider.low, known.frame.low), high=torch.maximum(wider.high, known.frame.high))
     return _refined(replace(known, frame=known.frame.replaced(rows, wider)), rows, MORE_NODES)
 
 
@@ -129,6 +133,7 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
         compared = here.inward(here.outward(chebyshev_nodes(COMPARED).expand(len(rows), -1)))
         change = _clenshaw(series - before, compared).abs().amax(1) if rows.numel() else before[:, 0]
         error = torch.fmax(change, changed[good] / SURE)
+        error = torch.where((new & room).any(1)[good], error, torch.inf)  # nothing new was asked: that settles nothing
         again = ~((error <= weights.refit.interpolation) | whole)  # whole: every count has its own refit
         rows, before, changed = rows[again], series[again], change[again]
     coefficients[failed] = torch.nan if weights.refit.on_failure == NAN else 0.0
@@ -138,12 +143,12 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
     )
 
 
-def uncorrected(weights: WeightExpansion, chosen: Tensor) -> Corrected:
+def uncorrected(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> Corrected:
     """For classes, where every y has its own refit and nothing is interpolated."""
     no, zero = torch.zeros_like(chosen), torch.zeros(len(chosen), dtype=torch.float64)
     frame = Frame(weights.likelihood.support_for(weights.marginal.mean.shape[1]), zero, zero + 1, zero, zero + 1)
     none = zero.unsqueeze(1)
-    return Corrected(weights, chosen, frame, none + torch.nan, none, none, no, no, no)
+    return Corrected(weights, chosen, frame, none + torch.nan, none, none, no, failed, no)
 
 
 def _series(t: Tensor, values: Tensor) -> Tensor:

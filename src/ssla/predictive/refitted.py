@@ -69,6 +69,7 @@ def _resolved(
         made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
         ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
+        expansion.inaccurate[chosen & ~expansion.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
         beyond &= chosen & ~expansion.failed & ~expansion.inaccurate & torch.isfinite(ends).all(1)
         if not bool(beyond.any()):
             return expansion, made
@@ -100,7 +101,7 @@ def _classes(
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, count, 0))
-    return ClassPredictive(uncorrected(weights, chosen & ~failed), logs, told)
+    return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
 
 
 def _left_out(weights: WeightExpansion, failed: Tensor) -> Tensor:

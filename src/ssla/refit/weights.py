@@ -59,7 +59,8 @@ class WeightRefit:
     data:
         The training data, where the posterior does not hold them (fitted from a generator, loaded from a file).
     interpolation:
-        The error allowed in log density when a whole predictive is drawn from few refits (inside its 99.9% region).
+        The error allowed in log density, before normalisation, when a whole predictive is drawn from few refits (inside its
+        99.9% region).
     progress:
         Show a bar over the tasks (needs tqdm).
     """
