@@ -35,7 +35,7 @@ class Uci:
         """Quick: two small sets, or a synthetic stand-in where SSLA_DATA names no folder."""
         if quick:
             return self._quick_tasks(QUICK if os.environ.get(FOLDER) else (STAND_IN,))
-        found = [Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}) for name in SETS]
+        found = []
         for seed in (SEED, *range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)):  # split by split, so that part of a run is of use
             for name in SETS:
                 epochs = LARGE_EPOCHS if name == LARGE else 200
@@ -45,7 +45,7 @@ class Uci:
                 if name in SAMPLED and FIRST_SPLIT <= seed < FIRST_SPLIT + SAMPLED_SPLITS:
                     settings = {"name": name, "seed": seed, "warmup": 200, "draws": 200}
                     found.append(Task(f"nuts-{name}-{seed}", sampled, settings))
-        return found
+        return found + [Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}) for name in SETS]
 
     @staticmethod
     def _quick_tasks(sets: tuple[str, ...]) -> list[Task]:
