@@ -1,4 +1,4 @@
-"""What the paper and its readers compare with: each peer from the library that people would use, noise and prior fitted if it can.
+"""What the paper and its readers compare with: each peer from the library that people would use, its noise and prior fitted.
 
 A peer is one module with one function, from a trained network (or the data) and new inputs to a GaussianMixture. Heavy imports
 are inside the functions; where a library is not installed they raise MissingPeerError, and the table says what to install.
