@@ -100,10 +100,17 @@ class Workplace:
     def settled(self, study: str, task: Task) -> bool:
         """Whether there is nothing left to do: a record without a peer that was not installed."""
         found = self.recall(study, task)
-        return found is not None and '"missing":' not in json.dumps(found)
+        return found is not None and not _misses(found)
 
     def keep(self, study: str, task: Task, found: Record) -> None:
         write_whole(self.records(study) / f"{task.key}.json", json.dumps({"made_by": _maker(task), "found": found}, indent=1))
+
+
+def _misses(found: Any) -> bool:
+    """Whether something in a record says that a library was missing."""
+    if isinstance(found, dict):
+        return bool(found.get("missing")) or any(map(_misses, found.values()))
+    return isinstance(found, list) and any(map(_misses, found))
 
 
 def _maker(task: Task) -> Record:
