@@ -430,7 +430,7 @@ def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
 
 def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
     post, new, *_ = last_layer("heteroscedastic")
-    far = torch.cat([new, 30 * new[:1]])
+    far = torch.cat([new, 8 * new[:1]])
     strict = post.predict(far, refit=ssla.AutoRefit(target=1e-9))
     assert set(strict.diagnostics.rung) == {"weights"}
     assert all("mass off by" in reason for reason in strict.diagnostics.reason)
@@ -444,7 +444,7 @@ def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
     assert set(mixed.diagnostics.rung) == {"output", "weights"}
     for i, rung in enumerate(mixed.diagnostics.rung):
         other = weights if rung == "weights" else lenient
-        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-10  # rounding: other rows in the batch
+        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-12
         assert bool(mixed.diagnostics.reason[i]) == (rung == "weights")
     y = mixed.mean
     assert torch.isfinite(mixed.increments(y).total).all()

@@ -153,18 +153,18 @@ def uncorrected(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> Cor
 
 def _series(t: Tensor, values: Tensor) -> Tensor:
     """Chebyshev coefficients (m, K) of the polynomial through values (m, K) at t (m, K; NaN: no node). NaN without nodes."""
-    used = ~t.isnan()
-    count = int(used.sum(1).max()) if len(t) else 0
-    series = torch.zeros_like(values)
-    if count == 0:
-        return series + torch.nan
-    used = used[:, :count]
-    square = used.unsqueeze(-1) & used.unsqueeze(-2)
-    angle = torch.arccos(torch.where(used, t[:, :count], 0.0).clamp(-1, 1))
-    basis = torch.where(square, torch.cos(angle.unsqueeze(-1) * torch.arange(count, dtype=torch.float64)), 0.0)
-    basis = basis + torch.diag_embed((~used).double())
-    right = torch.where(used, values[:, :count], 0.0).unsqueeze(-1)
-    series[:, :count] = torch.linalg.solve(basis, right).squeeze(-1)
+    counts = (~t.isnan()).sum(1)
+    order = t.isnan().long().argsort(dim=1, stable=True)  # nodes first
+    series = torch.where((counts == 0)[:, None], torch.nan, torch.zeros_like(values))
+    for count in counts.unique().tolist():  # each size by itself, so that a row's rounding does not depend on other rows
+        if count == 0:
+            continue
+        rows = counts == count
+        first = order[rows, :count]
+        angle = torch.arccos(t[rows].gather(1, first).clamp(-1, 1))
+        basis = torch.cos(angle.unsqueeze(-1) * torch.arange(count, dtype=torch.float64))
+        solved = torch.linalg.solve(basis, values[rows].gather(1, first).unsqueeze(-1)).squeeze(-1)
+        series[rows] = torch.nn.functional.pad(solved, (0, values.shape[1] - count))
     return series
 
 
