@@ -1,5 +1,7 @@
 """The determinant of many weights in the space of the outputs, against the P×P one."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +76,13 @@ def test_an_exact_determinant_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("ssla.refit.all_weights_dual.MOST_OUTPUTS", 50)
     with pytest.raises(ValueError, match=r"501 weights, 60 rows and 1 outputs.*logdet='frozen'"):
         ssla.ssla(post, T([0.5, -0.2]), T(0.0), ssla.WeightRefit(logdet="exact"))
+
+
+def test_an_exact_determinant_beyond_the_memory_budget_is_refused_before_it_is_tried():
+    """61 rows of 501 weights, three times, and six 61 × 61 matrices: 0.9 MB."""
+    _, post, _ = wide_network()
+    new, y, exact = T([0.5, -0.2]), T(0.0), ssla.WeightRefit(tolerance=1e-6, logdet="exact")
+    enough = dataclasses.replace(post, memory_budget=1 << 20)
+    assert torch.allclose(ssla.ssla(enough, new, y, exact).curvature, ssla.ssla(post, new, y, exact).curvature, atol=1e-9)
+    with pytest.raises(ValueError, match=r"logdet='exact' for 501 weights needs .* GiB.*logdet='frozen'"):
+        ssla.ssla(dataclasses.replace(post, memory_budget=800_000), new, y, exact)

@@ -378,3 +378,15 @@ def test_same_input_same_result():
     a, b = (ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian()).predict(x) for _ in range(2))
     assert torch.equal(a.log_prob(y), b.log_prob(y))
     assert torch.equal(a.interval(), b.interval())
+
+
+def test_polish_that_runs_away_says_so():
+    """62 weights predict mean and variance of 150 rows: under a prior of next to nothing the variance of some goes to zero."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 2)).double().eval()
+    x = torch.randn(150, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = x[:, 0] + 0.4 * torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    weak, noise = ssla.priors.Gaussian(precision=1e-4), ssla.likelihoods.HeteroscedasticGaussian()
+    with pytest.raises(ValueError, match=r"polish runs away: after \d+ Newton steps.*mode='tilt'"):
+        ssla.fit(net, (x, y), likelihood=noise, prior=weak)
+    assert ssla.fit(net, (x, y), likelihood=noise, prior=weak, mode="tilt").statistics.n == 150

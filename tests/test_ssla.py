@@ -326,7 +326,8 @@ def test_the_fitted_structure_gives_the_determinant_if_asked():
     assert torch.allclose(exact.total, dense.total, atol=1e-9)
 
 
-def test_data_in_pieces_too_large_to_keep_give_the_same():
+@pytest.mark.parametrize("prior", [priors.Gaussian(1.0), priors.StudentT(df=4.0)], ids=["gaussian", "student"])
+def test_data_in_pieces_too_large_to_keep_give_the_same(prior):
     """A budget that holds neither the features nor many tasks: streamed, in groups."""
     likelihood, _, _, targets, candidates = FAMILIES["heteroscedastic"]
     torch.manual_seed(1)
@@ -335,8 +336,8 @@ def test_data_in_pieces_too_large_to_keep_give_the_same():
     batches = [(a, b) for a, b in zip(x.split(50), targets(x).split(50), strict=True)]
     new = inputs(5, 6)
     y = candidates.expand(5, -1)
-    whole = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood), new, y).total
-    small = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, memory_budget=20_000), new, y).total
+    whole = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior), new, y).total
+    small = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior, memory_budget=20_000), new, y).total
     assert torch.allclose(whole, small, atol=1e-8)
 
 

@@ -1,5 +1,7 @@
 """SSLA itself against brute force, closed forms and its own theorems."""
 
+import math
+
 import pytest
 import torch
 from torch import distributions, nn
@@ -244,16 +246,20 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
         assert float(solved.prior[k]) == pytest.approx(float((belief - base[1]).detach()), abs=1e-8)
 
 
-@pytest.mark.parametrize("likelihood", [L.HeteroscedasticGaussian(), L.Poisson()], ids=["heteroscedastic", "poisson"])
-def test_single_precision_products_change_the_determinant_by_rounding_only(likelihood, monkeypatch):
-    """With many features ΔH is formed in float32, its trace in float64: 1e-9 of float64; without that trace 2e-9 to 5e-9 off."""
+def many_features(likelihood, precision=1.0):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1 if isinstance(likelihood, L.Poisson) else 2)).double().eval()
     x = torch.randn(150, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     y = (x[:, 0] + 0.5).exp().round() if isinstance(likelihood, L.Poisson) else x[:, 0] + 0.4 * noise
-    post = ssla.fit(net, (x, y), likelihood=likelihood)
-    new = x[:5] + 0.3
+    post = ssla.fit(net, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(precision=precision))
+    return post, x[:5] + 0.3
+
+
+@pytest.mark.parametrize("likelihood", [L.HeteroscedasticGaussian(), L.Poisson()], ids=["heteroscedastic", "poisson"])
+def test_single_precision_products_change_the_determinant_by_rounding_only(likelihood, monkeypatch):
+    """With many features ΔH is formed in float32, its trace in float64: 1e-9 of float64; without that trace 2e-9 to 5e-9 off."""
+    post, new = many_features(likelihood)
     candidates = post.predict(new).icdf(torch.tensor([0.01, 0.3, 0.99], dtype=torch.float64))
     single = ssla.ssla(post, new, candidates)
     monkeypatch.setattr("ssla.refit.last_layer_group.MANY_FEATURES", 10_000)
@@ -261,3 +267,16 @@ def test_single_precision_products_change_the_determinant_by_rounding_only(likel
     assert not torch.equal(single.curvature, double.curvature)  # they were computed in two ways
     assert torch.allclose(single.curvature, double.curvature, rtol=0, atol=1e-9)
     assert torch.equal(single.likelihood, double.likelihood)
+
+
+def test_a_large_change_of_curvature_is_formed_in_double_precision(monkeypatch):
+    """A weak prior and a far y: single precision would be off by 1e-6, and is not used."""
+    post, new = many_features(L.HeteroscedasticGaussian(), precision=0.01)
+    candidates = post.predict(new).icdf(torch.tensor([0.01, 0.3, 0.999], dtype=torch.float64))
+    found = ssla.ssla(post, new, candidates).curvature
+    monkeypatch.setattr("ssla.refit.last_layer_group.LARGE_CHANGE", math.inf)
+    single = ssla.ssla(post, new, candidates).curvature
+    monkeypatch.setattr("ssla.refit.last_layer_group.MANY_FEATURES", 10_000)
+    double = ssla.ssla(post, new, candidates).curvature
+    assert (single - double).abs().max() > 1e-7
+    assert torch.allclose(found, double, rtol=0, atol=1e-12)

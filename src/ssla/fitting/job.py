@@ -18,6 +18,11 @@ from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
+RUNAWAY = (
+    "polish runs away: after {steps} Newton steps the curvature of the log posterior, positive definite at the start, is so no "
+    "more. Likely cause: there is no mode near, for example because a variance that the network predicts can go to zero on few "
+    "rows. Use a stronger prior, for example prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
+)
 MOST_NEWTON_STEPS = 200
 NOISE_ROUNDS = 10
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
@@ -268,7 +273,12 @@ class Job:
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
-            step = sums.newton_step(gradient, bound.precision(theta))
+            try:
+                step = sums.newton_step(gradient, bound.precision(theta))
+            except ValueError as error:
+                if step_count == 0:
+                    raise
+                raise ValueError(RUNAWAY.format(steps=step_count)) from error
             decrement = float(gradient @ step)
             rounding = 1e-22 if quadratic else 1e-15  # sums that are moved know small gains, sums over n do not
             if decrement <= enough**2 or decrement <= rounding * abs(height):

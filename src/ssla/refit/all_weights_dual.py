@@ -22,7 +22,7 @@ from ssla.priors import BoundGaussian
 from ssla.refit.training import TrainingRows, leading, take
 
 MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
-AT_ONCE = 1 << 27  # bytes of Jacobians
+AT_ONCE = 1 << 27  # bytes, where one task needs less
 
 
 def fits(posterior: Posterior) -> bool:
@@ -30,6 +30,12 @@ def fits(posterior: Posterior) -> bool:
     precision = posterior.bound_prior.precision(posterior.theta)
     few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
+
+
+def bytes_needed(posterior: Posterior) -> int:
+    """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC."""
+    outputs = (posterior.statistics.n + 1) * posterior.network.outputs
+    return 8 * (3 * outputs * posterior.theta.numel() + 6 * outputs**2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +52,9 @@ class Dual:
         if kind not in self.known:
             self.known[kind] = self._half_logdet(self.posterior.theta.unsqueeze(0), kind, None)
         before, exists = self.known[kind]
-        size = 16 * self.posterior.theta.numel() * (self.posterior.statistics.n + 1) * self.posterior.network.outputs
         parts = [
             self._half_logdet(self.posterior.theta + point[tasks], kind, (y[tasks], take(x, tasks)))
-            for tasks in torch.arange(len(point)).split(max(AT_ONCE // size, 1))
+            for tasks in torch.arange(len(point)).split(max(AT_ONCE // bytes_needed(self.posterior), 1))
         ]
         return before - torch.cat([half for half, _ in parts]), torch.cat([good for _, good in parts]) & exists
 

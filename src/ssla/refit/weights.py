@@ -18,7 +18,7 @@ from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal, Posterior
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_determinant import SMALL
-from ssla.refit.all_weights_dual import MOST_OUTPUTS, fits
+from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
 from ssla.refit.base import Density, OutputExpansion
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
@@ -51,8 +51,8 @@ class WeightRefit:
         end, that task uses the Fisher and is counted.
     logdet:
         "exact" at θ̃ (default for a last layer and for few weights; many weights on few rows have it too), "frozen" (at θ̂, plus
-        the new point's own part: an error of O(1/n); default otherwise), or "structure" (the fitted structure at θ̃; a pass
-        over the data for each task).
+        the new point's own part: an error of O(1/n), but large at a y far out; default otherwise), or "structure" (the fitted
+        structure at θ̃; a pass over the data for each task).
     on_failure:
         For a task that does not reach its mode: "fallback" (take the output refit's answer, and count it in `diagnostics`),
         "nan", or "raise".
@@ -111,13 +111,8 @@ class WeightRefit:
             )
         curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature  # f is linear: the observed is the Hessian
         assert curvature is not None
-        need = 8 * 6 * posterior.theta.numel() ** 2
-        if need > posterior.memory_budget:
-            raise ValueError(
-                f"A refit of a last layer with {posterior.theta.numel():,} parameters needs {need / 2**30:.2g} GiB for its "
-                f"curvature, more than the memory budget of {posterior.memory_budget / 2**30:.2g} GiB. Use refit='output', or "
-                "fit with a larger memory_budget."
-            )
+        size = posterior.theta.numel()
+        _within_budget(f"A refit of a last layer with {size:,} parameters", 8 * 6 * size**2, posterior, "refit='output'")
         return Options(self.tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=2)
 
     def _all_weights(self, posterior: Posterior) -> Options:
@@ -135,7 +130,17 @@ class WeightRefit:
                 f"proper Gaussian prior, but this posterior has {size:,} weights, {posterior.statistics.n:,} rows and "
                 f"{posterior.network.outputs} outputs. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
             )
+        if size > SMALL and logdet == EXACT:
+            _within_budget(f"logdet='exact' for {size:,} weights", bytes_needed(posterior), posterior, "logdet='frozen'")
         return Options(self.tolerance, self.max_steps, curvature, logdet, memory=12)
+
+
+def _within_budget(what: str, need: int, posterior: Posterior, instead: str) -> None:
+    if need > posterior.memory_budget:
+        raise ValueError(
+            f"{what} needs {need / 2**30:.2g} GiB for its curvature, more than the memory budget of "
+            f"{posterior.memory_budget / 2**30:.2g} GiB. Use {instead}, or fit with a larger memory_budget."
+        )
 
 
 @dataclass(frozen=True, eq=False)
