@@ -111,7 +111,8 @@ def _unstable(records: Mapping[str, Record], found: Found) -> Claim:
     return Claim(
         "SSLA's uncertainty varies with the covariance approximation and is unstable",
         f"columns up to {published} points apart",
-        f"refits taken to their mode: {apart:.1f} points apart; as published, runs with another order of rows alone: {said}",
+        f"refits taken to their mode: {apart:.1f} points apart in the mean over seeds; as published, runs with another order of "
+        f"rows alone: {said}",
         apart > STEP,
         "The structure was never the cause: the published refit stops ten epochs into a new Adam, so its order of rows decides.",
     )
