@@ -174,7 +174,7 @@ EXPECTED = {  # None: a comparison that a small version, or another machine, may
     "heteroscedastic": [True, None, None, False, False, True, None, None, None],
     "sine": [True, True, True],
     "priors": [True, True, True, False, False, True],
-    "robustness": [False, None, None, None, None, None, None, None, None, None, None, None, True, None],
+    "robustness": [False, None, None, None, None, None, None, None, None, None, None, None, None, True, None],
     "uci": [None, None, True, True, None, None] if os.environ.get("SSLA_DATA") else [True, True, None, None],
 }
 

@@ -7,6 +7,7 @@ from scipy import stats
 
 from ssla.paper.heteroscedastic import data, methods, published
 from ssla.paper.heteroscedastic.numbers import LEVELS, PUBLISHED, gathered, mean_of, percentiles
+from ssla.paper.peers import GaussianMixture, MissingPeerError
 
 
 def test_the_published_width_is_the_bandwidth_of_weights_that_know_no_data():
@@ -94,6 +95,19 @@ def test_our_methods_are_scored_on_the_rows_asked_for_and_the_grid_is_separate()
     np.testing.assert_allclose(band[2] - band[1], 2 * 1.959964 * sd[25:].numpy(), rtol=1e-5, atol=1e-6)
     inside = ((at.y - mean[:25]).abs() <= 0.6744898 * sd[:25]).double().mean()
     assert record["scores"]["truth"]["cover50"] == pytest.approx(100 * float(inside))
+
+
+def test_a_missing_library_is_told_and_what_came_before_it_is_kept():
+    at = methods.setting(0, 30)
+
+    def some():
+        yield "truth", at.cut(GaussianMixture(*(value[None] for value in at.data.truth(at.new))))
+        raise MissingPeerError("needs numpyro")
+
+    record = methods.done(at, some())
+    assert list(record["scores"]) == ["truth"]
+    assert record["missing"] == "needs numpyro"
+    assert gathered({"a": record}).missing == {"a": "needs numpyro"}
 
 
 def test_seeds_are_averaged_and_the_modules_own_seed_is_kept_apart():

@@ -107,6 +107,19 @@ def test_dropout_without_dropping_is_the_network_and_leaves_the_global_state_alo
     assert torch.equal(still[0], still[2])
 
 
+def test_a_prior_by_the_rows_left_out_keeps_the_mode_and_scores_better_on_them():
+    found = data.classes("wine", 0, 0.6)
+    methods = trained(found.x, found.y, found.count, 0, epochs=15, members=1)
+    out, module = methods.held_out[0], methods.modules[0]
+    with quiet():
+        whole, part = (ssla.fit(module, (found.x[r], found.y[r]), likelihood=Categorical()) for r in (out | True, ~out))
+        assert torch.equal(methods.validated.theta, whole.theta)
+        prior, rows = methods.validated.prior, found.x[out]
+        tuned, untuned = (float(metrics.nll(p.predict(rows), found.y[out])) for p in (part.with_prior(prior), part))
+    assert tuned < untuned - 1e-3
+    assert torch.equal(methods.answer("validated", found.new[:5]).probs, methods.validated.predict(found.new[:5]).probs.double())
+
+
 def test_methods_agree_where_they_must():
     found = data.classes("wine", 0, 0.6)
     methods = trained(found.x, found.y, found.count, 0, epochs=15, members=2)

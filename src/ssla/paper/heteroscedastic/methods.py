@@ -62,22 +62,26 @@ def setting(seed: int, fresh: int) -> Setting:
 
 
 def done(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
-    """Scores by method; with a grid, the mean and the 95% band there."""
+    """Scores by method, up to the first whose library is missing; with a grid, the mean and the 95% band there."""
     found: dict[str, Any] = {}
     bands: dict[str, Any] = {}
     failed: dict[str, int] = {}
+    missing: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # counted below instead
-        for name, ask in methods:
-            answer = ask(at.test)
-            found[name] = scores(answer, at.y, (0.95, 0.90, 0.75, 0.50))
-            diagnostics = getattr(answer, "diagnostics", None)
-            if diagnostics is not None:
-                failed[name] = int((diagnostics.inaccurate | diagnostics.unconverged).sum())
-            if len(at.new) > len(at.y):
-                answer = ask(at.grid)
-                bands[name] = torch.cat([answer.mean[:, None], answer.interval(0.95)], 1).T.tolist()
-    record: Record = {"seed": at.seed, "points": len(at.y), "scores": found, "failed": failed}
+        try:
+            for name, ask in methods:
+                answer = ask(at.test)
+                found[name] = scores(answer, at.y, (0.95, 0.90, 0.75, 0.50))
+                diagnostics = getattr(answer, "diagnostics", None)
+                if diagnostics is not None:
+                    failed[name] = int((diagnostics.inaccurate | diagnostics.unconverged).sum())
+                if len(at.new) > len(at.y):
+                    answer = ask(at.grid)
+                    bands[name] = torch.cat([answer.mean[:, None], answer.interval(0.95)], 1).T.tolist()
+        except MissingPeerError as error:
+            missing["missing"] = str(error)
+    record: Record = {"seed": at.seed, "points": len(at.y), "scores": found, "failed": failed, **missing}
     if bands:
         pairs = {"train": at.data.train, "test": at.data.test}
         record |= {"bands": bands, "grid": at.new[at.grid, 0].tolist()}
@@ -154,7 +158,7 @@ def classical(seed: int, fresh: int) -> Record:
             scaled = laplace(mean, x, y, at.new, structure=structure, scale=scale, new_scale=new_scale)
             yield f"la_scaled-{name}", at.cut(scaled)
 
-    return _or_missing(at, methods())
+    return done(at, methods())
 
 
 def variational(seed: int, fresh: int, steps: int = 4000, mean_fields: bool = True) -> Record:
@@ -179,7 +183,7 @@ def variational(seed: int, fresh: int, steps: int = 4000, mean_fields: bool = Tr
             ),
         )
 
-    return _or_missing(at, methods())
+    return done(at, methods())
 
 
 def collapsed(seed: int, fresh: int, steps: int = 4000) -> Record:
@@ -192,7 +196,7 @@ def collapsed(seed: int, fresh: int, steps: int = 4000) -> Record:
         found = mean_field(*at.data.known, at.new, hidden=HIDDEN, heteroscedastic=True, steps=steps, draws=DRAWS, seed=seed)
         yield "mean_field_deep", at.cut(found)
 
-    return _or_missing(at, methods())
+    return done(at, methods())
 
 
 def sampled(seed: int, fresh: int, draws: int = 200, hidden: tuple[int, ...] = HIDDEN) -> Record:
@@ -206,10 +210,3 @@ def sampled(seed: int, fresh: int, draws: int = 200, hidden: tuple[int, ...] = H
         return {"missing": str(error)}
     chains = {"r_hat": found.r_hat, "effective": found.effective, "divergent": found.divergent, "draws": draws}
     return {**done(at, iter([("nuts", at.cut(found.answer))])), "chain": chains}
-
-
-def _or_missing(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
-    try:
-        return done(at, methods)
-    except MissingPeerError as error:
-        return {"missing": str(error)}

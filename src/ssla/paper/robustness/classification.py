@@ -64,7 +64,7 @@ def shift(
     """Digits with more and more noise, and more and more turned."""
     found = data.classes("digits", seed, size)
     methods = trained(found.x, found.y, found.count, seed, epochs)
-    names = [name for name in methods.affordable() if name != "newton"]
+    names = methods.affordable(without=("newton", "validated"))
     raw, target = found.raw[:SHIFTED], found.target[:SHIFTED]
     generator = torch.Generator().manual_seed(3000 + seed)
     record: Record = {"seed": seed, "noise": {}, "rotation": {}, "missing": {}}
@@ -81,7 +81,7 @@ def labels(dataset: str, share: float, seed: int, size: float = 1.0, epochs: int
     found = data.classes(dataset, seed, size)
     y = data.mislabelled(found.y, share, found.count, torch.Generator().manual_seed(4000 + seed))
     methods = trained(found.x, y, found.count, seed, epochs)
-    names = [name for name in methods.affordable() if name != "newton"]
+    names = methods.affordable(without=("newton", "validated"))
     answers, missing = methods.answers(found.new, names)
     scored = {name: class_scores(answer.probs, found.target) for name, answer in answers.items()}
     return {"dataset": dataset, "share": share, "seed": seed, "methods": scored, "missing": missing}

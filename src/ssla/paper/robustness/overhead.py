@@ -66,10 +66,11 @@ def _warmed(method: str) -> None:
 
 def _fitted(methods: Methods, method: str) -> Any:
     """What a method does once, before the first prediction."""
-    parts = {"temperature": "temperature", "laplace": "laplace", "dropout": "dropout", "output5": "posteriors"}
     if method in ("plug_in", "ensemble"):
         return None
-    return getattr(methods, parts.get(method, "first"))
+    if method == "output5":
+        return methods.posteriors
+    return getattr(methods, method if method in ("temperature", "laplace", "dropout", "validated") else "first")
 
 
 def _predicting(methods: Methods, method: str, x: torch.Tensor, repeats: int = REPEATS) -> float:
