@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ssla
 from ssla import likelihoods as L
 from ssla.refit.all_weights_dual import Dual
+from ssla.refit.all_weights_jacobians import of_rows
 from test_weights import T, inputs, seeded, small_network
 
 
@@ -86,3 +88,26 @@ def test_an_exact_determinant_beyond_the_memory_budget_is_refused_before_it_is_t
     assert torch.allclose(ssla.ssla(enough, new, y, exact).curvature, ssla.ssla(post, new, y, exact).curvature, atol=1e-9)
     with pytest.raises(ValueError, match=r"logdet='exact' for 501 weights needs .* GiB.*logdet='frozen'"):
         ssla.ssla(dataclasses.replace(post, memory_budget=800_000), new, y, exact)
+
+
+def test_the_work_for_jacobians_grows_with_the_rows_not_with_their_square():
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    theta = torch.cat([p.detach().flatten() for p in net.parameters()])
+    shapes = [(name, p.shape, p.numel()) for name, p in net.named_parameters()]
+
+    def run(weights, x):
+        parts = weights.split([size for *_, size in shapes])
+        return torch.func.functional_call(net, {n: v.reshape(s) for (n, s, _), v in zip(shapes, parts, strict=True)}, (x,))
+
+    thetas = torch.stack([theta, 2 * theta])
+    x = inputs(80, 1)
+    J, f = of_rows(run, thetas, x)
+    whole = torch.stack([torch.func.jacrev(lambda t: run(t, x))(t) for t in thetas])
+    assert torch.allclose(J, whole, atol=1e-12)
+    assert torch.allclose(f, torch.stack([run(t, x) for t in thetas]), atol=1e-12)
+    work = []
+    for rows in (20, 80):
+        with FlopCounterMode(display=False) as counter:
+            of_rows(run, thetas, x[:rows])
+        work.append(counter.get_total_flops())
+    assert 0 < work[1] <= 4 * work[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ssla.batches import Inputs
 from ssla.expansion import FISHER
 from ssla.posterior import Posterior
+from ssla.refit import all_weights_jacobians as jacobians
 from ssla.refit.all_weights_dual import Dual
 from ssla.refit.solved import FROZEN, HESSIAN, STRUCTURE, Options, own_increment
 from ssla.refit.training import Block, PriorChange, TrainingRows, leading, square, take
@@ -124,21 +125,11 @@ class Determinants:
     def _gauss_newton(self, kind: str, thetas: Tensor, block: Block) -> Tensor:
         """Σ_i J_i(θ)ᵀ Λ_i J_i(θ)."""
         likelihood = self.posterior.likelihood
-        J, f = self._jacobians(thetas, block.x)
+        J, f = jacobians.of_rows(self.run, thetas, block.x)
         precision = likelihood.fisher(f) if kind == FISHER else likelihood.precision(block.y, f)
         if block.weights is not None:
             precision = precision * block.weights[:, None, None]
         return J.flatten(1, 2).mT @ (precision @ J).flatten(1, 2)
-
-    def _jacobians(self, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
-        """J (m, b, C, P) and f (m, b, C)."""
-
-        def both(theta: Tensor) -> tuple[Tensor, Tensor]:
-            f = self.run(theta, x)
-            return f, f
-
-        J, f = torch.func.vmap(torch.func.jacrev(both, has_aux=True))(thetas)
-        return J.detach(), f.detach()
 
     def _hessian(self, thetas: Tensor, block: Block) -> Tensor:
         """−∇² of the block's log likelihood, the network's second derivatives included."""
@@ -154,18 +145,14 @@ class Determinants:
         """The new observation's own curvature at each task's θ: (m, P, P)."""
         law = self.posterior.likelihood.predictive
 
-        def outputs(theta: Tensor, row: Inputs) -> Tensor:
-            return self.run(theta, leading(row)).squeeze(0)
-
         if kind == HESSIAN:
 
             def loss(theta: Tensor, target: Tensor, row: Inputs) -> Tensor:
-                return -law.log_prob(target, outputs(theta, row))
+                return -law.log_prob(target, self.run(theta, leading(row)).squeeze(0))
 
             H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)))(thetas, y, x)
             return H.detach()
-        J, f = torch.func.vmap(torch.func.jacrev(lambda *task: (outputs(*task),) * 2, has_aux=True))(thetas, x)
-        J, f = J.detach(), f.detach()
+        J, f = jacobians.of_own(self.run, thetas, x)
         precision = law.fisher(f) if kind == FISHER else law.precision(y, f)
         result: Tensor = J.mT @ precision @ J
         return result

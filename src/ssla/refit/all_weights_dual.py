@@ -19,7 +19,8 @@ from ssla.expansion import FISHER
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.priors import BoundGaussian
-from ssla.refit.training import TrainingRows, leading, take
+from ssla.refit import all_weights_jacobians as jacobians
+from ssla.refit.training import TrainingRows, take
 
 MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
 AT_ONCE = 1 << 27  # bytes, where one task needs less
@@ -61,37 +62,27 @@ class Dual:
     def _half_logdet(self, thetas: Tensor, kind: str, own: tuple[Tensor, Inputs] | None) -> tuple[Tensor, Tensor]:
         """½ log|I + RᵀΛR| at each θ (m, P), of the data and the task's own (y, x); and where that is positive definite."""
         likelihood = self.posterior.likelihood
-        jacobians, precisions = [], []
+        parts, precisions = [], []
         for block in self.rows:
-            J, f = torch.func.vmap(lambda theta, x=block.x: self._by_row(theta, x))(thetas)
+            J, f = jacobians.of_rows(self.run, thetas, block.x)
             precision = _curvature(likelihood, kind, block.y, f)
-            jacobians.append(J.detach())
+            parts.append(J)
             precisions.append(precision if block.weights is None else precision * block.weights[:, None, None])
         if own is not None:
             y, x = own
-            J, f = torch.func.vmap(lambda theta, row: self._by_row(theta, leading(row)))(thetas, x)
-            jacobians.append(J.detach())
-            precisions.append(_curvature(likelihood.predictive, kind, y.unsqueeze(1), f))
-        J, Lambda = torch.cat(jacobians, 1), torch.cat(precisions, 1).detach()
+            J, f = jacobians.of_own(self.run, thetas, x)
+            parts.append(J.unsqueeze(1))
+            precisions.append(_curvature(likelihood.predictive, kind, y, f).unsqueeze(1))
+        J, Lambda = torch.cat(parts, 1), torch.cat(precisions, 1)
         white = (J / self.posterior.bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
         R = _root(white @ white.mT)
         LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
         factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)
         return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
 
-    def _by_row(self, theta: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
-        """J (b, C, P) and f (b, C): each row for itself, so that the work grows with b, not with b²."""
-
-        def both(t: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
-            f = self.run(t, leading(row)).squeeze(0)
-            return f, f
-
-        result: tuple[Tensor, Tensor] = torch.func.vmap(torch.func.jacrev(both, has_aux=True), in_dims=(None, 0))(theta, x)
-        return result
-
 
 def _curvature(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> Tensor:
-    value = likelihood.fisher(f.detach()) if kind == FISHER else likelihood.precision(y, f.detach())
+    value = likelihood.fisher(f) if kind == FISHER else likelihood.precision(y, f)
     return value.expand(*f.shape, f.shape[-1])
 
 
