@@ -167,6 +167,16 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     assert results(whole) == results(killed)
 
 
+def test_tables_for_tex_are_plain_ascii():
+    table = Table("t", "½ log|J̃(θ̃)|, 5% ± 1", ["ŷ", "nᵀn ≤ 10⁻³"], [["θ̂_1", None], ["−2×3", 1.0]], {})
+    text = table.latex()
+    assert text.isascii()
+    assert r"$\frac{1}{2}$ log|$\tilde{J}$($\tilde{\theta}$)|, 5\% $\pm$ 1" in text
+    assert r"$\hat{y}$ & n$^{T}$n $\le$ 10$^{-3}$ \\" in text
+    assert r"$\hat{\theta}$\_1 & -- \\" in text
+    assert r"$-$2$\times$3 & 1.0 \\" in text
+
+
 EXPECTED = {  # None: a comparison that a small version, or another machine, may decide either way
     "conjugate": [True, False, True, False, False, True, True, True, True],
     "rates": [True, False, True, False, True, False, True, True, False, False, True],
@@ -186,6 +196,9 @@ def test_every_study_runs_quickly_and_its_claims_are_as_known(name, tmp_path, ca
     holds = [claim["holds"] for claim in found["claims"]]
     assert [held if known is not None else None for held, known in zip(holds, EXPECTED[name], strict=True)] == EXPECTED[name]
     assert f"## {found['title']}" in (tmp_path / "quick" / "page.md").read_text()
+    tables = list((tmp_path / "quick").rglob("*.tex"))
+    assert tables
+    assert [table.name for table in tables if not table.read_text().isascii()] == []
 
 
 def test_an_unknown_study_names_the_nearest(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,14 @@ from typing import Any
 from ssla.paper.runner import write_whole
 
 Cell = str | float | int | None
-SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "−": "$-$", "≤": r"$\le$", "≥": r"$\ge$", "²": r"$^2$"}
+ESCAPED = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "–": "--", "…": r"\dots{}"}
+MATHS = {
+    "±": r"\pm", "−": "-", "×": r"\times", "≤": r"\le", "≥": r"\ge", "½": r"\frac{1}{2}", "∇": r"\nabla", "‖": r"\|", "″": "''",
+    "ℓ": r"\ell", "α": r"\alpha", "θ": r"\theta", "λ": r"\lambda", "μ": r"\mu", "π": r"\pi", "σ": r"\sigma", "τ": r"\tau",
+    "Σ": r"\sum", "Λ": r"\Lambda", "ᵢ": "_i",
+}  # fmt: skip
+RAISED, ON_THE_LINE = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "0123456789-T"
+ACCENTS = {"\u0303": r"\tilde", "\u0302": r"\hat"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,16 @@ class Table:
 
 
 def _escaped(text: str) -> str:
-    return "".join(SPECIAL.get(letter, letter) for letter in text)
+    """For any TeX: letters beyond ASCII as formulas, an accent around the letter before it."""
+    found: list[str] = []
+    for letter in re.findall(f"[{RAISED}]+|.", unicodedata.normalize("NFD", text), re.DOTALL):
+        if letter in ACCENTS and found:
+            found[-1] = f"${ACCENTS[letter]}{{{found[-1].strip('$')}}}$"
+        elif letter[0] in RAISED:
+            found.append(f"$^{{{letter.translate(str.maketrans(RAISED, ON_THE_LINE))}}}$")
+        else:
+            found.append(f"${MATHS[letter]}$" if letter in MATHS else ESCAPED.get(letter, letter))
+    return "".join(found).replace("$$", "")  # neighbours share one formula
 
 
 def draw(figure: Any, folder: Path, name: str) -> None:
