@@ -74,6 +74,15 @@ def test_part_of_a_run_can_be_reported_and_says_so(tmp_path):
     assert "**From 2 of 4 tasks:**" in write_page(place, ["squares"]).read_text()
 
 
+@pytest.mark.parametrize("where", ["file/paper.md", "folder"])
+def test_a_page_that_has_no_place_is_refused_before_any_work(where, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"paper.md cannot be written|folder cannot be written"):
+        reproduce(["priors"], tmp_path / "work", quick=True, progress=False, page=tmp_path / where)
+    assert not (tmp_path / "work").exists()
+
+
 def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
     reproduce(["priors"], tmp_path / "work", quick=True, progress=False, page=tmp_path / "docs" / "paper.md")
     text = (tmp_path / "docs" / "paper.md").read_text()

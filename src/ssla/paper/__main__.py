@@ -26,7 +26,7 @@ def reproduce(
         raise ValueError(f"jobs must be 1 or more, but is {jobs}.")
     place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first begins
     if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
+        _can_be_written(page)
     failed: list[str] = []
     for each in studies:
         try:
@@ -44,6 +44,18 @@ def reproduce(
     print(f"tables and figures are in {place.results('')}, the page is {written}")
     if failed:
         raise TaskError("Not reproduced (what was done is kept; start again to go on): " + "; ".join(failed))
+
+
+def _can_be_written(page: Path) -> None:
+    """ValueError before the work of hours where its page has no place."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not page.exists()
+        page.open("a").close()
+        if is_new:
+            page.unlink()
+    except OSError as error:
+        raise ValueError(f"The page {page} cannot be written: {error.strerror}. Give another --page.") from error
 
 
 def main() -> int:
