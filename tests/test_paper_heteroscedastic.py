@@ -6,6 +6,7 @@ import torch
 from scipy import stats
 
 from ssla.paper.heteroscedastic import data, methods, published
+from ssla.paper.heteroscedastic.claims import claims
 from ssla.paper.heteroscedastic.numbers import LEVELS, PUBLISHED, gathered, mean_of, percentiles
 from ssla.paper.peers import GaussianMixture, MissingPeerError
 
@@ -55,7 +56,9 @@ def test_coverage_counts_what_lies_within():
 def test_published_refits_without_training_are_assla():
     """No epoch: θ̃ = θ̂ for every candidate, so the weights are exp(−(y − ŷ)²) again."""
     found = published.refitted(0, 1e-2, points=3, epochs=0)
-    assert found["widths"] == pytest.approx([published.constant_width()] * 3, abs=1e-5)
+    d = np.linspace(-1.96, 1.96, 20)
+    width = float(np.sqrt(stats.gaussian_kde(d, weights=np.exp(-(d**2))).covariance[0, 0]))
+    assert found["widths"] == pytest.approx([width] * 3, abs=1e-5)
 
 
 def test_published_refits_are_seeded_and_their_widths_depend_on_the_order_of_rows():
@@ -95,6 +98,20 @@ def test_our_methods_are_scored_on_the_rows_asked_for_and_the_grid_is_separate()
     np.testing.assert_allclose(band[2] - band[1], 2 * 1.959964 * sd[25:].numpy(), rtol=1e-5, atol=1e-6)
     inside = ((at.y - mean[:25]).abs() <= 0.6744898 * sd[:25]).double().mean()
     assert record["scores"]["truth"]["cover50"] == pytest.approx(100 * float(inside))
+
+
+@pytest.mark.parametrize(("seeds", "tried", "holds"), [(84, 84, False), (80, 84, True), (84, 72, True)])
+def test_a_column_is_given_if_one_of_those_tried_is_within_a_test_row_at_every_level(seeds, tried, holds):
+    """Published 76/68/60/56: 80 and 72 are one row off, 84 is two."""
+    columns = {name: [100.0, 100.0, 92.0, 68.0] for name in ("KFAC", "DIAG", "DENSE")}
+    setting = {"rate": 0.1, "batch": 32, "loss": 1.0, "assla": [tried, 68.0, 60.0, 56.0], "la": [100.0] * 4}
+    records = {
+        "a": {"seeds": [42], "assla": [[seeds, 68.0, 60.0, 56.0]], "la": [columns]},
+        "b": {"settings": [setting]},
+    }
+    assla, la = claims(records, gathered(records))[1:3]
+    assert assla.holds == holds
+    assert la.holds
 
 
 def test_a_missing_library_is_told_and_what_came_before_it_is_kept():

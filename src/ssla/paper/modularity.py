@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ssla
 from ssla.paper import imprecise
-from ssla.paper.runner import Claim, Record, Task
+from ssla.paper.runner import REPEATED, Claim, Record, Task
 from ssla.paper.tables import Cell, Table
 
 ROWS, NOISE, POINT, LEVERAGE = 50, 0.5, 1.5, 0.05317
@@ -44,7 +44,7 @@ def log_prob(row: Tensor, w: Tensor) -> Tensor:
 
 
 def one(prior: str) -> Record:
-    """SSLA and ASSLA at ŷ and at ŷ + 1 under both conventions, and the exact predictive."""
+    """SSLA and ASSLA at ŷ and at ŷ + 1 under each convention, and the exact predictive."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, dtype=torch.float64, generator=generator)
     x = x * math.sqrt(POINT**2 / LEVERAGE / float((x * x).sum()))
@@ -60,6 +60,8 @@ def one(prior: str) -> Record:
             "ssla": model.increments(candidates).total.tolist(),
             "assla": model.increments(candidates, refit=False).total.tolist(),
         }
+    likely = ssla.ExplicitModel(log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), "additive")
+    found["additive"] = likely.increments(candidates).total.tolist()  # at the ŷ of the posterior mode, as the others
     spread = POINT**2 / (float((x * x).sum()) / NOISE**2 + 1 / variance)
     total = NOISE**2 + spread
     constant = 0.5 * math.log(NOISE**2 / total)  # the normal density without −½ log 2πσ²
@@ -73,7 +75,7 @@ class Priors:
     title = "Prior modularity (two tables)"
 
     def tasks(self, quick: bool) -> list[Task]:
-        return [Task(f"variance-{prior}", one, {"prior": prior}) for prior in VARIANCES] + imprecise.tasks()
+        return [Task(f"variance-{prior}", one, {"prior": prior}, edition=2) for prior in VARIANCES] + imprecise.tasks()
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
         sets = {key: record for key, record in records.items() if key.startswith("set-")}
@@ -105,21 +107,39 @@ class Priors:
             )
             Table(f"priors-{where}", caption, names, rows, dict.fromkeys(names[1:], ".4f")).write(folder)
         return [
-            Claim("All numbers of both tables", "twenty values", f"largest difference {worst:.1e}", worst < 1.0e-4),
-            Claim("Their ten differences", "ten values", f"largest difference {apart:.1e}", apart < 1.01e-4),
+            Claim(
+                "All numbers of both tables", "twenty values", f"largest difference {worst:.1e}", worst < 1.0e-4, kind=REPEATED
+            ),
+            Claim("Their ten differences", "ten values", f"largest difference {apart:.1e}", apart < 1.01e-4, kind=REPEATED),
             Claim(
                 "With the prior in the curvature too, SSLA is the exact predictive",
                 "not stated",
                 f"largest difference {exactness:.1e}",
                 exactness < 1e-8,
             ),
-            Claim(
-                "The prior enters only through its increment",
-                "the tables have it in the refit and not in the curvature; Algorithm 1 has it in both",
-                "under N(0, 0.01) that is off the exact predictive by "
-                + f"{abs(records['variance-0.01']['paper']['ssla'][1] - records['variance-0.01']['predictive'][1]):.4f}",
-                abs(records["variance-0.01"]["paper"]["ssla"][1] - records["variance-0.01"]["predictive"][1]) < 1e-3,
-                "A strong prior bends the curvature as well; `exact` is the default here, `paper` is kept for comparison.",
-            ),
+            *_conventions(records["variance-0.01"]),
             *imprecise.report(sets, folder),
         ]
+
+
+def _conventions(strong: Record) -> list[Claim]:
+    """What the convention of the tables is under the strongest prior, and what the paper's sentence would give."""
+    off = [told - truth for told, truth in zip(strong["paper"]["ssla"], strong["predictive"], strict=True)]
+    added = [told - truth for told, truth in zip(strong["additive"], strong["predictive"], strict=True)]
+    return [
+        Claim(
+            "Without the prior in the curvature SSLA is still the exact predictive, before normalisation",
+            "the tables have the prior in the refit and not in the curvature; Algorithm 1 has it in both",
+            f"under N(0, 0.01) it is {-off[0]:.4f} too low at ŷ and {-off[1]:.4f} at ŷ + 1",
+            max(map(abs, off)) < 1e-3,
+            "A constant: normalised it is the exact predictive here; its mass is not one. `exact` is the default.",
+        ),
+        Claim(
+            "No refit is needed for another prior: its increment between the estimates is enough",
+            "said in the text; the tables are refitted under each prior",
+            f"between maximum-likelihood estimates, under N(0, 0.01): off by {added[0]:+.2f} at ŷ and {added[1]:+.2f} at ŷ + 1, "
+            "which no normalisation mends",
+            abs(added[1] - added[0]) < 1e-3,
+            "The prior moves the estimate that both increments start from; Gaussian sums move it without a pass over the data.",
+        ),
+    ]

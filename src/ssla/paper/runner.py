@@ -31,6 +31,10 @@ class Task:
     key: str  # a file name
     function: Callable[..., Record]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    edition: int = 1  # of what the function computes: a record of an older one is made again
+
+
+PAPER, REPEATED, OURS = "paper", "repeated", "ours"
 
 
 class Study(Protocol):
@@ -51,18 +55,18 @@ class Study(Protocol):
 
 @dataclass(frozen=True)
 class Claim:
-    """A published statement beside what was found."""
+    """A statement beside what was found. kind: the paper says it; that a procedure gives published numbers; or ours."""
 
     statement: str
     published: str
     found: str
     holds: bool
     reason: str = ""
+    kind: str = PAPER
 
-    @property
-    def ours(self) -> bool:
-        """Not a statement of the paper, but a goal or a finding of our own."""
-        return self.published in ("–", "not stated") or self.statement.startswith("Our goal")
+    def __post_init__(self) -> None:
+        if self.kind == PAPER and (self.published in ("–", "not stated") or self.statement.startswith("Our goal")):
+            object.__setattr__(self, "kind", OURS)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -116,7 +120,8 @@ def _misses(found: Any) -> bool:
 def _maker(task: Task) -> Record:
     """What a record depends on, as JSON gives it back."""
     settings: Record = json.loads(json.dumps(dict(task.settings)))
-    return {"ssla": ssla.__version__, "settings": settings}
+    edition = {"edition": task.edition} if task.edition > 1 else {}
+    return {"ssla": ssla.__version__, "settings": settings, **edition}
 
 
 def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, work: bool = True) -> list[Claim]:
@@ -148,7 +153,7 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     summary = {
         "title": study.title,
         "done": [len(records), len(tasks)],
-        "claims": [{**vars(claim), "ours": claim.ours} for claim in claims],
+        "claims": [vars(claim) for claim in claims],
     }
     write_whole(folder / "summary.json", json.dumps(summary, indent=1))
     return claims

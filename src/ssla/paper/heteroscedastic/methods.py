@@ -142,7 +142,7 @@ def classical(seed: int, fresh: int) -> Record:
     from ssla.paper.peers.laplace import laplace
 
     at = setting(seed, fresh)
-    (constant,), (both,) = networks(at.data, seed, False, 1), networks(at.data, seed, True, 1)
+    (constant,), both = networks(at.data, seed, False, 1), networks(at.data, seed, True, MEMBERS)[0]  # the network of ours
     mean, head = nn.Sequential(*list(both)[:-1], nn.Linear(HIDDEN[-1], 1).double()), both[-1]
     assert isinstance(head, nn.Linear)
     assert isinstance(mean[-1], nn.Linear)

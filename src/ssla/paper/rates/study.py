@@ -33,8 +33,8 @@ class Quantity:
 QUANTITIES = (
     Quantity("step", "‖θ̃ − θ̂‖", "Lemma 1", "−1", "−1", -1),
     Quantity("smallest", "smallest eigenvalue of J", "proof of Lemma 1", "1, by (A2)", "1 if inputs keep varying", 1),
-    Quantity("gain", "ℓ̃(θ̃) − ℓ̃(θ̂)", "Theorem 1", "−1", "−1", -1),
-    Quantity("loss", "ℓ(θ̂) − ℓ(θ̃)", "proof of Theorem 1", "−2", "−1: ℓ″ is O(n)", -1),
+    Quantity("gain", "ℓ̃(θ̃) − ℓ̃(θ̂) with log π", "Theorem 1", "−1", "−1", -1),
+    Quantity("loss", "ℓ(θ̂) − ℓ(θ̃) with log π", "proof of Theorem 1", "−2", "−1: ℓ″ is O(n)", -1),
     Quantity("bend", "‖J̃(θ̃) − J̃(θ̂)‖/n", "Corollary 1", "−1", "−1, or no change", -1),
     Quantity("prior", "log π(θ̃) − log π(θ̂)", "Corollary 1", "−1, below leading order", "−1, leading order", -1),
     Quantity("curvature", "½ log det J̃(θ̃) − ½ log det J(θ̂)", "equation of ASSLA", "leading order", "−1", -1),
@@ -171,7 +171,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "loss",
             -2,
             "The second derivative of ℓ is a sum over n: O(n) · O(1/n)² = O(1/n). The theorem keeps its rate, since its other "
-            "term is O(1/n) as well.",
+            "term is O(1/n) as well. (Measured with log π in ℓ, of which θ̂ is the mode, so that the first order vanishes.)",
         ),
         holds("Corollary 1: J̃(θ̃)/n = J̃(θ̂)/n + O(1/n)", "power −1", "bend", -1, "For the line J does not depend on θ at all."),
         holds("Corollary 1: π(θ̃) = π(θ̂) + O(1/n)", "power −1", "prior"),

@@ -45,13 +45,13 @@ class Uci:
                 if name in SAMPLED and FIRST_SPLIT <= seed < FIRST_SPLIT + SAMPLED_SPLITS:
                     settings = {"name": name, "seed": seed, "warmup": 200, "draws": 200}
                     found.append(Task(f"nuts-{name}-{seed}", sampled, settings))
-        return found + [Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}) for name in SETS]
+        return found + [Task(f"published-{name}", as_published, {"name": name, "trials": TRIALS}, 2) for name in SETS]
 
     @staticmethod
     def _quick_tasks(sets: tuple[str, ...]) -> list[Task]:
         found = []
         for name in sets:
-            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": 3, "seeds": 3}))
+            found.append(Task(f"published-{name}", as_published, {"name": name, "trials": 3, "seeds": 3}, 2))
             for seed in (SEED, FIRST_SPLIT):
                 found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": QUICK_EPOCHS}))
             settings = {"name": name, "seed": FIRST_SPLIT, "steps": 200, "epochs": QUICK_EPOCHS}
