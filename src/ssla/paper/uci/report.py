@@ -203,7 +203,7 @@ def coverage_figure(results: Results, folder: Path) -> None:
     figure, ax = plt.subplots(figsize=(7, 0.28 * len(bars) + 0.8))
     colors = ["#d1651f" if label.startswith("published") else "#2f6db5" for label in bars]
     ax.barh(list(bars)[::-1], list(bars.values())[::-1], color=colors[::-1])
-    ax.set_xlabel("mean |coverage − level|, per cent")
+    ax.set_xlabel("mean |coverage − level|, points")
     ax.set_title(f"Coverage at 95, 75 and 50%, {len(names)} sets", fontsize=9)
     ax.tick_params(labelsize=8)
     for side in ("top", "right"):
