@@ -23,7 +23,7 @@ COLOURS = {
     "output": "#b2182b",
     "weights": "#762a83",
     "output5": "#e7298a",
-    "validated": "#41ab5d",
+    "validated": "#17becf",
 }
 
 
