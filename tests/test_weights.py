@@ -107,6 +107,35 @@ def test_last_layer_equals_brute_force(name):
             assert abs(float(totals[i, j]) - expected) < 1e-6
 
 
+def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypatch):
+    """Three classes far apart: p of the others is 1e-3 to 1e-9, their refits go far. By the shared preconditioner alone some
+    of them do not arrive."""
+    centres = T([4.0, 0.0], [-2.0, 3.5], [-2.0, -3.5])
+    y = torch.arange(90) % 3
+    x = centres[y] + 0.7 * inputs(90, 4)
+    model = nn.Linear(2, 3).double()
+    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.02))
+    new, classes = centres * 1.3, torch.arange(3).double().expand(3, -1)
+
+    def outputs(theta, rows):  # of each class its weights and its bias
+        return rows @ theta.reshape(3, 3)[:, :2].mT + theta.reshape(3, 3)[:, 2]
+
+    def log_joint(theta):
+        return outputs(theta, x).log_softmax(1)[torch.arange(90), y].sum() - 0.01 * (theta @ theta)
+
+    expansion = ssla.WeightRefit()(post, new)
+    solved = expansion.solve(classes)
+    assert solved.converged.all()
+    totals = expansion(classes).total
+    assert post.predict(new, "none").probs.amin() < 1e-6
+    for i in range(3):
+        for k in range(3):
+            expected, _ = brute_force_refit(log_joint, lambda t, i=i, k=k: outputs(t, new[i]).log_softmax(-1)[k], post.theta)
+            assert abs(float(totals[i, k]) - expected) < 1e-6
+    monkeypatch.setattr("ssla.refit.last_layer.SHARED_STEPS", 100)
+    assert not ssla.WeightRefit()(post, new).solve(classes).converged.all()
+
+
 @pytest.mark.parametrize("name", ["heteroscedastic", "poisson"])
 def test_row_weights_and_a_tilted_network_equal_brute_force(name):
     """A network that is not at its mode, kept as it is by the tilt; rows that count with weights."""

@@ -31,6 +31,7 @@ from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, op
 from ssla.structures.base import SINGULAR
 from ssla.structures.dense import DenseOperator
 
+SHARED_STEPS = 20  # gradients before a task goes on with its own Hessian
 CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
 
 
@@ -128,8 +129,16 @@ class LastLayerRefit:
         return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
 
     def _ascend(self, group: Group) -> Found:
+        """With the shared preconditioner; tasks that it does not bring home go on with their own Hessians."""
         o = self.options
-        return ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=o.max_steps, memory=o.memory)
+        first = min(o.max_steps, SHARED_STEPS)
+        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory)
+        rest = (~found.converged).nonzero().squeeze(-1)
+        if not rest.numel() or first == o.max_steps:
+            return found
+        hard = group.take(rest)
+        later = ascend(hard.evaluate_newton, found.point[rest], tolerance=o.tolerance, max_steps=o.max_steps - first, memory=0)
+        return found.followed_by(rest, later)
 
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:

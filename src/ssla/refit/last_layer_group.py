@@ -132,6 +132,29 @@ class Group:
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
         return Slope(gradient, self._step(gradient, own))
 
+    def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
+        """The gradient, and each task's own H̃(θ)⁻¹ of it: Newton, for those that the shared H brings on too slowly."""
+        group = self if len(tasks) == len(self.y) else self.take(tasks)
+        size = at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
+        parts = [group.take(rows)._newton(point[rows]) for rows in torch.arange(len(point)).split(size)]
+        return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _newton(self, point: Tensor) -> Slope:
+        """Where H̃ is not positive definite, or not finite, the shared step."""
+        now, own = self._evaluate(point), self.f + self.push(point)
+        law, base = self.refit.law, self.base
+        precision = law.fisher(own) if base.kind == FISHER else law.precision(self.y, own)
+        change, _ = self._change(point, base, torch.float64)
+        steps, gradients = [], now.gradient.split(self._matrices_at_once)
+        for H, gradient, shared in zip(
+            self._matrices(change, point, precision, base), gradients, now.step.split(self._matrices_at_once), strict=True
+        ):
+            factor, info = torch.linalg.cholesky_ex(H)
+            step = torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
+            good = (info == 0) & torch.isfinite(step).all(-1)
+            steps.append(torch.where(good.unsqueeze(-1), step, shared))
+        return Slope(now.gradient, torch.cat(steps))
+
     def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
         """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g."""
         z = torch.cholesky_solve(gradient.mT, self.base.factor).mT
@@ -187,19 +210,28 @@ class Group:
 
     def _half_logdet(self, change: Tensor, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
         """½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,) by ratios of pivots; and where it is positive definite."""
-        m, C = self.f.shape
-        F = self.phi.shape[1]
-        own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(self.phi).unsqueeze(1)
-        packed, believed = own.flatten(1) + change, self.refit.prior.precision(self.refit.original(point))
         pivots, infos = [], []
-        for part in torch.arange(m).split(max(CACHE_BYTES // (8 * (C * F) ** 2), 1)):
-            H = packed[part].index_select(1, places(C, F)).reshape(-1, C * F, C * F).add_(base.matrix)
-            if believed is not None:
-                H += congruent(believed[part], self.refit.basis)
+        for H in self._matrices(change, point, precision, base):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
         return (torch.cat(pivots) / base.factor.diagonal()).log().sum(-1), torch.cat(infos) == 0
+
+    @property
+    def _matrices_at_once(self) -> int:
+        return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
+
+    def _matrices(self, change: Tensor, point: Tensor, precision: Tensor, base: Base) -> Iterator[Tensor]:
+        """H + ΔH + JᵀΛJ of some tasks after others (k, P, P)."""
+        m, C = self.f.shape
+        F = self.phi.shape[1]
+        own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(self.phi).unsqueeze(1)
+        packed, believed = own.flatten(1) + change, self.refit.prior.precision(self.refit.original(point))
+        for part in torch.arange(m).split(self._matrices_at_once):
+            H = packed[part].index_select(1, places(C, F)).reshape(-1, C * F, C * F).add_(base.matrix)
+            if believed is not None:
+                H += congruent(believed[part], self.refit.basis)
+            yield H
 
     def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ, packed: of each task the upper triangles for its pairs a ≤ b (m, pairs · v).

@@ -38,18 +38,18 @@ def _full() -> list[Task]:
     found = []
     for seed in range(SEEDS):
         at = {"seed": seed}
-        found += [Task(f"calibration-{_slug(d)}-{seed}", classification.calibration, {"dataset": d, **at}) for d in SIZES]
+        found += [Task(f"calibration-{_slug(d)}-{seed}", classification.calibration, {"dataset": d, **at}, 2) for d in SIZES]
         found += [Task(f"shift-{seed}", classification.shift, at)]
         for dataset, shares in SHARES.items():
             size = {"size": 0.6} if dataset == "digits" else {}
             for share in shares:
                 settings = {"dataset": dataset, "share": share, **at, **size}
-                found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings)]
-        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}) for d in ("toy", table_at_hand())]
+                found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings, 2)]
+        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}, 2) for d in ("toy", table_at_hand())]
         cases = ("digits 0–4", "toy", table_at_hand())
-        found += [Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}) for d in cases]
+        found += [Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}, 2) for d in cases]
     costs = [(m, s) for m in NAMES for s in range(COST_SEEDS)]
-    return found + [Task(f"cost-{m}-{s}", overhead.measured, {"method": m, "seed": s}) for m, s in costs]
+    return found + [Task(f"cost-{m}-{s}", overhead.measured, {"method": m, "seed": s}, 2) for m, s in costs]
 
 
 def _quick() -> list[Task]:
