@@ -24,12 +24,11 @@ from ssla.likelihoods import Likelihood
 from ssla.network.any_parameters import AnyParameters
 from ssla.posterior import AS_IS, Posterior
 from ssla.refit.all_weights_determinant import SMALL, Determinants
-from ssla.refit.ascent import Found, Slope, ascend, saddle_free
+from ssla.refit.ascent import SHARED_STEPS, Found, Slope, ascend, finished, saddle_free
 from ssla.refit.solved import HESSIAN, Options, Solved, own_pull
 from ssla.refit.training import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
 
 MOST_TASKS = 256
-SHARED_STEPS = 20  # of few weights, before they go on with their own Hessians
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +119,7 @@ class AllWeightsRefit:
         guess, memory = group.start(), self.options.memory  # of a linearised network: a direction, perhaps too long
         zero = torch.zeros_like(guess)
         found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess)
-        rest = (~found.converged).nonzero().squeeze(-1)
-        if not small or not rest.numel() or first == most:
-            return found
-        hard = group.take(rest)
-        later = ascend(hard.evaluate_newton, found.point[rest], tolerance=tolerance, max_steps=most - first, memory=0)
-        return found.followed_by(rest, later)
+        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=tolerance, max_steps=most - first)
 
 
 @dataclass(frozen=True, eq=False)

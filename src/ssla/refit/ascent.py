@@ -19,6 +19,7 @@ from torch import Tensor
 OVERSHOOT = 0.5  # a step may end where the slope along it has turned to at most minus this part of what it was
 SHORTEST = 2.0**-24
 RIDGE = 1e-14
+SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task goes on with its own Hessian
 FARTHEST = 10.0  # a mixed step may be this many times as long as the plain one
 
 
@@ -99,6 +100,14 @@ def ascend(
         direction = torch.where(again.unsqueeze(-1), fresh, direction[keep])
         slope = torch.where(again, fresh_slope, slope[keep])
     return Found(point, norm, steps, norm <= tolerance)
+
+
+def finished(found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int) -> Found:
+    """Tasks that a shared preconditioner did not bring home go on by `newton(which tasks)`: with their own Hessians."""
+    rest = (~found.converged).nonzero().squeeze(-1)
+    if not rest.numel() or max_steps < 1:
+        return found
+    return found.followed_by(rest, ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0))
 
 
 def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:

@@ -24,14 +24,13 @@ from ssla.expansion import FISHER, OBSERVED
 from ssla.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
-from ssla.refit.ascent import Found, ascend
+from ssla.refit.ascent import SHARED_STEPS, Found, ascend, finished
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.solved import Options, Solved
 from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.structures.base import SINGULAR
 from ssla.structures.dense import DenseOperator
 
-SHARED_STEPS = 20  # gradients before a task goes on with its own Hessian
 CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
 
 
@@ -133,12 +132,8 @@ class LastLayerRefit:
         o = self.options
         first = min(o.max_steps, SHARED_STEPS)
         found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory)
-        rest = (~found.converged).nonzero().squeeze(-1)
-        if not rest.numel() or first == o.max_steps:
-            return found
-        hard = group.take(rest)
-        later = ascend(hard.evaluate_newton, found.point[rest], tolerance=o.tolerance, max_steps=o.max_steps - first, memory=0)
-        return found.followed_by(rest, later)
+        left = o.max_steps - first
+        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left)
 
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:

@@ -60,7 +60,7 @@ def distances(reference: list[Record]) -> Table:
     for record in reference:
         known = INTERMEDIATE.get(record["n"]) if record["model"] == "normal–normal" else None
         cells = [spread(values(record, method, "kl")) for method in methods]
-        rows.append([record["model"], f"{record['n']:,}", len(record["runs"]), None if known is None else known[0], *cells])
+        rows.append([record["model"], f"{record['n']:,}", len(record["runs"]), None if known is None else known[0][0], *cells])
         if record["model"] == "Poisson–gamma":
             inside: list[Cell] = [spread(values(record, f"{method} in λ", "kl")) for method in methods[4:]]
             rows.append(["Poisson–gamma, ours in λ", f"{record['n']:,}", len(record["runs"]), None, *[None] * 4, *inside])
