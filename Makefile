@@ -32,7 +32,7 @@ bench: $(VENV)/.ready-peers
 
 # every table, figure and claim of the paper; a killed run goes on where it stopped
 paper: $(VENV)/.ready-peers
-	$(BIN)/python -m ssla.paper --all --page docs/paper.md
+	$(BIN)/python -m ssla_paper --all --page docs/paper.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -49,8 +49,12 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt $(VENV)/.ready-torch
 	$(PIP) -e '.[$*]'
 	@touch $@
 
+$(VENV)/.ready-paper: reproduction/pyproject.toml $(VENV)/.ready-dev
+	$(PIP) -e ./reproduction
+	@touch $@
+
 # laplace-torch and what it imports declare torchvision, which breaks here and which none of them needs: hence --no-deps
-$(VENV)/.ready-peers: $(VENV)/.ready-dev benchmarks/requirements-peers.txt benchmarks/requirements-peers-nodeps.txt
+$(VENV)/.ready-peers: $(VENV)/.ready-paper benchmarks/requirements-peers.txt benchmarks/requirements-peers-nodeps.txt
 	$(PIP) -r benchmarks/requirements-peers.txt
 	$(PIP) --no-deps -r benchmarks/requirements-peers-nodeps.txt
 	@touch $@

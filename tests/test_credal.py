@@ -285,14 +285,3 @@ def test_imprecision_shrinks_with_data_and_width_does_not():
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_the_highest_density_is_found_though_a_ridge_leads_elsewhere():
-    """From the best start alone the search for n = 50 ends 7e-4 below the best of 120,801 closed forms."""
-    from ssla.paper import imprecise
-
-    found = imprecise.one(50)
-    ours, grid = torch.tensor(found["log_prob"], dtype=torch.float64), torch.tensor(found["grid"], dtype=torch.float64)
-    assert float((grid[1] - ours[1]).max()) < 1e-9
-    assert float((ours[0] - grid[0]).max()) < 1e-9
-    assert float((ours - grid).abs().max()) < 1e-2  # and they are no wider than the set

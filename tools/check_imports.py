@@ -45,9 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "credal_sets": ANSWERS | {"evidence", "expectation", "sensitivities"},
     "plots": ANSWERS | {"sensitivities", "expectation", "credal_sets"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
-    "paper": ANSWERS | {"ensemble", "fitting", "metrics", "plots", "sklearn", "training", "__init__"},
     "tables": set(),
-    "cli": ANSWERS | {"__init__", "demo", "paper", "ensemble", "metrics", "persistence", "sklearn", "tables", "training"},
+    "cli": ANSWERS | {"__init__", "demo", "ensemble", "metrics", "persistence", "sklearn", "tables", "training"},
     "_public": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivities", "credal_sets", "explicit"},
     "__init__": {"_public", "sklearn"},
 }

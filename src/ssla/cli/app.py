@@ -134,8 +134,15 @@ def reproduce(
 
     Example: ssla reproduce --all --quick --folder /tmp/paper
     """
-    from ssla.paper.__main__ import reproduce as work
-    from ssla.paper.studies import STUDIES
+    try:
+        from ssla_paper.__main__ import reproduce as work
+        from ssla_paper.studies import STUDIES
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ssla_paper":
+            raise
+        raise ImportError(
+            "The studies are a package of their own, which is not installed. In the repository run: pip install ./reproduction"
+        ) from None
 
     names = list(STUDIES) if every else (studies or [])
     if not names:

@@ -1,0 +1,5 @@
+"""Table 2 and the figure of bands, by the procedures that produced them and computed right."""
+
+from ssla_paper.heteroscedastic.study import Heteroscedastic
+
+__all__ = ["Heteroscedastic"]

@@ -1,0 +1,31 @@
+"""The studies by name, in the order in which the paper tells them. Each is imported when it is wanted."""
+
+from __future__ import annotations
+
+import importlib
+
+from ssla._checks import unknown_name
+from ssla_paper.runner import Study
+
+STUDIES = {  # name -> where it is
+    "conjugate": "ssla_paper.conjugate:Conjugate",
+    "rates": "ssla_paper.rates:Rates",
+    "precision": "ssla_paper.precision:Precision",
+    "heteroscedastic": "ssla_paper.heteroscedastic:Heteroscedastic",
+    "uci": "ssla_paper.uci:Uci",
+    "sine": "ssla_paper.sine:Sine",
+    "priors": "ssla_paper.modularity:Priors",
+    "robustness": "ssla_paper.robustness:Robustness",
+}
+
+
+def study(name: str) -> Study:
+    """The study of that name. ImportError says which extra its work needs."""
+    if name not in STUDIES:
+        raise ValueError(unknown_name("study", name, STUDIES))
+    place, kind = STUDIES[name].split(":")
+    try:
+        made: Study = getattr(importlib.import_module(place), kind)()
+    except ModuleNotFoundError as error:
+        raise ImportError(f"The study {name!r} needs {error.name}: pip install ./reproduction.") from error
+    return made

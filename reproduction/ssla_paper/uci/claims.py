@@ -1,0 +1,259 @@
+"""What the paper says of Table 4, and what we set out to show, beside what was found."""
+
+from __future__ import annotations
+
+import statistics
+
+from ssla_paper.runner import REPEATED, Claim, Record
+from ssla_paper.uci.data import title
+from ssla_paper.uci.published import PUBLISHED, SCORES
+from ssla_paper.uci.ranks import Ranking
+from ssla_paper.uci.report import HEADS, best_run, hits, published_coverage_error, whole_rows
+from ssla_paper.uci.results import LEVELS, NAMES, Results
+
+OPEN_SETS = 1  # sets on which a goal may be missed: 7 of 8
+EQUAL = 1e-8
+ENOUGH_TRIALS, ENOUGH_BLOCKS = 50, 40  # quick runs check the machinery, not the paper
+
+
+def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
+    """Those for which the records hold what they need."""
+    names = [name for name in results.sets if name in PUBLISHED]
+    found = [*_reproduced(results)]
+    for method in ("output", "output x5"):
+        if len(names) == len(PUBLISHED):
+            found += [_lower(results, names, method, split) for split in (False, True)]
+        if names:
+            found.append(_coverage(results, names, method))
+    found.append(
+        Claim(
+            "Our goal: SSLA (real refits of the last layer) is the output rung",
+            "–",
+            f"log densities at test rows differ by at most {results.gap:.0e}",
+            results.gap < EQUAL,
+        )
+    )
+    if ranks["nll"].blocks >= ENOUGH_BLOCKS:
+        pairs = (("output", "LA"), ("output", "LA, noise"), ("output x5", "ensemble, noise"))
+        found += [_rank(results, ranks, one, other) for one, other in pairs if other in results.scores]
+    if "LA, polished" in results.scores:
+        found.append(_same(results))
+    if "LA" in results.scores:
+        found += [_sharper(results), _conservative(results)]
+    if "liver_disorders" in names:
+        found.append(_liver(results))
+    return found
+
+
+def _reproduced(results: Results) -> list[Claim]:
+    """The Auto MPG rows, then all cells."""
+    found = []
+    searched = {name: r for name, r in results.published.items() if r.get("trials", 0) >= ENOUGH_TRIALS}
+    if "auto_mpg" in searched:
+        methods = [m for m in ("ASSLA", "LA", "SSLA") if "missing" not in searched["auto_mpg"]["runs"][0]["methods"][m]]
+        found = [_auto_mpg(searched["auto_mpg"], method) for method in methods]
+    rows = total = 0
+    cells = {"ASSLA": 0, "LA": 0}
+    for record in searched.values():
+        for method in ("ASSLA", "LA"):
+            if "missing" not in record["runs"][0]["methods"][method]:
+                cells[method] += sum(hits(record, best_run(record), method))
+                rows += whole_rows(record, method) > 0
+                total += 1
+    if total:
+        found.append(
+            Claim(
+                "a constant width (ASSLA) and a noise of one (LA) give the rows of Table 4 (one test row, 0.02)",
+                f"{total} rows of 5 cells",
+                f"{rows} rows are given whole by at least one of ten networks; by that of the lowest validation error "
+                f"{cells['ASSLA']} cells of ASSLA and {cells['LA']} of LA, of {5 * total // 2} each",
+                rows == total,
+                ""
+                if rows == total
+                else "With the widths fixed, what differs is the network's error on the rows scored. Not published: which 50 "
+                "test rows of the larger sets, which rows validated, which columns were one-hot (none here), and the seeds.",
+                kind=REPEATED,
+            )
+        )
+    if "auto_mpg" in searched and "nll" in searched["auto_mpg"]["runs"][0]["methods"].get("LA fitted", {}):
+        found.append(_fitted(searched))
+    return found
+
+
+def _fitted(searched: dict[str, Record]) -> Claim:
+    """The published networks and split, with the noise of LA fitted."""
+    better, told = 0, ""
+    for name, record in searched.items():
+        nll = best_run(record)["methods"]["LA fitted"]["nll"]
+        better += nll < min(PUBLISHED[name][m][SCORES.index("nll")] for m in ("SSLA", "ASSLA"))
+        if name == "auto_mpg":
+            every = sorted(run["methods"]["LA fitted"]["nll"] for run in record["runs"])
+            told = f"Auto MPG: NLL {nll:.3f} ({every[0]:.3f} to {every[-1]:.3f} over the networks), published ASSLA 0.32"
+    return Claim(
+        "Our goal: with its noise fitted, LA on the published networks has a lower NLL than the published SSLA and ASSLA",
+        "noise of one",
+        f"on {better} of {len(searched)} sets; {told}",
+        2 * better > len(searched),
+        "The network of the lowest validation error; the noise is that of the training residuals, which an over-fitted network "
+        "makes too small.",
+    )
+
+
+def _auto_mpg(record: Record, method: str) -> Claim:
+    """Holds where one of the seeds' networks gives the whole row."""
+    best = best_run(record)
+    near, count = hits(record, best, method), whole_rows(record, method)
+    misses = [HEADS[score] for score, hit in zip(SCORES, near, strict=True) if not hit]
+    shown = " ".join(f"{best['methods'][method][score]:.2f}" for score in SCORES)
+    reason = "The seed that was published is not known: it holds if one of the networks gives the whole row."
+    if method == "SSLA":
+        reason = "A constant 0.4414 without the optimiser's noise: the published refits themselves are not repeated here."
+    return Claim(
+        f"the {'width of 20 candidates' if method == 'SSLA' else 'published procedure'} gives the {method} row of Auto MPG "
+        "(one test row, 0.02)",
+        " ".join(f"{value:g}" for value in PUBLISHED["auto_mpg"][method]),
+        f"whole by {count} of {len(record['runs'])} networks; that of the lowest validation error gives {shown}"
+        + (f" (outside: {', '.join(misses)})" if misses else ""),
+        count > 0,
+        reason,
+        kind=REPEATED,
+    )
+
+
+def _lower(results: Results, names: list[str], method: str, published_split: bool) -> Claim:
+    """NLL and CRPS against the lower of the published SSLA and ASSLA cells."""
+    counts, lost = [], []
+    for score in ("nll", "crps"):
+        wins = 0
+        for name in names:
+            record = results.on_published_split(method, name)
+            ours = (record or {}).get(score) if published_split else results.mean(method, name, score)
+            best = min(PUBLISHED[name][m][SCORES.index(score)] for m in ("SSLA", "ASSLA"))
+            if ours is not None and ours < best:
+                wins += 1
+            else:
+                lost.append(f"{title(name)} {score.upper()} {'–' if ours is None else format(ours, '.3f')} against {best:.2f}")
+        counts.append(wins)
+    where = "on the published split, all its test rows" if published_split else "mean over the random splits"
+    return Claim(
+        f"Our goal: {NAMES[method]}, lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
+        f"at least {max(len(names) - OPEN_SETS, 1)} of {len(names)}",
+        f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}" + (f" (not: {'; '.join(lost)})" if lost else ""),
+        min(counts) >= max(len(names) - OPEN_SETS, 1),
+        _why_lost(results, names, method) if lost and not published_split else "",
+    )
+
+
+def _why_lost(results: Results, names: list[str], method: str) -> str:
+    """How much of a lost set is the luck of the one published split: our RMSE there and on the random splits."""
+    told = []
+    for name in names:
+        there, mean = results.on_published_split(method, name), results.mean(method, name, "rmse")
+        best = min(PUBLISHED[name][m][SCORES.index("nll")] for m in ("SSLA", "ASSLA"))
+        if there and mean is not None and (results.mean(method, name, "nll") or 0.0) >= best:
+            told.append(f"{title(name)} {there['rmse']:.2f} against {mean:.2f}")
+    if not told:
+        return ""
+    return f"Published is one split. Our own RMSE on it against the mean over random splits: {', '.join(told)}."
+
+
+def _coverage(results: Results, names: list[str], method: str) -> Claim:
+    published = {m: published_coverage_error(m, names) for m in ("SSLA", "ASSLA", "LA")}
+    ours = results.coverage_error(method, names)
+    others = {
+        m: results.coverage_error(m, names)
+        for m in ("LA", "plug-in", "ensemble")
+        if all(results.splits(m, name) for name in names)
+    }
+    peers = [f"{NAMES[m]} {value:.1f}" for m, value in others.items()]
+    return Claim(
+        f"Our goal: {NAMES[method]}, coverage of a split closer to nominal than published SSLA's and ASSLA's",
+        ", ".join(f"{m} {value:.1f}" for m, value in published.items()) + " points off on average",
+        f"{ours:.1f}; beside it, on the same splits, {', '.join(peers)}",
+        ours < min(published["SSLA"], published["ASSLA"]),
+        "Ours is not the closest of these." if any(value < ours for value in others.values()) else "",
+    )
+
+
+def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> Claim:
+    parts, better = [], []
+    for score, ranking in ranks.items():
+        if one not in ranking.methods or other not in ranking.methods:
+            continue
+        pairs = results.matrix((one, other), score)
+        wins = sum(int((part[:, 0] < part[:, 1]).sum()) for part in pairs.values())
+        sets = sum(bool(part[:, 0].mean() < part[:, 1].mean()) for part in pairs.values())
+        total = sum(len(part) for part in pairs.values())
+        parts.append(
+            f"{score.upper()} {ranking.of(one):.2f} against {ranking.of(other):.2f} "
+            f"(lower in {wins} of {total} splits, in the mean of {sets} of {len(pairs)} sets)"
+        )
+        better.append(ranking.of(one) < ranking.of(other))
+    apart = max(ranking.of(other) - ranking.of(one) for ranking in ranks.values() if {one, other} <= set(ranking.methods))
+    critical = ranks["nll"].critical
+    return Claim(
+        f"Our goal: {NAMES[one]} has a better mean rank than {NAMES[other]}",
+        "–",
+        "; ".join(parts),
+        bool(better) and all(better),
+        f"The ranks are at most {apart:.2f} apart, {'below' if apart < critical else 'above'} Nemenyi's critical difference of "
+        f"{critical:.2f} for so many methods and {ranks['nll'].sets} sets."
+        + (" Ours has polished last layers, the ensemble has not." if "x5" in one else ""),
+    )
+
+
+def _same(results: Results) -> Claim:
+    """Where a lead over LA comes from: of one network, one noise and one mode, the two are one predictive."""
+    pairs = results.matrix(("output", "LA, polished"), "nll")
+    apart = max(float(abs(part[:, 0] - part[:, 1]).max()) for part in pairs.values())
+    return Claim(
+        "Our goal: of the same network, mode and noise, output is classical Laplace (Gaussian noise, last layer)",
+        "–",
+        f"NLL of a split differs by at most {apart:.4f}, which is the two ways to find the prior's precision",
+        apart < 0.02,
+        "So a lead over LA here is the noise found on rows left out and the last layer refitted on all rows, not the refit on y.",
+    )
+
+
+def _sharper(results: Results) -> Claim:
+    """With the same noise and mode on the same network, ASSLA beside LA."""
+    names, a, b = results.sets, "none", "LA, polished" if "LA, polished" in results.scores else "LA, noise"
+    widths = [(results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0) for n in names]
+    nll = sum((results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names)
+    errors = [results.coverage_error(m, names) for m in (a, b, "output")]
+    return Claim(
+        "ASSLA is sharper and better calibrated than classical Laplace (narrower, closer to nominal, a lower NLL on most sets)",
+        "NLL lower on 7 of 8 sets",
+        f"with the same noise and mode its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on "
+        f"{nll} of {len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} points (output: {errors[2]:.1f})",
+        bool(statistics.fmean(widths) < 1 and nll > len(names) / 2 and errors[0] < errors[1]),
+        "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, ASSLA is the plug-in.",
+    )
+
+
+def _conservative(results: Results) -> Claim:
+    """Coverage of LA with its noise fitted."""
+    cover = [statistics.fmean(results.mean("LA", name, f"cover{level}") or 0.0 for name in results.sets) for level in LEVELS]
+    names = [name for name in results.sets if name in PUBLISHED] or list(PUBLISHED)
+    published = [statistics.fmean(PUBLISHED[name]["LA"][i] for name in names) for i in range(3)]
+    return Claim(
+        "classical Laplace is overly conservative",
+        "covers " + "/".join(f"{v:.0f}" for v in published) + " at 95/75/50",
+        "with noise and prior fitted it covers " + "/".join(f"{v:.0f}" for v in cover),
+        all(value > level + 2 for value, level in zip(cover, LEVELS, strict=True)),
+        "As published it is: the noise was left at one, on targets of unit variance.",
+    )
+
+
+def _liver(results: Results) -> Claim:
+    """Both published methods under-cover there."""
+    name = "liver_disorders"
+    found = {m: (results.mean(m, name, "cover95") or 0.0, results.mean(m, name, "nll") or 0.0) for m in ("output", "none", "LA")}
+    return Claim(
+        "SSLA and ASSLA fail on Liver Disorders, where classical Laplace does not",
+        "cover 73.9 and 49.3 at 95, NLL 2.74 and 5.94, LA 1.68",
+        "; ".join(f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()),
+        max(found["output"][0], found["none"][0]) < 90 <= found["LA"][0],
+        "As published, ASSLA has a width of 0.3985 where the residuals have a standard deviation near one: the width failed, not "
+        "the method. SSLA's published row is wider than its constant width gives (table above).",
+    )

@@ -1,5 +1,0 @@
-"""Table 2 and the figure of bands, by the procedures that produced them and computed right."""
-
-from ssla.paper.heteroscedastic.study import Heteroscedastic
-
-__all__ = ["Heteroscedastic"]
