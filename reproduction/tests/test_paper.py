@@ -245,5 +245,5 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path):
 
 def test_a_study_whose_libraries_are_missing_says_which_extra_brings_them(monkeypatch):
     monkeypatch.setitem(STUDIES, "odd", "ssla_paper.no_such_module:Odd")
-    with pytest.raises(ImportError, match=r"The study 'odd' needs .*pip install 'ssla\[paper\]'"):
+    with pytest.raises(ImportError, match=r"The study 'odd' needs .*pip install ./reproduction"):
         study("odd")
