@@ -7,10 +7,13 @@ from typing import Any
 
 
 def main() -> None:
-    """The console script. Ctrl-C is one line here too: the import takes as long as a short command."""
+    """The console script. Ctrl-C is one line here too: the imports take as long as a short command."""
     try:
         _app()()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # outside of a command typer exits with 130 and no word, because of an Exit that a KeyboardInterrupt caused
+        if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            raise
         sys.stderr.write("Interrupted. Nothing was written.\n")
         raise SystemExit(130) from None
 
