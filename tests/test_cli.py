@@ -63,7 +63,7 @@ def test_predict_writes_intervals_and_counts_the_unknown(trained, tmp_path, endi
     assert facts["missing"] == {"size": 3}
     if ending == "parquet":
         table = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
-        assert all(a < m < b for a, m, b in zip(table["lower"], table["mean"], table["upper"], strict=True))
+        assert all(a < m < b for a, m, b in zip(table["lower_95"], table["mean"], table["upper_95"], strict=True))
         assert set(table["rung"]) == {"output"}
         assert {"sd", "q0.5", "q0.975", "mass"} <= set(table)
     else:

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "plots": ANSWERS | {"sensitivities", "expectation", "credal_sets"},
     "demo": ANSWERS | {"fitting", "metrics", "plots", "__init__"},
     "paper": ANSWERS | {"ensemble", "fitting", "metrics", "plots", "sklearn", "training", "__init__"},
-    "tables": set(),
+    "tables": {"_checks"},
     "cli": ANSWERS | {"__init__", "demo", "paper", "ensemble", "metrics", "persistence", "sklearn", "tables", "training"},
     "_public": ANSWERS | {"fitting", "cost", "distributed", "metrics", "persistence", "sensitivities", "credal_sets", "explicit"},
     "__init__": {"_public", "sklearn"},

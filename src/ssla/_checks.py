@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """A hint for an error: the valid name that is most alike, without regard to case; empty if none is."""
+    folded: dict[str, str] = {}
+    for known in valid:
+        folded.setdefault(known.casefold(), known)
+    near = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.5)
+    return f" Did you mean {folded[near[0]]!r}?" if near else ""
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The text of an error for a name that is not in a list, with the nearest one that is."""
     names = list(valid)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"Unknown {kind} {name!r}.{hint} Valid: {', '.join(map(repr, names))}."
+    return f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
 
 
 def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
@@ -55,3 +64,12 @@ def level(value: float) -> float:
         hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
         raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")
     return number
+
+
+def writable(path: Path) -> None:
+    """Refuse a place where no file can be made, before the work."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{path} cannot be written: {folder} is a file and not a folder. Give another place.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: you have no permission to write to {folder}. Give another place.")

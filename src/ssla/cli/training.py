@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ssla import metrics
-from ssla._checks import one_of
+from ssla._checks import one_of, writable
 from ssla.cli.console import progress
 from ssla.persistence.container import check_target
 from ssla.sklearn import SSLAClassifier, SSLARegressor
@@ -37,6 +37,8 @@ class Request:
     conformal: bool = False
     tune_trials: int = 0
     seed: int = 0
+    decimal: str = "."
+    thousands: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,8 @@ def run(request: Request, quiet: bool) -> dict[str, Any]:
     """Do it, and say what was done."""
     started = time.perf_counter()
     check_target(request.output)
-    table = read_table(request.data)
+    writable(request.output)
+    table = read_table(request.data, request.decimal, request.thousands)
     ready = prepare(table, request)
     options: dict[str, Any] = {}
     if request.tune_trials:
@@ -84,7 +87,8 @@ def run(request: Request, quiet: bool) -> dict[str, Any]:
     }
     if options:
         facts["tuned"] = options
-    extra = {"plan": ready.plan.as_json(), "target": request.target, "facts": facts}
+    marks = {"decimal": request.decimal, "thousands": request.thousands}
+    extra = {"plan": ready.plan.as_json(), "target": request.target, "facts": facts, **marks}
     save(estimator, request.output, extra)
     return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,35 @@ import torch
 
 import ssla
 from ssla._checks import level as checked_level
+from ssla._checks import writable
 from ssla.cli.training import Request, prepare, replace_refit, score
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Encoded, Plan, TableError, read_table, write_table
+from ssla.tables import Encoded, Plan, Table, TableError, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
+SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that no label holds
+LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
+
+
+@dataclass(frozen=True)
+class Marks:
+    """--decimal and --thousands of a command. Without either of them the marks of the training table hold."""
+
+    decimal: str | None = None
+    thousands: str | None = None
+
+    def read(self, data: Path, extra: dict[str, Any] | None = None) -> Table:
+        if self.decimal is None and self.thousands is None and extra is not None:
+            return read_table(data, extra.get("decimal", "."), extra.get("thousands", ""))
+        return read_table(data, self.decimal or ".", self.thousands or "")
+
+
+AS_AT_TRAINING = Marks()
 
 
 def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
@@ -32,50 +53,93 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
         raise FileError(f"{model} does not hold a usable plan of columns ({error}).") from error
 
 
-def _encode(plan: Plan, estimator: Any, data: Path) -> Encoded:
+def _encode(plan: Plan, estimator: Any, table: Table) -> Encoded:
     if plan.width != estimator.n_features_in_:
         raise FileError("The model's columns do not fit its network.")
-    return plan.encode(read_table(data))
+    return plan.encode(table)
 
 
-def predict_file(model: Path, data: Path, output: Path, level: float, refit: str) -> dict[str, Any]:
+def predict_file(
+    model: Path,
+    data: Path,
+    output: Path,
+    levels: tuple[float, ...] = (0.95,),
+    refit: str = "",
+    keep: tuple[str, ...] = (),
+    marks: Marks = AS_AT_TRAINING,
+) -> dict[str, Any]:
     check_output(output)
-    checked_level(level)
+    writable(output)
+    levels = tuple(dict.fromkeys(map(checked_level, levels)))
     estimator, plan, extra = _open(model)
     if refit:
         estimator = replace_refit(estimator, refit)
-    encoded = _encode(plan, estimator, data)
+    table = marks.read(data, extra)
+    kept = {name: table.cells_of(name) for name in keep}
+    encoded = _encode(plan, estimator, table)
     p: Any = estimator.predict_dist(encoded.values)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
     if kind_of(p) == "class":
+        labels = [str(label) for label in estimator.classes_]
+        facts["set_separator"] = separator = _separator(labels)
         columns["label"] = estimator.classes_[p.mode.numpy()]
-        for i, label in enumerate(estimator.classes_):
+        for i, label in enumerate(labels):
             columns[f"p({label})"] = p.probs[:, i].numpy()
+        for level in levels:
+            chosen = p.interval(level).tolist()
+            sets = [separator.join(label for label, inside in zip(labels, row, strict=True) if inside) for row in chosen]
+            columns[f"set_{_percent(level)}"] = np.array(sets, dtype=object)
     else:
-        interval = estimator.predict_interval(encoded.values, level)
+        columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy()}
+        for level in levels:
+            lower, upper = estimator.interval_of(p, level).T
+            columns |= {f"lower_{_percent(level)}": lower, f"upper_{_percent(level)}": upper}
         quantiles = p.icdf(list(QUANTILES)).numpy()
-        columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy(), "lower": interval[:, 0], "upper": interval[:, 1]}
         columns |= {f"q{q:g}": quantiles[:, i] for i, q in enumerate(QUANTILES)}
-        columns["epistemic"] = p.epistemic.numpy()
+        columns["epistemic"] = p.epistemic.sqrt().numpy()
     columns["mass"] = p.mass.numpy()
     columns["rung"] = np.array([estimator.refit] * rows, dtype=object)
-    write_table(output, columns)
+    write_table(output, _beside(kept, columns))
     flagged = int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
     return {
         "output": str(output),
         "rows": rows,
         "target": extra["target"],
-        "level": level,
+        "levels": list(levels),
+        **facts,
         "missing": encoded.missing,
         "unknown_categories": encoded.unknown,
         "rows_flagged": flagged,
     }
 
 
-def evaluate_file(model: Path, data: Path, refit: str) -> dict[str, Any]:
+def _percent(level: float) -> str:
+    """0.95 -> 95, 0.975 -> 97.5."""
+    return f"{100 * level:.12g}"
+
+
+def _separator(labels: list[str]) -> str:
+    return next((mark for mark in SEPARATORS if not any(mark in label for label in labels)), LAST_SEPARATOR)
+
+
+def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Input columns before those of the output; one of the same name gets a prefix, and a note."""
+    inputs: dict[str, np.ndarray] = {}
+    for name, cells in kept.items():
+        place = name
+        while place in columns or (place != name and place in kept):
+            place = f"input_{place}"
+        if place != name:
+            warnings.warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.", stacklevel=2)
+        inputs[place] = np.fromiter(cells, dtype=object, count=len(cells))
+    return inputs | columns
+
+
+def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     estimator, plan, extra = _open(model)
-    table = read_table(data)
+    table = marks.read(data, extra)
     column = table.column(extra["target"])
     given = ~column.missing
     if not given.any():
@@ -94,13 +158,13 @@ def evaluate_file(model: Path, data: Path, refit: str) -> dict[str, Any]:
     return {"rows": len(y), **scores, "unknown_categories": encoded.unknown}
 
 
-def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
+def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     """Predictives under weaker and stronger priors, for the main component of every member."""
     compare = getattr(ssla, "sensitivity", None)
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
-    estimator, plan, _ = _open(model)
-    encoded = _encode(plan, estimator, data)
+    estimator, plan, extra = _open(model)
+    encoded = _encode(plan, estimator, marks.read(data, extra))
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
@@ -124,8 +188,15 @@ def report_of(model: Path) -> dict[str, Any]:
     }
 
 
-def cost_of(data: Path, target: str, drop: tuple[str, ...], weights: str, structure: str) -> dict[str, Any]:
-    table = read_table(data)
+def cost_of(
+    data: Path,
+    target: str,
+    drop: tuple[str, ...],
+    weights: str,
+    structure: str,
+    marks: Marks = AS_AT_TRAINING,
+) -> dict[str, Any]:
+    table = marks.read(data)
     ready = prepare(table, Request(data, target, Path(), drop))
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     module = Architecture(ready.plan.width, outputs).build()
