@@ -20,6 +20,9 @@ from ssla.tables import Column, Plan, Table, TableError, make_plan, read_table
 LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
+SMALL_TABLE = 100  # rows under which one network covers too little
+CAUTION = "on fewer than 100 rows the intervals of a single network cover less than their level; use --members 5"
+OF_INTERVALS = ("coverage", "width")
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,25 @@ def run(request: Request, quiet: bool) -> dict[str, Any]:
     writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
     ready = prepare(table, request)
+    train, test = split(ready.y, ready.likelihood, request)
+    X, y = ready.X[train], ready.y[train]
     options: dict[str, Any] = {}
+    tuned: dict[str, Any] = {}
     if request.tune_trials:
         from ssla.cli.tuning import best_options
 
-        options = best_options(request, ready, quiet)
-    train, test = split(len(ready.y), request)
+        options, study = best_options(request, X, y, ready.likelihood, quiet)
+        tuned = {"tuned": options, "study": study}
     estimator = make(request, ready.likelihood, options)
     with progress(request.max_epochs, "training", quiet) as advance:
         estimator.on_epoch = advance
-        estimator.fit(ready.X[train], ready.y[train])
+        estimator.fit(X, y)
         del estimator.on_epoch
     scores = score(estimator, ready.X[test], ready.y[test]) if len(test) else {}
     facts = {
         "rows": table.rows,
-        "rows_trained": len(train),
+        **rows_seen(estimator),
+        "rows_test": len(test),
         "rows_without_target": ready.rows_without_target,
         "columns": len(ready.plan.features),
         "inputs": ready.plan.width,
@@ -84,9 +91,10 @@ def run(request: Request, quiet: bool) -> dict[str, Any]:
         "members": request.members,
         "epochs": estimator.n_iter_,
         "scores": scores,
+        **tuned,
     }
-    if options:
-        facts["tuned"] = options
+    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
+        facts["caution"] = CAUTION
     marks = {"decimal": request.decimal, "thousands": request.thousands}
     extra = {"plan": ready.plan.as_json(), "target": request.target, "facts": facts, **marks}
     save(estimator, request.output, extra)
@@ -131,12 +139,30 @@ def _label(value: Any, kind: str) -> str:
     return str(bool(value)).lower() if kind == "boolean" else f"{value:g}" if kind == "number" else str(value)
 
 
-def split(rows: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
+def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to learn from, and rows for the scores (none if they would be fewer than five)."""
     if not 0 <= request.test_fraction < 1:
         raise ValueError(f"--test-fraction must lie between 0 and 1, but is {request.test_fraction:g}.")
-    order = np.random.default_rng(request.seed).permutation(rows)
-    count = round(rows * request.test_fraction)
+    order, most = shuffled(y, likelihood, request.seed)
+    count = min(round(len(y) * request.test_fraction), most)
     return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
+
+
+def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
+    """A random order of the rows, and how many of the first may be kept aside.
+
+    Of classes the first rows hold each in its share: the r-th of n rows of a class stands at (r + ½)/n. The last row of every
+    class comes after all others and is never kept aside.
+    """
+    order = np.random.default_rng(seed).permutation(len(y))
+    if likelihood != "classes":
+        return order, len(y)
+    _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
+    by_class = np.argsort(codes, kind="stable")
+    rank = np.empty(len(y), dtype=int)
+    rank[by_class] = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    place = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
+    return order[np.argsort(place, kind="stable")], len(y) - len(sizes)
 
 
 def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
@@ -148,8 +174,8 @@ def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
-def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict[str, float]:
-    """The usual scores; of labels that the model knows."""
+def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict[str, float | str]:
+    """The usual scores, of labels that were seen at training; of a conformal model those of its intervals too."""
     if refit:
         estimator = replace_refit(estimator, refit)
     if isinstance(estimator, SSLAClassifier):
@@ -159,7 +185,36 @@ def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict
         codes = np.searchsorted(estimator.classes_, y[known])
         summary = metrics.summary(estimator.predict_dist(X[known]), codes)
         return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
-    return dict(metrics.summary(estimator.predict_dist(X), y).scores)
+    p = estimator.predict_dist(X)
+    scores: dict[str, float | str] = dict(metrics.summary(p, y).scores)
+    conformal = estimator.conformal_
+    if conformal is None:
+        return scores
+    found: dict[str, float | str] = {name: scores[name] for name in ("nll", "crps", "rmse")}
+    if not conformal.holds_for(estimator.refit):
+        found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
+        return found | of_predictive(scores)
+    for level in metrics.LEVELS:
+        low, high = conformal.interval(p, level).T
+        width = float((high - low).mean())
+        found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
+        found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
+    return found | of_predictive(scores)
+
+
+def of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores of a conformal model's predictive: not those of the intervals that it gives, and labelled so."""
+    return {f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value for name, value in scores.items()}
+
+
+def rows_seen(estimator: Any) -> dict[str, Any]:
+    """How many rows the posterior saw, and how many the intervals were corrected on."""
+    conformal = getattr(estimator, "conformal_", None)
+    return {
+        "rows_trained": estimator.ensemble_.components[0].posterior.report.n,
+        "conformal": conformal is not None,
+        "rows_calibration": 0 if conformal is None else len(conformal.scores),
+    }
 
 
 def replace_refit(estimator: Any, refit: str) -> Any:

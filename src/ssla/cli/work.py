@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 import ssla
 from ssla._checks import level as checked_level
 from ssla._checks import writable
-from ssla.cli.training import Request, prepare, replace_refit, score
+from ssla.cli.training import Prepared, Request, make, of_predictive, prepare, replace_refit, rows_seen, score, shuffled
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
+from ssla.sklearn.base import auto_batch
 from ssla.sklearn.files import load_with_extra
 from ssla.tables import Encoded, Plan, Table, TableError, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
+TIMED_EPOCHS = 6
 QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
 SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that no label holds
 LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
@@ -175,7 +178,9 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
 
 def report_of(model: Path) -> dict[str, Any]:
     estimator, extra = load_with_extra(model)
-    facts = dict(extra.get("facts", {}))
+    facts = dict(extra.get("facts", {})) | rows_seen(estimator)
+    if facts["conformal"] and "rows_calibration" not in extra.get("facts", {}):  # of an ssla that scored the predictive alone
+        facts["scores"] = of_predictive(facts.get("scores", {}))
     first = estimator.ensemble_.components[0].posterior
     return {
         "estimator": type(estimator).__name__,
@@ -201,4 +206,26 @@ def cost_of(
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     module = Architecture(ready.plan.width, outputs).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
-    return {"rows": len(ready.y), "inputs": ready.plan.width, "left_out": ready.plan.left_out, "cost": "\n" + str(cost)}
+    facts = {"rows": len(ready.y), "inputs": ready.plan.width, "left_out": ready.plan.left_out, "cost": "\n" + str(cost)}
+    return facts | (_seconds(ready, weights, structure) if cost.fits else {})
+
+
+def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
+    """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches of the table.
+
+    Passes over rows take most of it, so all of it is scaled by the rows: what does not grow with them is overstated.
+    """
+    request = Request(Path(), "", Path())
+    rows, batch = len(ready.y), auto_batch(len(ready.y))
+    sample = shuffled(ready.y, ready.likelihood, request.seed)[0][-min(rows, 16 * batch) :]  # with every class
+    options = {"weights": weights, "structure": structure, "batch_size": batch}
+    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    ends: list[float] = []
+    estimator.on_epoch = lambda done: ends.append(time.perf_counter())
+    estimator.fit(ready.X[sample], ready.y[sample])
+    epoch, rest = (ends[-1] - ends[0]) / (len(ends) - 1), time.perf_counter() - ends[-1]
+    return {
+        "seconds": (request.max_epochs * epoch + rest) * rows / len(sample),
+        "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, scaled to {request.max_epochs} "
+        f"epochs (training may stop earlier), {rows:,} rows and one network",
+    }

@@ -39,7 +39,8 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
     }
     conformal = getattr(estimator, "conformal_", None)
     if conformal is not None:
-        content["conformal"] = encoder.encode(torch.from_numpy(conformal.scores.copy()), "conformal")
+        arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
+        content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
     return write(path, KIND, content, encoder.tensors)
 
 
@@ -68,10 +69,18 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
         estimator.n_iter_ = estimator.ensemble_.epochs
         if isinstance(estimator, SSLARegressor):
-            scores = decoder.decode(content["conformal"], Tensor).numpy() if "conformal" in content else None
-            estimator.conformal_ = None if scores is None else Conformal(scores)
+            estimator.conformal_ = _unpack_conformal(content, decoder, estimator.refit)
         extra = dict(content["extra"])
     return estimator, extra
+
+
+def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> Conformal | None:
+    if "conformal" not in content:
+        return None
+    found = decoder.decode(content["conformal"])
+    if isinstance(found, Tensor):  # of an ssla without row weights: the scores alone
+        found = {"scores": found, "weights": torch.ones_like(found), "refit": refit}
+    return Conformal(found["scores"].numpy(), found["weights"].numpy(), found["refit"])
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
