@@ -129,7 +129,7 @@ def test_scores_of_a_conformal_model_are_those_of_the_intervals_it_gives(tmp_pat
     scores = json.loads(call("evaluate", tmp_path / "model", data, "--json").stdout)
     call("predict", tmp_path / "model", data, "-o", tmp_path / "out.parquet", "--level", 0.9)
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
-    low, high = np.array(table["lower"]), np.array(table["upper"])
+    low, high = np.array(table["lower_90"]), np.array(table["upper_90"])
     y = np.loadtxt(data, delimiter=",", skiprows=1)[:, 1]
     assert scores["conformal coverage 90%"] == np.mean((low <= y) & (y <= high))
     assert scores["conformal width 90%"] == pytest.approx(np.mean(high - low), rel=1e-12)
