@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, rest_of
-from ssla.network.base import CALLS, Frozen, Network
+from ssla.network.base import CALLS, Frozen, Network, Output
+from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
-from ssla.network.opening import private_copy
 from ssla.parameters import contiguous_layout, last_layer_layout
 
 
@@ -30,6 +30,7 @@ class Opening:
     layers: tuple[LayerPlan, ...] = ()
     others: tuple[str, ...] = ()
     extra_per_row: int = 0
+    integers: Mapping[str, str] | None = None  # not known in older files
 
 
 def describe(network: Network) -> Opening:
@@ -48,8 +49,14 @@ def describe(network: Network) -> Opening:
         frozen.shapes,
     )
     if isinstance(network, LastLayer):
-        return Opening(*common, offset=network.offset)
-    return Opening(*common, layers=network.layers, others=network.others, extra_per_row=network.extra_per_row)
+        return Opening(*common, offset=network.offset, integers=frozen.integers)
+    return Opening(
+        *common,
+        layers=network.layers,
+        others=network.others,
+        extra_per_row=network.extra_per_row,
+        integers=frozen.integers,
+    )
 
 
 def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
@@ -82,12 +89,25 @@ def module_of(network: Network) -> nn.Module:
     return network.frozen.module
 
 
-def reopen(model: nn.Module, opening: Opening) -> Network:
+def output_of(network: Network) -> Output:
+    """Which part of the module's answer is f."""
+    return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
+
+
+def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
     """The network as it was, on a private copy of the module."""
     module = private_copy(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(
-        module, first.dtype, first.device, CALLS[opening.call], opening.keep_integers, opening.bytes_per_row, opening.shapes
+        module,
+        first.dtype,
+        first.device,
+        CALLS[opening.call],
+        opening.keep_integers,
+        opening.bytes_per_row,
+        opening.shapes,
+        opening.integers,
+        output,
     )
     parameters = dict(module.named_parameters())
     _check(opening, parameters)

@@ -66,7 +66,7 @@ class Corrected:
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         base = self.weights.output.density(y, rows)
         index = torch.arange(len(y)) if rows is None else rows
-        t = self.frame.take(index).inward(y.reshape(len(y), -1)).clamp(-1, 1)
+        t = self.frame.take(index).inward(y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)).clamp(-1, 1)
         return base._replace(log=base.log + _clenshaw(self.coefficients[index], t).reshape(base.log.shape))
 
     def __call__(self, y: Tensor) -> Increments:

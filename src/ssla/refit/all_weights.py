@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla import linalg
 from ssla.batches import Inputs, as_inputs, map_inputs, row_count
@@ -52,8 +51,7 @@ class ManyNetworks:
     @staticmethod
     def _mapped(function: Callable[..., Tensor], *values: Any) -> Tensor:
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
-                result: Tensor = torch.func.vmap(function)(*values)
+            result: Tensor = torch.func.vmap(function)(*values)
         except RuntimeError:  # a layer without a batching rule (recurrent ones): task by task
             index = torch.arange(len(values[0]))
             result = torch.stack([function(*(take(value, i) for value in values)) for i in index])

@@ -28,7 +28,7 @@ from ssla.refit.ascent import SHARED_STEPS, Found, ascend, finished
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.solved import Options, Solved
 from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
-from ssla.structures.base import SINGULAR
+from ssla.structures.base import no_factor
 from ssla.structures.dense import DenseOperator
 
 CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
@@ -162,11 +162,11 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     believed = square(posterior.bound_prior.precision(posterior.theta))
     whole = {kind: total + believed for kind, total in sums.items()}
     middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
-    basis = torch.linalg.cholesky(middle)
-    bases = [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
+    basis, info = torch.linalg.cholesky_ex(middle)
+    bases = [] if int(info) else [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
-        raise ValueError(SINGULAR.format(detail=" on the data to refit on"))
+        raise ValueError(no_factor(believed, " on the data to refit on"))
     parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
     return LastLayerRefit(
         posterior=posterior,

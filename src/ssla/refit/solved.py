@@ -44,6 +44,12 @@ class Solved(NamedTuple):
         return self.likelihood + self.prior + self.curvature
 
     @staticmethod
+    def untried(count: int) -> Solved:
+        """Tasks that were not solved."""
+        nothing, no = torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+        return Solved(nothing, nothing, nothing, no, no, no.long(), nothing)
+
+    @staticmethod
     def joined(parts: list[Solved]) -> Solved:
         return Solved(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

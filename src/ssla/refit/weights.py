@@ -173,6 +173,8 @@ class WeightExpansion:
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
         """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
         where, flat = self._tasks(y, rows)
+        if not len(where):
+            return Solved.untried(0)
         return Solved.joined([self._engine.solve(where[part], flat[part]) for part in self._groups(len(where))])
 
     def modes(self, y: Tensor) -> Tensor:
