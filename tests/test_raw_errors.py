@@ -1,6 +1,13 @@
 """What used to end in an error of torch's own: integers, lengths, no rows, parallel and compiled modules, answers in parts."""
 
+import subprocess
+import sys
+import types
 import warnings
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,7 +266,7 @@ def test_no_rows_of_an_unusual_network_are_not_given_to_it():
     for weights in ("last_layer", "all"):
         post = ssla.fit(Picky(), (X, Y), weights=weights, **FIT)
         assert post.predict(X[:0]).interval(0.9).shape == (0, 2)
-        with pytest.raises(ValueError, match="as at fit"):
+        with pytest.raises(ValueError, match=r"as at fit"):
             post.predict(X[:0, :2])
 
 
@@ -351,6 +358,149 @@ def test_compiled_modules_are_refused_in_words(weights):
         ssla.fit(part, (X, Y), weights=weights, **FIT)
 
 
+# --- answers in parts ------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    loss: float | None = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+Named = namedtuple("Named", "hidden logits")
+FORMS = {
+    "dataclass": (Answer, "logits"),
+    "slots": (Slotted, "logits"),
+    "named": (Named, "logits"),
+    "named by index": (Named, 1),
+    "dict": (lambda hidden, logits: {"hidden": hidden, "logits": logits}, "logits"),
+    "object": (lambda hidden, logits: types.SimpleNamespace(hidden=hidden, logits=logits), "logits"),
+    "tuple": (lambda hidden, logits: (hidden, logits), 1),
+    "list": (lambda hidden, logits: [hidden, logits], -1),
+    "function": (lambda hidden, logits: (hidden, {"logits": logits}), lambda answer: answer[1]["logits"]),
+}
+
+
+class Parts(nn.Module):
+    """The outputs of `net` among other things; a linear layer comes after them."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.inner, self.form = net(2), form
+        self.other = nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        hidden = self.inner[:2](x)
+        logits = self.inner[2](hidden)
+        return FORMS[self.form][0](self.other(hidden), logits)
+
+
+CLASSES = torch.arange(30) % 2
+
+
+def in_parts(form, weights, structure="dense", **more):
+    options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(precision=30.0), "structure": structure, **more}
+    if weights == "all":
+        weights = ["inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"]
+    plain = ssla.fit(
+        net(2), (X, CLASSES), weights=[name[6:] for name in weights] if type(weights) is list else weights, **options
+    )
+    return ssla.fit(Parts(form), (X, CLASSES), weights=weights, output=FORMS[form][1], **options), plain
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all", ["inner.0.weight", "inner.2.weight"]])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_of_the_answer_is_the_output(form, weights, tmp_path):
+    post, plain = in_parts(form, weights, mode="polish")
+    for refit in ("output", "weights"):
+        assert torch.allclose(post.predict(X[:3], refit=refit).probs, plain.predict(X[:3], refit=refit).probs, atol=1e-9)
+    assert ("logits" in post.report.output) == (FORMS[form][1] == "logits")
+    post.save(tmp_path / "p")
+    again = {"output": FORMS[form][1]} if form == "function" else {}
+    assert torch.equal(ssla.load(tmp_path / "p", Parts(form), **again).predict(X).probs, post.predict(X).probs)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "low_rank"])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_part_of_the_answer_with_every_structure(structure, weights):
+    post, plain = in_parts("dataclass", weights, structure)
+    assert torch.allclose(post.marginal(X).covariance, plain.marginal(X).covariance, atol=1e-10)
+
+
+def test_the_part_of_an_answer_is_kept_in_a_file_and_must_match(tmp_path):
+    post, _ = in_parts("dict", "all")
+    post.save(tmp_path / "p")
+    assert ssla.load(tmp_path / "p", Parts("dict"), output="logits").report.output == "'logits'"
+    with pytest.raises(ssla.FileError, match=r"saved with output='logits', but output= is 'hidden'"):
+        ssla.load(tmp_path / "p", Parts("dict"), output="hidden")
+    own, _ = in_parts("function", "all")
+    own.save(tmp_path / "own")
+    with pytest.raises(ssla.FileError, match=r"output of .* is your own code .*function.*Give it as output="):
+        ssla.load(tmp_path / "own", Parts("function"))
+    with pytest.raises(ssla.FileError, match=r"output of .* was a function, but output= is a str"):
+        ssla.load(tmp_path / "own", Parts("function"), output="logits")
+    hidden = ssla.fit(Parts("dict"), (X, CLASSES), likelihood=L.Categorical(), weights="all", output="hidden")
+    logits = ssla.fit(Parts("dict"), (X, CLASSES), likelihood=L.Categorical(), weights="all", output="logits")
+    with pytest.raises(ValueError, match=r"their output differ: 'hidden' and 'logits'"):
+        hidden.merge(logits)
+
+
+def test_a_saved_part_is_the_same_in_a_fresh_process(tmp_path):
+    post, _ = in_parts("dataclass", "all")
+    post.save(tmp_path / "p")
+    torch.save(post.predict(X).probs, tmp_path / "probs.pt")
+    code = (
+        "import sys, torch, ssla; from test_raw_errors import Parts, X\n"
+        f"found = ssla.load({str(tmp_path / 'p')!r}, Parts('dataclass')).predict(X).probs\n"
+        f"assert torch.equal(found, torch.load({str(tmp_path / 'probs.pt')!r}))"
+    )
+    where = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=where, timeout=120)
+
+
+def test_answers_in_parts_name_their_parts():
+    options = {"likelihood": L.Categorical()}
+    fit = lambda form, **more: ssla.fit(Parts(form), (X, CLASSES), **options, **more)  # noqa: E731
+    with pytest.raises(TypeError, match=r"returned a Answer with the tensors 'hidden', 'logits'. Say which.*output='hidden'"):
+        fit("dataclass")
+    with pytest.raises(TypeError, match=r"returned a tuple with the tensors 0, 1.*output=0"):
+        fit("tuple")
+    with pytest.raises(ValueError, match=r"no part 'logit': it is a dict with the tensors 'hidden', 'logits'\. Name one"):
+        fit("dict", output="logit")
+    for index in (2, -3):
+        with pytest.raises(ValueError, match=f"no part {index}: it is a tuple with the tensors 0, 1"):
+            fit("tuple", output=index)
+    with pytest.raises(ValueError, match=r"no part 0: it is a dict"):
+        fit("dict", output=0)
+    with pytest.raises(ValueError, match=r"function output= failed on the network's answer, a dict .*KeyError"):
+        fit("dict", output=lambda answer: answer["logit"])
+    with pytest.raises(TypeError, match=r"one tensor of outputs, but returned a float without tensors.*output=lambda"):
+        fit("dict", output=lambda answer: 1.0)
+    for output in (0, "logits"):  # an index would be one row of a tensor
+        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Leave output= out"):
+            ssla.fit(net(2), (X, CLASSES), output=output, **options)
+    for output in (True, 1.5, ["logits"]):
+        with pytest.raises(TypeError, match=r"output must name the part of the network's answer.*'logits'"):
+            ssla.fit(net(2), (X, CLASSES), output=output, **options)
+        with pytest.raises(TypeError, match=r"output must name the part"):
+            ssla.estimate_cost(net(2), 10, output=output)
+
+
+def test_a_part_of_the_answer_on_workers():
+    options = {"likelihood": L.Categorical(), "weights": "all", "output": "logits"}
+    with ThreadPoolExecutor(2) as pool:
+        found = ssla.distributed.fit(Parts("dict"), [(X[:12], CLASSES[:12]), (X[12:], CLASSES[12:])], client=pool, **options)
+    alone = ssla.fit(Parts("dict"), (X, CLASSES), **options)
+    assert torch.allclose(found.predict(X).probs, alone.predict(X).probs, atol=1e-10)
+
+
 # --- advice --------------------------------------------------------------------------------
 
 
@@ -370,5 +520,5 @@ def test_a_proper_prior_is_not_the_remedy_for_itself(precision):
     for proper in (tau, torch.diag(tau)):
         with pytest.raises(ValueError, match=r"proper \(at least 1\).*standardise the inputs"):
             dense.with_prior(proper)
-    with pytest.raises(ValueError, match="give a proper prior"):
+    with pytest.raises(ValueError, match=r"give a proper prior"):
         dense.with_prior(0 * tau)

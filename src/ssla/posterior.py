@@ -90,6 +90,7 @@ class Report:
     notes: tuple[str, ...] = ()
     prior: str = ""
     convention: str = EXACT  # where the prior enters
+    output: str = ""  # the part of the network's answer that is f, if it is a part
 
     @property
     def residual_per_parameter(self) -> float:
@@ -114,6 +115,7 @@ class Report:
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",
             f"memory       {self.memory / 2**20:.1f} MiB",
+            *([f"output       {self.output} of the network's answer"] if self.output else []),
             *(f"note         {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -288,7 +290,7 @@ class Posterior:
         their sums are quadratic, when they are brought to the same place exactly.
         """
         mine, theirs = self.report, other.report
-        for what in ("names", "outputs", "likelihood", "structure"):
+        for what in ("names", "outputs", "output", "likelihood", "structure"):
             if getattr(mine, what) != getattr(theirs, what):
                 pair = f"{getattr(mine, what)} and {getattr(theirs, what)}"
                 raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {pair}.")

@@ -9,7 +9,7 @@ from ssla.network.any_parameters import AnyParameters, LayerPlan
 from ssla.network.base import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
-from ssla.network.reopening import Opening, describe, module_of, output_of, reopen
+from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
 
 __all__ = [
     "ALL",
@@ -26,5 +26,6 @@ __all__ = [
     "module_of",
     "open_network",
     "output_of",
+    "output_words",
     "reopen",
 ]

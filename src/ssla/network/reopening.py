@@ -14,6 +14,8 @@ from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
 from ssla.parameters import contiguous_layout, last_layer_layout
 
+INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
+
 
 @dataclass(frozen=True, eq=False)
 class Opening:
@@ -65,6 +67,8 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
     if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
+    if not set((opening.integers or {}).values()) <= INTEGERS:
+        raise ValueError("the integer inputs have no integer type")
     if min(opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1) < 1:
         raise ValueError("sizes must be positive")
     size = sum(parameters[name].numel() for name in names)
@@ -92,6 +96,14 @@ def module_of(network: Network) -> nn.Module:
 def output_of(network: Network) -> Output:
     """Which part of the module's answer is f."""
     return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
+
+
+def output_words(network: Network) -> str:
+    """The same for a report: 'logits', 0, a function's name; empty where the answer is f."""
+    output = output_of(network)
+    if output is None:
+        return ""
+    return getattr(output, "__qualname__", type(output).__name__) if callable(output) else repr(output)
 
 
 def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:

@@ -88,7 +88,11 @@ def unpack(
     check_mode(model)  # the module's own faults are not the file's
     with guarded(source):
         compare(stated, model, source)
-        network = reopen(model, opening, _given_or_stored(decoder, content.get("output"), "output", output, source))
+        stored = content.get("output")  # older files have none
+        if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
+            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
+        part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
+        network = reopen(model, opening, checked_output(part))
         posterior = Posterior(
             network,
             _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
@@ -117,8 +121,6 @@ def _or_own(encoder: Encoder, value: object, place: str) -> Any:
 def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source: Path) -> Any:
     own = value.get("own") if isinstance(value, dict) else None
     if own is None:
-        if what == "output" and value == given:
-            return given
         if given is not None:
             raise FileError(f"{source} holds its own {what}. Leave {what}= out, or use posterior.with_prior for another prior.")
         return decoder.decode(value)
