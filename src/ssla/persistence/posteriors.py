@@ -59,7 +59,8 @@ def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
-    own = {"likelihood": posterior.likelihood, "prior": posterior.prior, "output": output_of(posterior.network)}
+    part = output_of(posterior.network)
+    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | ({} if part is None else {"output": part})
     for name, value in own.items():
         content[name] = _or_own(encoder, value, f"{place}{name}")
     content["memory_budget"] = posterior.memory_budget
@@ -88,7 +89,7 @@ def unpack(
     check_mode(model)  # the module's own faults are not the file's
     with guarded(source):
         compare(stated, model, source)
-        stored = content.get("output")  # older files have none
+        stored = content.get("output")  # where the answer is f: none
         if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
             raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
         part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)

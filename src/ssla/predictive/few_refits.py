@@ -122,7 +122,7 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
             task, slot, target = rows[who], place[who, which], y[who, which].unsqueeze(1)
             solved = weights.solve(target, task)
             weights.check(solved)
-            nodes[task, slot] = target.squeeze(1)
+            nodes[task, slot] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)  # untried: no refit
             values[task, slot] = solved.total - weights.output.density(target, task).log.squeeze(1)
             fallback[task[solved.fallback]] = True
             failed[task[~solved.converged]] = True

@@ -100,7 +100,7 @@ def _classes(
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, count, 0))
+    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, 0 if weights.stopped else count, 0))
     return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
 
 
