@@ -90,6 +90,7 @@ class Report:
     notes: tuple[str, ...] = ()
     prior: str = ""
     convention: str = EXACT  # where the prior enters
+    output: str = ""  # the part of the network's answer that is f, if it is a part
 
     @property
     def residual_per_parameter(self) -> float:
@@ -114,6 +115,7 @@ class Report:
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",
             f"memory       {self.memory / 2**20:.1f} MiB",
+            *([f"output       {self.output} of the network's answer"] if self.output else []),
             *(f"note         {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -189,7 +191,7 @@ class Posterior:
 
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
-        return _joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
+        return self._joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
@@ -198,11 +200,17 @@ class Posterior:
         """
         pull = self.operator.solve(self.bound_prior.gradient(self.theta))
         middle = self.bound_prior.precision(self.theta)
-        return _joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
+        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
 
     def data_covariance(self, x: Inputs) -> Tensor:
         """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
-        return _joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+
+    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
+        """Chunks -> all rows, in float64; no chunk -> no rows."""
+        C = self.network.outputs
+        none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, C, dtype=torch.float64))
+        return Marginal(*(torch.cat(column).double() for column in zip(*(parts or [none]), strict=True)))
 
     def log_evidence(self) -> float:
         """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
@@ -282,7 +290,7 @@ class Posterior:
         their sums are quadratic, when they are brought to the same place exactly.
         """
         mine, theirs = self.report, other.report
-        for what in ("names", "outputs", "likelihood", "structure"):
+        for what in ("names", "outputs", "output", "likelihood", "structure"):
             if getattr(mine, what) != getattr(theirs, what):
                 pair = f"{getattr(mine, what)} and {getattr(theirs, what)}"
                 raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {pair}.")
@@ -364,8 +372,3 @@ def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
     moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
     whole: Tensor = (moves * values) @ moves.mT
     return whole
-
-
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> Marginal:
-    """Chunks -> all rows, in float64."""
-    return Marginal(torch.cat([f for f, _ in parts]).double(), torch.cat([K for _, K in parts]).double())

@@ -22,7 +22,7 @@ from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
-from ssla.network import LAST_LAYER
+from ssla.network import LAST_LAYER, Output, checked_output
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
@@ -40,6 +40,7 @@ def fit(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
+    output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
 ) -> Posterior:
@@ -63,6 +64,9 @@ def fit(
         "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+    output:
+        Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
+        (0), or a function of the answer.
     memory_budget:
         Bytes that intermediate results may take (1 GiB if not given).
     progress:
@@ -77,7 +81,7 @@ def fit(
     >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
     """
     budget = checked_budget(memory_budget)
-    reader = Reader(open_source(data), model, checked_weights(weights), budget, progress)
+    reader = Reader(open_source(data), model, checked_weights(weights), budget, progress, output=checked_output(output))
     return checked_job(shared(reader), likelihood, prior, structure, mode, budget).run()
 
 

@@ -13,7 +13,7 @@ from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network
+from ssla.network import Network, output_words
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
@@ -179,6 +179,7 @@ class Job:
             memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
             prior=describe(self.prior),
+            output=output_words(self._network),
         )
 
     def _blocks(self) -> dict[str, str]:

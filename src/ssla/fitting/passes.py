@@ -14,7 +14,7 @@ from ssla.fitting.sums import Sums
 from ssla.fitting.watching import TargetRange, bar
 from ssla.jacobians import Features, Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network, open_network
+from ssla.network import Network, Output, open_network
 from ssla.posterior import POLISH
 from ssla.structures import Dense, Extent, Structure
 
@@ -104,6 +104,7 @@ class Reader:
     passes: int = 0
     cache: list[Chunk] | None = field(default_factory=list)
     cached_bytes: int = 0
+    output: Output = None  # which part of the model's answer is f
 
     @property
     def network(self) -> Network:
@@ -152,7 +153,7 @@ class Reader:
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
-        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows)
+        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows, self.output)
 
     def _prepare(self, batch: Batch, order: Order) -> Chunk:
         network = self.network
@@ -191,10 +192,16 @@ def extent_of(network: Network, rows: int | None = None) -> Extent:
 
 
 def open_within(
-    model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Any, order: Order, budget: int, rows: int | None
+    model: nn.Module,
+    weights: str | list[str] | tuple[str, ...],
+    x: Any,
+    order: Order,
+    budget: int,
+    rows: int | None,
+    output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    network = open_network(model, weights, x, order.structure.materialises)
+    network = open_network(model, weights, x, order.structure.materialises, output)
     order.likelihood.support_for(network.outputs)
     refuse_beyond_budget(order.structure, extent_of(network, rows), network.bytes_per_row, budget)
     return network

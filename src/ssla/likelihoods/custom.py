@@ -118,7 +118,8 @@ class Custom:
     def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         flat = f.reshape(-1, f.shape[-1]).double()
         if isinstance(self.support, Classes):  # of the class indicators, as Categorical has them
-            p = self._table(flat)[1].exp().reshape(*f.shape[:-1], -1).to(f.dtype)
+            p = self._table(flat)[1].exp()
+            p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
         mean = torch.zeros(flat.shape[0], dtype=torch.float64)
         variance = torch.zeros_like(mean)

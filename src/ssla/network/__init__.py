@@ -6,10 +6,10 @@ pass by, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan
-from ssla.network.base import Network
+from ssla.network.base import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
-from ssla.network.reopening import Opening, describe, module_of, reopen
+from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
 
 __all__ = [
     "ALL",
@@ -19,9 +19,13 @@ __all__ = [
     "LayerPlan",
     "Network",
     "Opening",
+    "Output",
     "check_mode",
+    "checked_output",
     "describe",
     "module_of",
     "open_network",
+    "output_of",
+    "output_words",
     "reopen",
 ]

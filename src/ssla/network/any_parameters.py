@@ -8,6 +8,7 @@ columns of J by batched reverse-mode differentiation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla.batches import Inputs, map_inputs, row_count, slice_inputs
 from ssla.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.network.base import Frozen, as_outputs, in_chunks, rows_within
+from ssla.network.base import Frozen, in_chunks, rows_within
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
 from ssla.parameters import Layout, contiguous_layout
 
@@ -86,10 +87,12 @@ class AnyParameters:
 
     def run(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
         wrapped = lambda *a, **k: functional_call(self.frozen.module, {**self.rest, **free}, a, k)  # noqa: E731
-        return as_outputs(self.frozen.call(wrapped, x), row_count(x))  # type: ignore[arg-type]
+        with _plain_attention():
+            result = self.frozen.call(wrapped, x)  # type: ignore[arg-type]
+        return self.frozen.outputs(result, row_count(x))
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), self.frozen.worded(x):
             return self.run(self._free(theta), x).to("cpu")
 
     def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
@@ -102,7 +105,7 @@ class AnyParameters:
         plans = {plan.weight: plan for plan in self.layers}
         named = {**self.rest, **free}
         watch = Layers({id(named[name]): name for name in plans})
-        with torch.enable_grad(), watch:
+        with torch.enable_grad(), self.frozen.worded(x), watch:
             f = self.run(free, x)
         if not plans:
             return f.detach(), []
@@ -137,14 +140,25 @@ class AnyParameters:
             return self.run({**free, **parameters}, map_inputs(lambda part: part.unsqueeze(0), row)).squeeze(0)
 
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
-                parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
+            parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
         except RuntimeError:  # a layer without a batching rule (recurrent ones): row by row
             rows = [jacrev(one)(chosen, _row(x, i)) for i in range(row_count(x))]
             parts = {name: torch.stack([row[name] for row in rows]) for name in self.others}
         values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
         index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
         return RestBlock(index, values.detach().to("cpu"))
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """The fused attention kernels have no batching rule, a transformer layer's fused path has no derivative."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _row(x: Inputs, i: int) -> Inputs:

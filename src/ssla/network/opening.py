@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from ssla._checks import finite, unknown_name
 from ssla.batches import Inputs, leaves, row_count, slice_inputs
 from ssla.network.any_parameters import open_any
-from ssla.network.base import Frozen, Network, as_outputs, by_keyword, by_position, row_shapes, whole
+from ssla.network.base import Frozen, Network, Output, by_keyword, by_position, kept_integers, row_shapes, whole
+from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
 from ssla.network.watch import Probe
 from ssla.parameters import last_layer_layout
@@ -24,12 +24,19 @@ RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
 BATCH_DEPENDENT = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def open_network(model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Inputs, materialise: bool = True) -> Network:
+def open_network(
+    model: nn.Module,
+    weights: str | list[str] | tuple[str, ...],
+    x: Inputs,
+    materialise: bool = True,
+    output: Output = None,
+) -> Network:
     """Copy the module, check it on the first batch x, and choose how to see its free parameters.
 
     materialise: whether the curvature structure will ask for J as a matrix (it decides how many rows fit a budget).
+    output: which part of the module's answer holds the outputs (see `ssla.fit`).
     """
-    frozen, watch, f = _freeze(model, x)
+    frozen, watch, f = _freeze(model, x, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
     names = _scope(model, weights, parameters, head)
@@ -38,7 +45,7 @@ def open_network(model: nn.Module, weights: str | list[str] | tuple[str, ...], x
     return open_any(frozen, names, x, f, watch, materialise)
 
 
-def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
+def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe, Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_mode(model)
@@ -48,7 +55,7 @@ def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
         raise ValueError("The network has no floating-point parameters, so there is nothing to be uncertain about.")
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         finite(f"Parameter or buffer {name!r}", value, "The network has diverged: train it again.")
-    probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1)
+    probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     frozen, watch, f = _first_forward(probe, x)
     inputs = frozen.cast(x)
@@ -64,18 +71,6 @@ def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
     _check_rows(frozen, x, f)
     return frozen, watch, f
-
-
-def private_copy(model: nn.Module) -> nn.Module:
-    """The module's twin, without gradients."""
-    try:
-        module = copy.deepcopy(model)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
-            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
-        ) from error
-    return module.requires_grad_(False)
 
 
 def check_mode(model: nn.Module) -> None:
@@ -103,7 +98,7 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     integers = any(not part.is_floating_point() for part in leaves(x))
     for keep in (True, False) if integers else (True,):
         for attempt in (0,) if isinstance(x, Tensor) else (0, 1):
-            frozen = Frozen(probe.module, probe.dtype, probe.device, _call_style(x, attempt), keep, 1)
+            frozen = replace(probe, call=_call_style(x, attempt), keep_integers=keep)
             inputs = frozen.cast(x)
             try:
                 with Probe() as watch:
@@ -111,10 +106,10 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
                 first = first or error
                 continue
-            f = as_outputs(result, row_count(inputs))
+            f = frozen.outputs(result, row_count(inputs))
             per_row = max(watch.bytes // row_count(inputs), 8)
-            shapes = row_shapes(inputs)
-            return Frozen(frozen.module, frozen.dtype, frozen.device, frozen.call, keep, per_row, shapes), watch, f
+            known = replace(frozen, bytes_per_row=per_row, shapes=row_shapes(inputs), integers=kept_integers(inputs))
+            return known, watch, f
     came = [tuple(part.shape) for part in leaves(x)]
     raise ValueError(
         f"The network refused the inputs (shapes {came}): {first}. Check the number of columns and how the forward takes "
@@ -153,9 +148,10 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
     """The last linear layer, or the reason why there is none."""
     if not watch.linears:
         return "no linear layer was called in its forward"
-    _, phi, weight, bias, result, *_ = watch.linears[-1]
-    if result.numel() != f.numel() or not torch.equal(result.reshape(f.shape), f):
+    made = [c for c in watch.linears if c.result.numel() == f.numel() and torch.equal(c.result.reshape(f.shape), f)]
+    if not made:
         return "its output is not the output of its last linear layer (something comes after it: a softmax, an exp, a scale?)"
+    _, phi, weight, bias, *_ = made[-1]  # other parts of the answer may have linear layers that come later
     if phi.dim() != 2:
         return f"its last linear layer sees inputs of shape {tuple(phi.shape)}, not one row for each observation"
     names = {id(p): name for name, p in parameters.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ssla._checks import one_of
 from ssla.likelihoods import Likelihood
-from ssla.network import Opening, check_mode, describe, module_of, reopen
+from ssla.network import Opening, Output, check_mode, checked_output, describe, module_of, output_of, reopen
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import Decoder, Encoder, NotStorableError
 from ssla.persistence.fingerprint import compare, fingerprint
@@ -30,12 +30,18 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
 
 
 def load(
-    path: str | os.PathLike[str], model: nn.Module, *, likelihood: Likelihood | None = None, prior: Prior | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    prior: Prior | None = None,
+    output: Output = None,
 ) -> Posterior:
     """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
 
     model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
-    likelihood, prior: needed only where the saved one was your own code (`likelihoods.custom(…)`), which a file cannot hold.
+    likelihood, prior, output: needed only where the saved one was your own code (`likelihoods.custom(…)`, a function as output=),
+    which a file cannot hold.
 
     >>> post.save("posterior")                                       # doctest: +SKIP
     >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
@@ -45,7 +51,7 @@ def load(
             f"load needs the network itself, a torch.nn.Module, as its second argument, but got {type(model).__name__}."
         )
     content, tensors = read(path, KIND)
-    return unpack(content, tensors, model, Path(path), likelihood, prior)
+    return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
 
 
 def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
@@ -53,7 +59,9 @@ def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
-    for name, value in (("likelihood", posterior.likelihood), ("prior", posterior.prior)):
+    part = output_of(posterior.network)
+    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | ({} if part is None else {"output": part})
+    for name, value in own.items():
         content[name] = _or_own(encoder, value, f"{place}{name}")
     content["memory_budget"] = posterior.memory_budget
     content["convention"] = posterior.convention
@@ -68,6 +76,7 @@ def unpack(
     source: Path,
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
+    output: Output = None,
 ) -> Posterior:
     """The posterior again, checked and factorised."""
     decoder = Decoder(tensors)
@@ -80,7 +89,11 @@ def unpack(
     check_mode(model)  # the module's own faults are not the file's
     with guarded(source):
         compare(stated, model, source)
-        network = reopen(model, opening)
+        stored = content.get("output")  # where the answer is f: none
+        if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
+            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
+        part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
+        network = reopen(model, opening, checked_output(part))
         posterior = Posterior(
             network,
             _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),

@@ -75,7 +75,11 @@ def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> P
         weights = rung(posterior, x)
         output = _answer(weights.output, OutputRefit(), warn=False)
         reasons = doubts(rung, weights, output) if isinstance(rung, AutoRefit) else None
-        return _warned(refitted(weights, output, rung.name, reasons))
+        answer = refitted(weights, output, rung.name, reasons)
+        wanted = [reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))]
+        failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
+        weights.warn(sum(failed), len(failed), "inputs have refits of the weights that", stacklevel=4)
+        return _warned(answer)
     return _answer(rung(posterior, x), rung)
 
 

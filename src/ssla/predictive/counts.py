@@ -226,7 +226,7 @@ def _runs(table: Table, share: Tensor, level: float) -> Regions:
     edge = torch.zeros_like(inside[:, :1])
     starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
     stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = int(starts.sum(1).max())
+    most = int(starts.sum(1).max()) if len(starts) else 1
     lowers, uppers = [], []
     for r in range(1, most + 1):
         exists = starts.sum(1) >= r
@@ -269,6 +269,8 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
         return frame._replace(logs=torch.where(real, totals, NOTHING), centres=centres)
 
     tables: list[Table] = []
+    if not f.shape[0]:  # no rows have a table too: an empty one
+        tables.append(Table(torch.arange(0), mean.new_empty(0, 2), *[mean.new_empty(0, 1)] * 2, fallback))
     pending, reach = torch.arange(f.shape[0]), FIRST_REACH
     while pending.numel():
         last = reach >= WIDEST_REACH

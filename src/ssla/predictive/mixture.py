@@ -89,7 +89,9 @@ class Blend:
 
     def choose(self, n: int, draw: Callable[[Any], Tensor], generator: torch.Generator | None) -> Tensor:
         """n draws a row, each from a member taken with its weight: (n, N, …)."""
-        picks = torch.multinomial(self.weights, n * self.rows, replacement=True, generator=generator).reshape(n, self.rows)
+        count = n * self.rows
+        picks = torch.multinomial(self.weights, max(count, 1), replacement=True, generator=generator)  # not less than one
+        picks = picks[:count].reshape(n, self.rows)
         draws = torch.stack([draw(member) for member in self.members])  # (M, n, N, …)
         index = picks.reshape(1, n, self.rows, *[1] * (draws.dim() - 3)).expand(1, *draws.shape[1:])
         return draws.gather(0, index.to(draws.device)).squeeze(0)

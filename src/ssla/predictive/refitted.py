@@ -36,7 +36,7 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
-    chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
+    chosen = torch.tensor([reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool)
     if is_exact(weights) and isinstance(output, GaussianPredictive):
         chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
         rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
@@ -100,7 +100,7 @@ def _classes(
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, count, 0))
+    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, 0 if weights.stopped else count, 0))
     return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
 
 

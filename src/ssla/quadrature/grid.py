@@ -305,7 +305,7 @@ class Grid:
         stops = ~torch.cat([inside[:, 1:], edge], 1) & inside
         rank = starts.cumsum(1)
         stop_rank = stops.cumsum(1)
-        most = max(int(rank[:, -1].max()), 1)
+        most = max(int(rank[:, -1].max()), 1) if len(rank) else 1
         lowers: list[Tensor] = []
         uppers: list[Tensor] = []
         last = place.numel() - 1

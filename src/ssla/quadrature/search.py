@@ -75,6 +75,9 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
                 if bool(again.any()):
                     moved = verdict.centre[again], verdict.scale[again]
                     work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
+    if not centre.numel():  # no rows have a grid too: an empty one
+        none = torch.arange(0)
+        return [Built(none, _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES))]
     return [_join(parts) for parts in accepted.values()]
 
 
@@ -98,7 +101,7 @@ def _cut_at_valleys(grid: Grid) -> Grid:
 
 def _chunks(rows: int, count: int) -> Iterator[slice]:
     size = max(TASKS_AT_ONCE // count, 1)
-    for start in range(0, rows, size):
+    for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
