@@ -244,9 +244,8 @@ def test_sensitivity_is_read_at_80_columns(trained):
     assert max(map(len, printed)) <= 80
     rows = [line.split() for line in printed if "precision" in line]
     assert [row[1] for row in rows] == ["0.01", "0.03162", "0.1", "0.3162", "1", "3.162", "10", "31.62", "100"]
-    assert all(
-        len(row) == 8 for row in rows
-    )  # precision, its value, |Δmean|/sd, min … max, evidence, residual: no line is broken
+    # precision, its value, |Δmean|/sd, min … max, evidence, residual: no line is broken
+    assert all(len(row) == 8 for row in rows)
     assert len(printed) == 1 + 1 + 3 + 9
 
 

@@ -174,7 +174,7 @@ def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
-def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict[str, float | str]:
+def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict[str, Any]:
     """The usual scores, of labels that were seen at training; of a conformal model those of its intervals too."""
     if refit:
         estimator = replace_refit(estimator, refit)
@@ -186,11 +186,11 @@ def score(estimator: Any, X: np.ndarray, y: np.ndarray, refit: str = "") -> dict
         summary = metrics.summary(estimator.predict_dist(X[known]), codes)
         return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
     p = estimator.predict_dist(X)
-    scores: dict[str, float | str] = dict(metrics.summary(p, y).scores)
+    scores: dict[str, Any] = dict(metrics.summary(p, y).scores)
     conformal = estimator.conformal_
     if conformal is None:
         return scores
-    found: dict[str, float | str] = {name: scores[name] for name in ("nll", "crps", "rmse")}
+    found: dict[str, Any] = {name: scores[name] for name in ("nll", "crps", "rmse")}
     if not conformal.holds_for(estimator.refit):
         found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
         return found | of_predictive(scores)
