@@ -1,6 +1,8 @@
 """Files that are complete at every instant, forged files that are refused, output that a spreadsheet does not execute."""
 
 import contextlib
+import csv
+import json
 import os
 import stat
 import subprocess
@@ -9,11 +11,15 @@ import textwrap
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from ssla import replacing
+from ssla.paper.runner import Claim, Task, Workplace, run
+from ssla.paper.tables import Table
 from ssla.persistence import FileError, container, read, write
+from ssla.tables import write_table
 
 KIND = "posterior"
 
@@ -310,7 +316,76 @@ def test_what_is_written_has_the_modes_of_the_umask(mask, tmp_path):
         model = save(tmp_path / "a" / "model", 0)
         with replacing.new_file(tmp_path / "table.csv") as draft:
             draft.write_text("")
+        write_table(tmp_path / "out.csv", {"mean": np.zeros(1)})
     finally:
         os.umask(before)
+    assert mode(tmp_path / "out.csv") == 0o666 & ~mask
     assert mode(model) == mode(model.parent) == 0o777 & ~mask
     assert {mode(file) for file in model.iterdir()} == {mode(tmp_path / "table.csv")} == {0o666 & ~mask}
+
+
+def test_formulas_in_a_csv_are_escaped_and_numbers_are_not(tmp_path):
+    texts = ["=1+1", "+cmd", "-2+3", "@SUM(A1)", "\tx", "\rx", "-1.5", "+3e-2", "-.5", "-", "-inf", "a=b", "", "yes"]
+    columns = {"=HYPERLINK(A1)": np.array(texts, dtype=object), "n": -np.arange(len(texts)) / 2}
+    write_table(tmp_path / "t.csv", columns)
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as stream:
+        head, *rows = csv.reader(stream)
+    assert head == ["'=HYPERLINK(A1)", "n"]
+    assert [row[0] for row in rows] == [
+        *("'=1+1", "'+cmd", "'-2+3", "'@SUM(A1)", "'\tx", "'\rx"),
+        *("-1.5", "+3e-2", "-.5", "'-", "'-inf", "a=b", "", "yes"),
+    ]
+    assert [float(row[1]) for row in rows] == columns["n"].tolist()
+
+
+def one(value):
+    return {"value": value}
+
+
+class Study:
+    """Two tasks, and a report that can fail between its two tables."""
+
+    name, title = "two", "Two tables"
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    def tasks(self, quick):
+        return [Task(str(i), one, {"value": i}) for i in range(2)]
+
+    def report(self, records, folder):
+        Table("first", "First.", ["n"], [[r["value"]] for r in records.values()], {}).write(folder)
+        if self.fault is not None:
+            raise self.fault
+        Table("second", "Second.", ["n"], [[len(records)]], {}).write(folder)
+        return [Claim("two", "2", "2", True)]
+
+
+def contents(folder):
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_report_that_fails_leaves_the_earlier_tables(fault, tmp_path):
+    place = Workplace(tmp_path)
+    run(Study(), place, progress=False)
+    before = contents(place.results("two"))
+    assert len(before) == 7
+    with pytest.raises(type(fault)):
+        run(Study(fault), place, progress=False)
+    assert contents(place.results("two")) == before
+    assert os.listdir(place.results("")) == ["two"]
+
+
+def test_part_of_a_run_does_not_replace_the_tables_of_a_whole_one(tmp_path, monkeypatch):
+    place = Workplace(tmp_path)
+    run(Study(), place, progress=False)
+    before = contents(place.results("two"))
+    monkeypatch.setattr("ssla.__version__", "9")  # the records of the earlier version do not count
+    place.keep("two", Study().tasks(False)[0], {"value": 5})
+    with pytest.raises(ValueError, match=r"records of 1 of the 2 tasks .* Run the study to its end"):
+        run(Study(), place, progress=False, work=False)
+    assert contents(place.results("two")) == before
+    run(Study(), place, progress=False)
+    assert contents(place.results("two")) != before
+    assert json.loads((place.results("two") / "summary.json").read_text())["done"] == [2, 2]
