@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from ssla import replacing
+import ssla
+from ssla import likelihoods, replacing
 from ssla.paper.runner import Claim, Task, Workplace, run
 from ssla.paper.tables import Table
 from ssla.persistence import FileError, container, read, write
-from ssla.tables import write_table
+from ssla.sklearn import SSLAClassifier, SSLARegressor
+from ssla.sklearn import files as estimators
+from ssla.tables import Plan, write_table
 
 KIND = "posterior"
 
@@ -389,3 +392,199 @@ def test_part_of_a_run_does_not_replace_the_tables_of_a_whole_one(tmp_path, monk
     run(Study(), place, progress=False)
     assert contents(place.results("two")) != before
     assert json.loads((place.results("two") / "summary.json").read_text())["done"] == [2, 2]
+
+
+HOSTILE = [0, -1, 1e300, -1e300, 1 << 70, "", "unknown", None, {"float": "nan"}, {"float": "-inf"}, [], {"tuple": [0] * 10_000}]
+SECONDS = 5  # for one load with a prediction; they take milliseconds
+
+
+def scalars(node, place=()):
+    """The places of all values in JSON that hold no others."""
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(child, dict | list) and child:
+            yield from scalars(child, (*place, key))
+        else:
+            yield (*place, key)
+
+
+def forged(path, content, tensors=None):
+    """A file with other content, and a checksum that is right."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["content"] = content
+    if tensors is not None:
+        data = container._safetensors().save(tensors)
+        (path / "tensors.safetensors").write_bytes(data)
+        manifest["tensors"] = {"bytes": len(data), "sha256": container.hashlib.sha256(data).hexdigest()}
+    manifest["sha256"] = container._digest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def with_value(content, place, value):
+    node = content = json.loads(json.dumps(content))
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = value
+    return content
+
+
+def outcomes(path, places, work, values=HOSTILE):
+    """{place: {value: "refused" | "works"}} of every forged file. Any other exception, or a slow one, fails the test."""
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    found = {}
+    for place in places(content):
+        named = found.setdefault(".".join(map(str, place)).replace("fields.", ""), {})
+        for value in values:
+            forged(path, with_value(content, place, value))
+            start = time.monotonic()
+            try:
+                work()
+            except ValueError:  # FileError is one
+                named[str(value)] = "refused"
+            except Exception as error:
+                raise AssertionError(f"{place} = {str(value)[:40]}: {error!r}") from error
+            else:
+                named[str(value)] = "works"
+            assert time.monotonic() - start < SECONDS, (place, value)
+    return found
+
+
+def posterior():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double().eval()
+    x = torch.randn(20, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return model, x, ssla.fit(model, (x, x[:, 0]), likelihood=likelihoods.Gaussian(noise=0.3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_forged_number_of_a_posterior_is_refused_or_does_no_harm(tmp_path):
+    model, x, post = posterior()
+    path = post.save(tmp_path / "post")
+
+    def work():
+        again = ssla.load(path, model)
+        p = again.predict(x[:2])
+        assert str(again.report)
+        assert bool(torch.isfinite(torch.stack([p.mean, p.variance, *p.interval(0.9).unbind(1)])).all())
+        assert np.isfinite(again.log_evidence())
+
+    named = outcomes(path, lambda content: [place for place in scalars(content) if place[0] != "network"], work)
+    for place in ("report.mode", "report.convention", "convention", "statistics.weight", "statistics.n"):
+        assert named[place]["-1"] == named[place]["unknown"] == named[place]["{'float': 'nan'}"] == "refused"
+    for place in ("report.parameters", "report.n", "report.outputs", "statistics.n", "statistics.weight", "likelihood.noise"):
+        assert named[place]["0"] == "refused", place
+    for place in ("report.steps", "report.residual", "report.memory", "report.passes", "report.weight", "report.output_shift"):
+        assert named[place]["-1"] == "refused", place
+    assert named["likelihood.noise"]["1e+300"] == "refused"
+    assert named["statistics.curvature.size"]["0"] == "refused"
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, 1e101, float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["theta", "statistics.gradient", "statistics.curvature.matrix"])
+def test_forged_tensors_of_a_posterior_are_refused(which, value, tmp_path):
+    model, _, post = posterior()
+    path = post.save(tmp_path / "post")
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    tensors = container._safetensors().load((path / "tensors.safetensors").read_bytes())
+    tensors[which] = torch.full_like(tensors[which], value)
+    forged(path, content, tensors)
+    with pytest.raises(FileError):
+        ssla.load(path, model)
+
+
+def estimator(kind):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2))
+    options = {"hidden": (3,), "max_epochs": 2, "early_stopping": False, "random_state": 0}
+    if kind == "classes":
+        return SSLAClassifier(**options).fit(X, np.array(["a", "b", "c"])[rng.integers(0, 3, 40)]), X
+    return SSLARegressor(conformal=True, **options).fit(X, X[:, 0] + 0.1 * rng.normal(size=40)), X
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["numbers", "classes"])
+def test_every_forged_number_of_an_estimator_is_refused_or_does_no_harm(kind, tmp_path):
+    model, X = estimator(kind)
+    path = model.save(tmp_path / "model")
+
+    def places(content):
+        """Without the posteriors, which the test above is about, and with one component for all."""
+        components = [{key: part for key, part in content["ensemble"]["components"][0].items() if key != "posterior"}]
+        return scalars(content | {"ensemble": content["ensemble"] | {"components": components}})
+
+    def work():
+        again = estimators.load(path)
+        answer = again.predict_proba(X[:2]) if kind == "classes" else again.predict_interval(X[:2], 0.8)
+        assert answer.shape == (2, 3 if kind == "classes" else 2)
+        assert np.isfinite(answer).all()
+
+    named = outcomes(path, places, work, [-1, 1e300, 1 << 70, "unknown", {"float": "nan"}, []])
+    for place in ("columns", "ensemble.components.0.member", "ensemble.components.0.weight", "ensemble.one_target"):
+        assert named[place]["-1"] == "refused", place
+    for place in ("ensemble.settings.dict.0.1", "ensemble.architecture.dict.3.1", "estimator"):
+        assert named[place]["unknown"] == "refused", place
+
+
+@pytest.mark.parametrize(
+    ("which", "value"),
+    [
+        ("inputs.scale", 0.0),
+        ("inputs.scale", -1.0),
+        ("target.scale", 0.0),
+        ("target.scale", float("nan")),
+        ("inputs.shift", 1e300),
+        ("conformal", -1.0),
+        ("conformal", float("inf")),
+    ],
+)
+def test_a_forged_scaling_or_score_is_refused(which, value, tmp_path):
+    model, _ = estimator("numbers")
+    path = model.save(tmp_path / "model")
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    tensors = container._safetensors().load((path / "tensors.safetensors").read_bytes())
+    tensors[which] = torch.full_like(tensors[which], value)
+    forged(path, content, tensors)
+    with pytest.raises(FileError, match=r"scaling|scores"):
+        estimators.load(path)
+
+
+def test_classes_that_do_not_fit_are_refused(tmp_path):
+    model, _ = estimator("classes")
+    path = model.save(tmp_path / "model")
+    content = json.loads((path / "manifest.json").read_text())["content"]
+    for values in (["a", "b"], ["a", "b", "b"], ["a", "b", "c", "d"]):
+        forged(path, content | {"classes": {"dtype": "str", "values": values}})
+        with pytest.raises(FileError, match="classes do not fit"):
+            estimators.load(path)
+
+
+PLAN = {
+    "features": [
+        {"name": "age", "kind": "number", "fill": 1.5, "flag": True, "levels": []},
+        {"name": "town", "kind": "text", "fill": 0.0, "flag": False, "levels": ["x", "y"]},
+    ],
+    "left_out": {"id": "constant"},
+}
+
+
+def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
+    assert Plan.from_json(PLAN).as_json() == PLAN
+    harmless = {("features", 0, "name"), ("features", 1, "name"), ("left_out", "id")}
+    refused = 0
+    for place in scalars(PLAN):
+        for value in [*HOSTILE, float("nan"), True, "town", "number"]:
+            try:
+                plan = Plan.from_json(with_value(PLAN, place, value))
+            except (TypeError, ValueError):  # a FileError by `ssla predict`
+                refused += 1
+            else:
+                same = plan.as_json() == with_value(PLAN, place, value)
+                assert same, (place, value)
+                assert place in harmless or "levels" in place or place[-1] in ("fill", "flag") or value == "number", (
+                    place,
+                    value,
+                )
+    assert refused > 80
+    twice = PLAN | {"features": PLAN["features"] * 2}
+    with pytest.raises(ValueError, match="twice"):
+        Plan.from_json(twice)

@@ -10,11 +10,11 @@ import torch
 
 import ssla
 from ssla._checks import level as checked_level
-from ssla.cli.training import Request, prepare, replace_refit, score
+from ssla.cli.training import LIKELIHOODS, Request, prepare, replace_refit, score
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Encoded, Plan, TableError, read_table, write_table
+from ssla.tables import Plan, TableError, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
@@ -27,15 +27,14 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
     if "plan" not in extra:
         raise FileError(f"{model} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
     try:
-        return estimator, Plan.from_json(extra["plan"]), extra
+        plan = Plan.from_json(extra["plan"])
+        if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
+            raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{model} does not hold a usable plan of columns ({error}).") from error
-
-
-def _encode(plan: Plan, estimator: Any, data: Path) -> Encoded:
     if plan.width != estimator.n_features_in_:
-        raise FileError("The model's columns do not fit its network.")
-    return plan.encode(read_table(data))
+        raise FileError(f"The columns of {model} do not fit its network.")
+    return estimator, plan, extra
 
 
 def predict_file(model: Path, data: Path, output: Path, level: float, refit: str) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def predict_file(model: Path, data: Path, output: Path, level: float, refit: str
     estimator, plan, extra = _open(model)
     if refit:
         estimator = replace_refit(estimator, refit)
-    encoded = _encode(plan, estimator, data)
+    encoded = plan.encode(read_table(data))
     p: Any = estimator.predict_dist(encoded.values)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
@@ -100,7 +99,7 @@ def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
     estimator, plan, _ = _open(model)
-    encoded = _encode(plan, estimator, data)
+    encoded = plan.encode(read_table(data))
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
