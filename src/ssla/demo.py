@@ -20,6 +20,7 @@ import ssla
 from ssla import metrics, plots
 from ssla._checks import writable
 from ssla.predictive import Predictive
+from ssla.replacing import new_file
 
 RUNGS = {"plug-in": "plug_in", "ASSLA (none)": "none", "newton": "newton", "output refit": "output"}
 PICTURES = (".png", ".pdf", ".svg")
@@ -132,7 +133,8 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     right.set(xlabel="y", title=f"Density at x = {float(spot):g}, 90% highest-density region")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=130)
+    with new_file(out) as draft:
+        figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")
     plt.close(figure)
 
 

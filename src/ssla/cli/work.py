@@ -14,12 +14,23 @@ import torch
 import ssla
 from ssla._checks import level as checked_level
 from ssla._checks import writable
-from ssla.cli.training import Prepared, Request, make, of_predictive, prepare, replace_refit, rows_seen, score, shuffled
+from ssla.cli.training import (
+    LIKELIHOODS,
+    Prepared,
+    Request,
+    make,
+    of_predictive,
+    prepare,
+    replace_refit,
+    rows_seen,
+    score,
+    shuffled,
+)
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
 from ssla.sklearn.base import auto_batch
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Encoded, Plan, Table, TableError, read_table, write_table
+from ssla.tables import Plan, Table, TableError, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
@@ -51,15 +62,14 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
     if "plan" not in extra:
         raise FileError(f"{model} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
     try:
-        return estimator, Plan.from_json(extra["plan"]), extra
+        plan = Plan.from_json(extra["plan"])
+        if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
+            raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{model} does not hold a usable plan of columns ({error}).") from error
-
-
-def _encode(plan: Plan, estimator: Any, table: Table) -> Encoded:
     if plan.width != estimator.n_features_in_:
-        raise FileError("The model's columns do not fit its network.")
-    return plan.encode(table)
+        raise FileError(f"The columns of {model} do not fit its network.")
+    return estimator, plan, extra
 
 
 def predict_file(
@@ -79,7 +89,7 @@ def predict_file(
         estimator = replace_refit(estimator, refit)
     table = marks.read(data, extra)
     kept = {name: table.cells_of(name) for name in keep}
-    encoded = _encode(plan, estimator, table)
+    encoded = plan.encode(table)
     p: Any = estimator.predict_dist(encoded.values)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
@@ -167,7 +177,7 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
     estimator, plan, extra = _open(model)
-    encoded = _encode(plan, estimator, marks.read(data, extra))
+    encoded = plan.encode(marks.read(data, extra))
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:

@@ -69,8 +69,9 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
     if not set((opening.integers or {}).values()) <= INTEGERS:
         raise ValueError("the integer inputs have no integer type")
-    if min(opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1) < 1:
-        raise ValueError("sizes must be positive")
+    sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
+    if min(sizes) < 1 or max(sizes) >= 1 << 63:
+        raise ValueError("sizes must be positive and fit 64 bits")
     size = sum(parameters[name].numel() for name in names)
     planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
     covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,14 @@ from ssla._checks import one_of
 from ssla.likelihoods import Likelihood
 from ssla.network import Opening, Output, check_mode, checked_output, describe, module_of, output_of, reopen
 from ssla.persistence.container import FileError, guarded, read, write
-from ssla.persistence.encoding import Decoder, Encoder, NotStorableError
+from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
 from ssla.persistence.fingerprint import compare, fingerprint
-from ssla.posterior import DEFAULT_BUDGET, Posterior, Report, Statistics
+from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import CONVENTIONS, Prior
 
 KIND = "posterior"
+MODES = (POLISH, TILT, AS_IS)
+LARGEST = 1e100  # of a number in a file: squares and products of such numbers do not overflow
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
@@ -133,17 +136,42 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
 
 
 def _check(posterior: Posterior) -> None:
-    """What a forged file could have wrong beside the types: sizes, finiteness, a curvature that cannot be factorised."""
+    """What a forged file could have wrong beside the types: sizes, ranges, a curvature that cannot be factorised."""
     layout, sums = posterior.network.layout, posterior.statistics
     size = layout.size
     for what, tensor in (("θ̂", posterior.theta), ("gradient", sums.gradient)):
-        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{what} is not {size} finite numbers in float64")
+        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool((tensor.abs() <= LARGEST).all()):
+            raise ValueError(f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}")
+    _check_report(posterior)
     posterior.likelihood.support_for(posterior.network.outputs)
+    if type(posterior.likelihood) in NAMES and posterior.likelihood.linear_domain:  # every f is allowed, 0 too
+        fisher = posterior.likelihood.fisher(torch.zeros(1, posterior.network.outputs, dtype=torch.float64))
+        if not bool(torch.isfinite(fisher).all()) or not bool((fisher.diagonal(dim1=-2, dim2=-1) > 0).all()):
+            raise ValueError("the likelihood has no finite positive curvature")
+    prior = posterior.bound_prior
+    if not all(bool(torch.isfinite(part(posterior.theta)).all()) for part in (prior.log_prob, prior.gradient, prior.precision)):
+        raise ValueError("the prior has no density at θ̂")
+    if getattr(sums.curvature, "size", size) != size:
+        raise ValueError("the curvature does not belong to these parameters")
     ones = torch.ones_like(sums.gradient)
-    pushed = sums.curvature.push(ones)
-    parts = (pushed, posterior.operator.solve(ones), posterior.operator.variances())
-    if any(part.shape != (size,) or not bool(torch.isfinite(part).all()) for part in parts):
+    pushed, variances = sums.curvature.push(ones), posterior.operator.variances()
+    parts = (pushed, posterior.operator.solve(ones), variances)
+    if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
         raise ValueError("it has seen no data")
+    if not 0 < sums.weight < math.inf or not math.isfinite(sums.log_likelihood):
+        raise ValueError("the sums over the data are not finite, or have no weight")
+
+
+def _check_report(posterior: Posterior) -> None:
+    """Ranges of what `print(report)` shows, and sizes that are those of the network."""
+    report, network = posterior.report, posterior.network
+    one_of("mode", report.mode, MODES)
+    one_of("convention", report.convention, CONVENTIONS)
+    if (report.parameters, report.names, report.outputs) != (network.layout.size, network.layout.names, network.outputs):
+        raise ValueError("its report is of other parameters")
+    counts = (report.n - 1, report.steps, report.passes, report.memory)
+    numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
+    if not all(0 <= count < 1 << 63 for count in counts) or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError("a number in its report is negative or not finite")

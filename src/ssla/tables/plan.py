@@ -13,6 +13,7 @@ from ssla.tables.reading import BOOLEAN, NUMBER, TEXT, Column, Table, TableError
 MOST_LEVELS = 50
 FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is no category
 FEW_LEVELS = 20
+LARGEST_FILL = 1e300
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,25 @@ class Plan:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
-        features = tuple(
-            Feature(str(f["name"]), str(f["kind"]), float(f["fill"]), bool(f["flag"]), tuple(map(str, f["levels"])))
-            for f in content["features"]
-        )
-        return Plan(features, {str(k): str(v) for k, v in content["left_out"].items()})
+        """The plan of a file, or ValueError for one that `make_plan` could not have made."""
+        features = tuple(Feature(**feature | {"levels": tuple(feature["levels"])}) for feature in content["features"])
+        left_out = dict(content["left_out"])
+        if not all(isinstance(feature["levels"], list) for feature in content["features"]):
+            raise ValueError("the categories of a column are not a list")
+        names = [feature.name for feature in features] + list(left_out)
+        if not features or len(set(names)) < len(names):
+            raise ValueError("there is no column, or one is there twice")
+        for feature in features:
+            texts = (feature.name, feature.kind, *feature.levels)
+            if not all(isinstance(text, str) for text in texts) or feature.kind not in (NUMBER, BOOLEAN, TEXT):
+                raise ValueError(f"the column {feature.name!r} is of the unknown kind {feature.kind!r}")
+            if (feature.kind == TEXT) != bool(feature.levels) or len(set(feature.levels)) < len(feature.levels):
+                raise ValueError(f"the categories of the column {feature.name!r} do not fit its kind, or one is there twice")
+            if type(feature.flag) is not bool or type(feature.fill) not in (int, float) or not abs(feature.fill) <= LARGEST_FILL:
+                raise ValueError(f"the column {feature.name!r} has no usable value for gaps")
+        if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
+            raise ValueError("the columns that were left out have no reasons")
+        return Plan(features, left_out)
 
 
 def make_plan(table: Table, without: set[str]) -> Plan:
