@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 import ssla
 from ssla._checks import level as checked_level
-from ssla.cli.training import Request, prepare, replace_refit, score
+from ssla.cli.training import Request, predictive_at, prepare, replace_refit, score
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Encoded, Plan, TableError, read_table, write_table
+from ssla.tables import Encoded, Plan, Style, TableError, later_labels, later_numbers, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
@@ -38,6 +39,19 @@ def _encode(plan: Plan, estimator: Any, data: Path) -> Encoded:
     return plan.encode(read_table(data))
 
 
+def _gaps(encoded: Encoded) -> dict[str, int]:
+    """Rows with a missing or unknown input, and how many of them were mixed over the training values."""
+    mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
+    if wanted > mixed:
+        warnings.warn(
+            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and holds no training values "
+            "to mix over: their intervals are too narrow. Train it again.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {"rows_with_unknown_inputs": encoded.marked, "rows_mixed": mixed}
+
+
 def predict_file(model: Path, data: Path, output: Path, level: float, refit: str) -> dict[str, Any]:
     check_output(output)
     checked_level(level)
@@ -45,7 +59,7 @@ def predict_file(model: Path, data: Path, output: Path, level: float, refit: str
     if refit:
         estimator = replace_refit(estimator, refit)
     encoded = _encode(plan, estimator, data)
-    p: Any = estimator.predict_dist(encoded.values)
+    p: Any = predictive_at(estimator, encoded)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
     if kind_of(p) == "class":
@@ -53,13 +67,14 @@ def predict_file(model: Path, data: Path, output: Path, level: float, refit: str
         for i, label in enumerate(estimator.classes_):
             columns[f"p({label})"] = p.probs[:, i].numpy()
     else:
-        interval = estimator.predict_interval(encoded.values, level)
+        interval = estimator.interval_of(p, level)
         quantiles = p.icdf(list(QUANTILES)).numpy()
         columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy(), "lower": interval[:, 0], "upper": interval[:, 1]}
         columns |= {f"q{q:g}": quantiles[:, i] for i, q in enumerate(QUANTILES)}
         columns["epistemic"] = p.epistemic.numpy()
     columns["mass"] = p.mass.numpy()
     columns["rung"] = np.array([estimator.refit] * rows, dtype=object)
+    columns["notes"] = encoded.notes
     write_table(output, columns)
     flagged = int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
     return {
@@ -69,6 +84,7 @@ def predict_file(model: Path, data: Path, output: Path, level: float, refit: str
         "level": level,
         "missing": encoded.missing,
         "unknown_categories": encoded.unknown,
+        **_gaps(encoded),
         "rows_flagged": flagged,
     }
 
@@ -76,22 +92,16 @@ def predict_file(model: Path, data: Path, output: Path, level: float, refit: str
 def evaluate_file(model: Path, data: Path, refit: str) -> dict[str, Any]:
     estimator, plan, extra = _open(model)
     table = read_table(data)
-    column = table.column(extra["target"])
-    given = ~column.missing
-    if not given.any():
-        raise TableError(f"No row of {data} has a value in the target {column.name!r}.")
-    encoded = plan.encode(table)
-    facts = extra["facts"]
-    if facts["likelihood"] == "classes":
-        from ssla.cli.training import _label
-
-        y = np.array([_label(value, column.kind) for value in column.values[given]], dtype=str)
-    elif column.kind != "number":
-        raise TableError(f"The target {column.name!r} held numbers at training, but holds {column.kind}s in {data}.")
+    name, style = extra["target"], Style(**extra.get("target_style", {}))
+    if extra["facts"]["likelihood"] == "classes":
+        y, given = later_labels(table, name, estimator.classes_.tolist(), earlier="target_style" not in extra)
     else:
-        y = column.values[given].astype(float)
-    scores = score(estimator, encoded.values[given], y, refit)
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown}
+        y, given = later_numbers(table, name, style)
+    if not given.any():
+        raise TableError(f"No row of {data} has a value in the target {name!r}.")
+    encoded = plan.encode(table)[given]
+    scores = score(estimator, encoded, y, refit)
+    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
 
 
 def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
@@ -101,6 +111,13 @@ def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
     estimator, plan, _ = _open(model)
     encoded = _encode(plan, estimator, data)
+    if encoded.marked:
+        warnings.warn(
+            f"{encoded.marked} rows have missing or unknown inputs. Here they are compared with the mean in place of the missing "
+            "value, not mixed over the training values.",
+            UserWarning,
+            stacklevel=2,
+        )
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
@@ -130,4 +147,10 @@ def cost_of(data: Path, target: str, drop: tuple[str, ...], weights: str, struct
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     module = Architecture(ready.plan.width, outputs).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
-    return {"rows": len(ready.y), "inputs": ready.plan.width, "left_out": ready.plan.left_out, "cost": "\n" + str(cost)}
+    return {
+        "rows": len(ready.y),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "read_as": ready.read_as,
+        "cost": "\n" + str(cost),
+    }

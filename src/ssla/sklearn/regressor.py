@@ -14,6 +14,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, colu
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
 from ssla.ensemble import CONTINUOUS
+from ssla.predictive import Predictive
 from ssla.predictive.base import probabilities
 from ssla.sklearn.base import AUTO, TableEstimator
 from ssla.sklearn.conformal import Conformal
@@ -141,10 +142,13 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
         """Central interval (N, 2), or (N, D, 2); with conformal=True one that covers with at least that probability."""
-        p = self.predict_dist(X)
+        return self.interval_of(self.predict_dist(X), level)
+
+    def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
+        """`predict_interval` from a predictive that is there already, as for several levels."""
         if self.conformal_ is not None:
-            return self.conformal_.interval(p, checked_level(level))
-        return p.interval(level).numpy()
+            return self.conformal_.interval(predictive, checked_level(level))
+        return predictive.interval(level).numpy()
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from ssla.tables.columns import Column, Style, TableError, interpret, read_as
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 MOST_COLUMNS = 10_000
-NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"
-
-
-class TableError(ValueError):
-    """A table that cannot be used, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """kind "number" or "boolean": values are floats, NaN where missing; "text": strings, None where missing."""
-
-    name: str
-    kind: str
-    values: np.ndarray
-
-    @property
-    def missing(self) -> np.ndarray:
-        """bool (n,)."""
-        if self.kind == TEXT:
-            return np.array([value is None for value in self.values], dtype=bool)
-        gaps: np.ndarray = np.isnan(self.values)
-        return gaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +21,8 @@ class Table:
     path: Path
     cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet file
     rows: int
+    decimal: str = "."
+    thousands: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -53,9 +30,19 @@ class Table:
 
     def column(self, name: str) -> Column:
         """Its kind and values, or TableError."""
+        return interpret(name, self.cells_of(name), Style(self.decimal, self.thousands))
+
+    def column_as(self, name: str, kind: str, style: Style) -> Column:
+        """Read as what it was at training, or TableError. The table's own decimal and thousands signs come first, if stated."""
+        if (self.decimal, self.thousands) != (".", ""):
+            style = replace(style, decimal=self.decimal, thousands=self.thousands)
+        return read_as(name, self.cells_of(name), kind, style, self.path)
+
+    def cells_of(self, name: str) -> list[Any]:
+        """The cells as they are in the file, or TableError."""
         if name not in self.cells:
             raise TableError(f"{self.path} has no column {name!r}.{_nearest(name, self.names)} It has: {_some(self.names)}.")
-        return _interpret(name, self.cells[name])
+        return self.cells[name]
 
 
 def read_table(path: str | Path) -> Table:
@@ -135,51 +122,6 @@ def _checked(table: Table) -> Table:
     if table.rows == 0:
         raise TableError(f"{table.path} has a header but no rows.")
     return table
-
-
-def _interpret(name: str, cells: list[Any]) -> Column:
-    """Numbers if all are, booleans if all are, else texts; numbers mixed with texts are refused."""
-    given = [cell for cell in cells if not _is_missing(cell)]
-    if all(_truth(cell) is not None for cell in given) and given:
-        return Column(name, BOOLEAN, np.array([math.nan if _is_missing(c) else _truth(c) for c in cells], dtype=float))
-    numbers = [math.nan if _is_missing(cell) else _number(cell) for cell in cells]
-    wrong = [i for i, number in enumerate(numbers) if number is None]
-    if wrong and len(wrong) < len(given):
-        if len(wrong) > 0.5 * len(given):
-            return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-        raise TableError(
-            f"Column {name!r} mixes numbers and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
-            f"cells in all. Correct them, or leave the column out with --drop {name!r}."
-        )
-    if wrong:
-        return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-    values = np.array(numbers, dtype=float)
-    endless = np.isinf(values).nonzero()[0]
-    if len(endless):
-        raise TableError(
-            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in all). Correct or empty them."
-        )
-    return Column(name, NUMBER, values)
-
-
-def _is_missing(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.lower() in MISSING) or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _truth(cell: Any) -> float | None:
-    text = str(cell).lower()
-    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
-
-
-def _number(cell: Any) -> float | None:
-    if isinstance(cell, bool):
-        return float(cell)
-    if isinstance(cell, int | float):
-        return float(cell)
-    try:
-        return float(cell) if isinstance(cell, str) and "_" not in cell else None
-    except ValueError:
-        return None
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssla.tables.reading import TableError
+from ssla.tables.columns import TableError
 
 
 def check_output(path: Path) -> None:
