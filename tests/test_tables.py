@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from ssla import likelihoods as L
 from ssla import metrics
 from ssla.cli.app import app
+from ssla.cli.training import Request, prepare
 from ssla.ensemble import predict_with_gaps
 from ssla.predictive import from_marginal, mixture
 from ssla.predictive.joined import joined
@@ -364,10 +365,11 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
 
 
 def test_rows_without_a_target_are_not_in_the_plan():
-    cells = table(size=[1.0] * 20 + [5.0] * 5 + [3.0] * 5, y=[1] * 25 + [""] * 5)
+    cells = table(size=[1.0] * 20 + [5.0] * 5 + [3.0] * 5, y=[1] * 13 + [2] * 12 + [""] * 5)
     plan = make_plan(cells, {"y"}, np.arange(30) < 25)
     assert plan.features[0].draws == (1.0, 5.0)
     assert plan.features[0].shares == (0.8, 0.2)
+    assert prepare(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan == plan
 
 
 def linear(noise):

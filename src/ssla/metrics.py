@@ -151,7 +151,8 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     """Expected calibration error of the most probable class: Σ_bins share·|accuracy − confidence|."""
-    confidence, guess = _classes(predictive).probs.double().max(1)
+    probs: Tensor = _classes(predictive).probs
+    confidence, guess = probs.double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
     place = (confidence * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add(0, place, right - confidence)

@@ -44,8 +44,11 @@ class Joined:
     @property
     def diagnostics(self) -> Diagnostics:
         found = [part.diagnostics for part in self.parts]
-        flags = (self.put([getattr(one, flag) for one in found]) for flag in ("fallback", "unconverged", "inaccurate"))
-        return Diagnostics(", ".join(dict.fromkeys(one.refit for one in found)), *flags, found[0].convention)
+        fallback, unconverged, inaccurate = (
+            self.put([getattr(one, flag) for one in found]) for flag in ("fallback", "unconverged", "inaccurate")
+        )
+        names = ", ".join(dict.fromkeys(one.refit for one in found))
+        return Diagnostics(names, fallback, unconverged, inaccurate, found[0].convention)
 
     @property
     def mean(self) -> Tensor:

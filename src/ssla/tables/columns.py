@@ -207,7 +207,7 @@ def _style(name: str, given: list[Any], stated: Style) -> Style:
     units = (unit[2] or "", (unit[4] or "").strip())
     open_to = stated == Style()
     ways = [(".", ""), *WAYS] if open_to else [(stated.decimal, stated.thousands)]
-    fits = [(style, [style.number(cell) for cell in given]) for style in (Style(*way, *units) for way in ways)]
+    fits = [(style, [style.number(cell) for cell in given]) for style in (Style(d, t, *units) for d, t in ways)]
     whole = [(style, values) for style, values in fits if None not in values]
     for style, values in whole[1:] if whole and whole[0] is not fits[0] else ():  # plain numbers need no other way
         if values != whole[0][1]:

@@ -115,7 +115,8 @@ class Encoded:
     @property
     def mixed(self) -> np.ndarray:
         """Rows (n,) bool to be mixed over the training values; none where the plan holds no such values."""
-        return self.unlearned.any(1) & bool(self.plan.rows)
+        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
+        return rows
 
     def copies(self) -> Iterator[np.ndarray]:
         """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several get those of whole rows."""
@@ -251,7 +252,8 @@ def _numeric(column: Column, cells: list[Any]) -> Feature | str:
     values = column.values[~column.missing]
     if bool((values == values[0]).all()) and not gaps:
         return "constant"
-    start, periods, said = 0.0, (), column.style.words(cells)
+    start, said = 0.0, column.style.words(cells)
+    periods: tuple[float, ...] = ()
     if column.kind == DATE:
         start, span = float(values.min()), float(np.ptp(values))
         periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
@@ -292,10 +294,11 @@ def _categories(column: Column) -> Feature | str:
 def _draws(values: np.ndarray) -> dict[str, Any]:
     """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS (texts: in alphabetical order)."""
     found, counts = np.unique(values, return_counts=True)
+    shares = counts / counts.sum()
     if len(found) > DRAWS:
-        at = np.searchsorted(np.cumsum(counts) / counts.sum(), (np.arange(DRAWS) + 0.5) / DRAWS)
-        found, counts = found[at], np.ones(DRAWS)
-    return {"draws": tuple(found.tolist()), "shares": tuple((counts / counts.sum()).tolist())}
+        at = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)
+        found, shares = found[at], np.full(DRAWS, 1 / DRAWS)
+    return {"draws": tuple(found.tolist()), "shares": tuple(shares.tolist())}
 
 
 def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
@@ -305,7 +308,7 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     """
     numbers = np.concatenate([f.encode(c)[0] for f, c in zip(features, columns, strict=True)], 1)
     gaps = np.stack([column.missing for column in columns], 1)
-    pool = (~gaps.any(1)).nonzero()[0]
+    pool = np.flatnonzero(~gaps.any(axis=1))
     pool = pool if len(pool) else np.arange(len(numbers))
     scale = numbers.std(0)
     z = (numbers - numbers.mean(0)) / np.where(scale > 0, scale, 1.0)
