@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ssla._checks import level as checked_level
 from ssla.batches import as_tensor
-from ssla.predictive import AffinePredictive, ClassMixture, ClassPredictive, GaussianPredictive, Predictive, kind_of
+from ssla.predictive import AffinePredictive, GaussianPredictive, Predictive, kind_of
+from ssla.predictive.joined import Joined
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96
@@ -41,6 +42,10 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
     if kind_of(predictive) == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
+    if isinstance(predictive, Joined):
+        value = _like(y, predictive.mean)
+        pairs = zip(predictive.parts, predictive.rows, strict=True)
+        return _mean(predictive.put([crps(part, value[rows], reduce=False) for part, rows in pairs]), reduce)
     if isinstance(predictive, AffinePredictive):  # the score is in the target's unit
         z = (_like(y, predictive.mean).to("cpu", torch.float64) - predictive.shift) / predictive.scale
         return _mean(predictive.scale * crps(predictive.base, z, reduce=False).double(), reduce)
@@ -146,7 +151,8 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     """Expected calibration error of the most probable class: Σ_bins share·|accuracy − confidence|."""
-    confidence, guess = _classes(predictive).probs.double().max(1)
+    probs: Tensor = _classes(predictive).probs
+    confidence, guess = probs.double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
     place = (confidence * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add(0, place, right - confidence)
@@ -181,8 +187,8 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
     return Summary(scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass})
 
 
-def _classes(predictive: Any) -> ClassPredictive | ClassMixture:
-    if not isinstance(predictive, ClassPredictive | ClassMixture):
+def _classes(predictive: Any) -> Any:
+    if kind_of(predictive) != "class":
         raise TypeError(f"This score is for classes, but the predictive is a {type(predictive).__name__}.")
     return predictive
 

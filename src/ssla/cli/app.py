@@ -25,8 +25,8 @@ Model = Annotated[Path, typer.Argument(help="A directory that `ssla train` wrote
 Target = Annotated[str, typer.Option("--target", "-t", help="The column to predict.")]
 Drop = Annotated[list[str], typer.Option("--drop", help="A column to leave out; may be repeated.")]
 Refit = Annotated[str, typer.Option(help="Rung of the refit ladder, for example newton; default: the model's own.")]
-Decimal = Annotated[str, typer.Option("--decimal", help="Decimal mark of numbers: . or ,")]
-Thousands = Annotated[str, typer.Option("--thousands", help="Mark of thousands, for example . in 1.234,5; default: none.")]
+Decimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: found for each column).")]
+Thousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands, for example . in 1.234,5.")]
 OtherDecimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: as at training).")]
 OtherThousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands (default: as at training).")]
 
@@ -60,8 +60,8 @@ def train(
     conformal: Annotated[bool, typer.Option(help="Correct intervals on rows kept aside (numbers only).")] = False,
     tune_trials: Annotated[int, typer.Option(help="Try so many settings first (Optuna; continues a study).")] = 0,
     seed: Annotated[int, typer.Option(help="Of the split and the networks.")] = 0,
-    decimal: Decimal = ".",
-    thousands: Thousands = "",
+    decimal: Decimal = None,
+    thousands: Thousands = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -122,6 +122,8 @@ def predict(
     mass                integral before normalisation; a value far from 1
                         shows that the approximation failed in this row
     rung                the refit that was used (see --refit)
+    notes               inputs that were missing or unknown; the prediction is
+                        then mixed over their training values
 
     For classes:
 
@@ -131,7 +133,7 @@ def predict(
     set_95              the smallest set of classes that holds the true one
                         with probability 95%, as in cat|dog; one for each
                         --level
-    mass, rung          as above
+    mass, rung, notes   as above
     """
     from ssla.cli.work import Marks, predict_file
 
@@ -195,8 +197,8 @@ def cost(
     drop: Drop = [],  # noqa: B006
     weights: Annotated[str, typer.Option(help="last_layer or all.")] = "last_layer",
     structure: Annotated[str, typer.Option(help="dense, kfac, diag or low_rank.")] = "dense",
-    decimal: Decimal = ".",
-    thousands: Thousands = "",
+    decimal: Decimal = None,
+    thousands: Thousands = None,
     as_json: Json = False,
 ) -> None:
     """Memory and work of a fit, before it is begun.

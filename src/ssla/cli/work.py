@@ -20,6 +20,7 @@ from ssla.cli.training import (
     Request,
     make,
     of_predictive,
+    predictive_at,
     prepare,
     replace_refit,
     rows_seen,
@@ -30,7 +31,7 @@ from ssla.persistence import FileError
 from ssla.predictive import kind_of
 from ssla.sklearn.base import auto_batch
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Plan, Table, TableError, read_table, write_table
+from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
@@ -43,15 +44,15 @@ LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
 
 @dataclass(frozen=True)
 class Marks:
-    """--decimal and --thousands of a command. Without either of them the marks of the training table hold."""
+    """--decimal and --thousands of a command. Without either of them those of the training command hold."""
 
     decimal: str | None = None
     thousands: str | None = None
 
     def read(self, data: Path, extra: dict[str, Any] | None = None) -> Table:
         if self.decimal is None and self.thousands is None and extra is not None:
-            return read_table(data, extra.get("decimal", "."), extra.get("thousands", ""))
-        return read_table(data, self.decimal or ".", self.thousands or "")
+            return read_table(data, extra.get("decimal"), extra.get("thousands"))
+        return read_table(data, self.decimal, self.thousands)
 
 
 AS_AT_TRAINING = Marks()
@@ -72,6 +73,19 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
     return estimator, plan, extra
 
 
+def _gaps(encoded: Encoded) -> dict[str, int]:
+    """Rows with a missing or unknown input, and how many of them were mixed over the training values."""
+    mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
+    if wanted > mixed:
+        warnings.warn(
+            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and holds no training values "
+            "to mix over: their intervals are too narrow. Train it again.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {"rows_with_unknown_inputs": encoded.marked, "rows_mixed": mixed}
+
+
 def predict_file(
     model: Path,
     data: Path,
@@ -90,7 +104,7 @@ def predict_file(
     table = marks.read(data, extra)
     kept = {name: table.cells_of(name) for name in keep}
     encoded = plan.encode(table)
-    p: Any = estimator.predict_dist(encoded.values)
+    p: Any = predictive_at(estimator, encoded)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
@@ -114,6 +128,7 @@ def predict_file(
         columns["epistemic"] = p.epistemic.sqrt().numpy()
     columns["mass"] = p.mass.numpy()
     columns["rung"] = np.array([estimator.refit] * rows, dtype=object)
+    columns["notes"] = encoded.notes
     write_table(output, _beside(kept, columns))
     flagged = int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
     return {
@@ -124,6 +139,7 @@ def predict_file(
         **facts,
         "missing": encoded.missing,
         "unknown_categories": encoded.unknown,
+        **_gaps(encoded),
         "rows_flagged": flagged,
     }
 
@@ -153,22 +169,16 @@ def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[
 def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     estimator, plan, extra = _open(model)
     table = marks.read(data, extra)
-    column = table.column(extra["target"])
-    given = ~column.missing
-    if not given.any():
-        raise TableError(f"No row of {data} has a value in the target {column.name!r}.")
-    encoded = plan.encode(table)
-    facts = extra["facts"]
-    if facts["likelihood"] == "classes":
-        from ssla.cli.training import _label
-
-        y = np.array([_label(value, column.kind) for value in column.values[given]], dtype=str)
-    elif column.kind != "number":
-        raise TableError(f"The target {column.name!r} held numbers at training, but holds {column.kind}s in {data}.")
+    name, style = extra["target"], Style(**extra.get("target_style", {}))
+    if extra["facts"]["likelihood"] == "classes":
+        y, given = later_labels(table, name, estimator.classes_.tolist(), earlier="target_style" not in extra)
     else:
-        y = column.values[given].astype(float)
-    scores = score(estimator, encoded.values[given], y, refit)
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown}
+        y, given = later_numbers(table, name, style)
+    if not given.any():
+        raise TableError(f"No row of {data} has a value in the target {name!r}.")
+    encoded = plan.encode(table)[given]
+    scores = score(estimator, encoded, y, refit)
+    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
 
 
 def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
@@ -178,6 +188,13 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
     estimator, plan, extra = _open(model)
     encoded = plan.encode(marks.read(data, extra))
+    if encoded.marked:
+        warnings.warn(
+            f"{encoded.marked} rows have missing or unknown inputs. Here they are compared with the mean in place of the missing "
+            "value, not mixed over the training values.",
+            UserWarning,
+            stacklevel=2,
+        )
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
@@ -216,7 +233,13 @@ def cost_of(
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     module = Architecture(ready.plan.width, outputs).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
-    facts = {"rows": len(ready.y), "inputs": ready.plan.width, "left_out": ready.plan.left_out, "cost": "\n" + str(cost)}
+    facts: dict[str, Any] = {
+        "rows": len(ready.y),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "read_as": ready.read_as,
+    }
+    facts["cost"] = "\n" + str(cost)
     return facts | (_seconds(ready, weights, structure) if cost.fits else {})
 
 

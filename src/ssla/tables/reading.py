@@ -6,7 +6,6 @@ import codecs
 import csv
 import gzip
 import io
-import math
 import re
 import sys
 import warnings
@@ -17,40 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ssla._checks import did_you_mean
+from ssla.tables.columns import Column, Style, TableError, interpret, read_as
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 MOST_COLUMNS = 10_000
-NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"
 STANDARD_INPUT = "-"
 TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
 DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
 THOUSANDS = ("", ".", ",", " ", "'")
 INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
-
-
-class TableError(ValueError):
-    """A table that cannot be used, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """kind "number" or "boolean": values are floats, NaN where missing; "text": strings, None where missing."""
-
-    name: str
-    kind: str
-    values: np.ndarray
-
-    @property
-    def missing(self) -> np.ndarray:
-        """bool (n,)."""
-        if self.kind == TEXT:
-            return np.array([value is None for value in self.values], dtype=bool)
-        gaps: np.ndarray = np.isnan(self.values)
-        return gaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +34,7 @@ class Table:
     path: Path
     cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet or Excel file
     rows: int
-    decimal: str = "."
-    thousands: str = ""
+    stated: Style | None = None  # how numbers are written, if that was stated
 
     @property
     def names(self) -> list[str]:
@@ -77,24 +50,24 @@ class Table:
 
     def column(self, name: str) -> Column:
         """Its kind and values, or TableError."""
-        cells = self.cells_of(name)
-        column = _interpret(name, cells, self.decimal, self.thousands)
-        if column.kind == TEXT and _has_other_marks(column, self.decimal, self.thousands):
-            example = next(cell for cell in column.values if cell is not None)
-            warnings.warn(
-                f"Column {name!r} of {self.path} is read as texts, but {example!r} and all others look like numbers with other "
-                "marks. If they are numbers, give the marks (for example --decimal , or --thousands ,).",
-                UserWarning,
-                stacklevel=2,
-            )
-        return column
+        return interpret(name, self.cells_of(name), self.stated)
+
+    def column_as(self, name: str, kind: str, style: Style) -> Column:
+        """Read as what it was at training, or TableError. The table's own marks come first, if they were stated."""
+        if self.stated is not None:
+            style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
+        return read_as(name, self.cells_of(name), kind, style, self.path)
 
 
-def read_table(path: str | Path, decimal: str = ".", thousands: str = "") -> Table:
+def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
     """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is a CSV from standard input.
 
-    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".".
+    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". With neither of
+    them the way of writing is found column by column.
     """
+    if decimal is None and thousands is None:
+        return _read(Path(path), "")
+    decimal, thousands = decimal or ".", thousands or ""
     if decimal not in (".", ","):
         raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
     if thousands not in THOUSANDS or thousands == decimal:
@@ -102,7 +75,7 @@ def read_table(path: str | Path, decimal: str = ".", thousands: str = "") -> Tab
         raise TableError(
             f"The mark of thousands beside the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}."
         )
-    return replace(_read(Path(path), decimal + thousands), decimal=decimal, thousands=thousands)
+    return replace(_read(Path(path), decimal + thousands), stated=Style(decimal, thousands))
 
 
 def _read(file: Path, marks: str) -> Table:
@@ -264,74 +237,6 @@ def _checked(table: Table) -> Table:
     if table.rows == 0:
         raise TableError(f"{table.path} has a header but no rows.")
     return table
-
-
-def _interpret(name: str, cells: list[Any], decimal: str = ".", thousands: str = "") -> Column:
-    """Numbers if all are, booleans if all are, else texts; numbers mixed with texts are refused."""
-    given = [cell for cell in cells if not _is_missing(cell)]
-    if all(_truth(cell) is not None for cell in given) and given:
-        return Column(name, BOOLEAN, np.array([math.nan if _is_missing(c) else _truth(c) for c in cells], dtype=float))
-    numbers = [math.nan if _is_missing(cell) else _number(cell, decimal, thousands) for cell in cells]
-    wrong = [i for i, number in enumerate(numbers) if number is None]
-    if wrong and len(wrong) < len(given):
-        if len(wrong) > 0.5 * len(given):
-            return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-        raise TableError(
-            f"Column {name!r} mixes numbers and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
-            f"cells in all. Correct them, or leave the column out with --drop {name!r}."
-        )
-    if wrong:
-        return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-    values = np.array(numbers, dtype=float)
-    endless = np.isinf(values).nonzero()[0]
-    if len(endless):
-        raise TableError(
-            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in all). Correct or empty them."
-        )
-    return Column(name, NUMBER, values)
-
-
-def _is_missing(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.lower() in MISSING) or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _truth(cell: Any) -> float | None:
-    text = str(cell).lower()
-    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
-
-
-def _number(cell: Any, decimal: str = ".", thousands: str = "") -> float | None:
-    if isinstance(cell, int | float):
-        return float(cell)
-    if not isinstance(cell, str) or "_" in cell:
-        return None
-    if thousands:
-        cell = _without_thousands(cell, decimal, thousands)
-    if decimal != ".":
-        if "." in cell:
-            return None
-        cell = cell.replace(decimal, ".")
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-def _without_thousands(cell: str, decimal: str, thousands: str) -> str:
-    """1.234.567,8 -> 1234567,8; left alone where the groups are not of three digits, so that 1.5 is not read as 15."""
-    if thousands == " ":
-        cell = re.sub("[\u00a0\u2009\u202f]", " ", cell)
-    t = re.escape(thousands)
-    grouped = re.fullmatch(rf"[+-]?\d{{1,3}}({t}\d{{3}})+({re.escape(decimal)}\d*)?", cell)
-    return cell.replace(thousands, "") if grouped else cell
-
-
-def _has_other_marks(column: Column, decimal: str, thousands: str) -> bool:
-    """Whether all texts are numbers as other countries write them, and some not as they were asked for."""
-    given = [cell for cell in column.values if cell is not None]
-    return any(_number(cell, decimal, thousands) is None for cell in given) and any(
-        all(_number(cell, *other) is not None for cell in given) for other in ((",", "."), (".", ","))
-    )
 
 
 def _some(names: list[str]) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ssla.replacing import new_file
-from ssla.tables.reading import TableError
+from ssla.tables.columns import TableError
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins so
-PLAIN_NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
 
 
 def check_output(path: Path) -> None:
