@@ -10,19 +10,20 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import ssla
-from ssla import likelihoods, replacing
+from ssla import likelihoods, replacing, tables
 from ssla.paper.runner import Claim, Task, Workplace, run
 from ssla.paper.tables import Table
 from ssla.persistence import FileError, container, read, write
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.sklearn import files as estimators
-from ssla.tables import Plan, write_table
+from ssla.tables import Plan, make_plan, write_table
 
 KIND = "posterior"
 
@@ -328,7 +329,7 @@ def test_what_is_written_has_the_modes_of_the_umask(mask, tmp_path):
 
 
 def test_formulas_in_a_csv_are_escaped_and_numbers_are_not(tmp_path):
-    texts = ["=1+1", "+cmd", "-2+3", "@SUM(A1)", "\tx", "\rx", "-1.5", "+3e-2", "-.5", "-", "-inf", "a=b", "", "yes"]
+    texts = ["=1+1", "+cmd", "-2+3", "@SUM(A1)", "\tx", "\rx", "-1.5", "+3e-2", "-.5", "-1.234,5", "-", "-inf", "a=b", "", "yes"]
     columns = {"=HYPERLINK(A1)": np.array(texts, dtype=object), "n": -np.arange(len(texts)) / 2}
     write_table(tmp_path / "t.csv", columns)
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as stream:
@@ -336,7 +337,7 @@ def test_formulas_in_a_csv_are_escaped_and_numbers_are_not(tmp_path):
     assert head == ["'=HYPERLINK(A1)", "n"]
     assert [row[0] for row in rows] == [
         *("'=1+1", "'+cmd", "'-2+3", "'@SUM(A1)", "'\tx", "'\rx"),
-        *("-1.5", "+3e-2", "-.5", "'-", "'-inf", "a=b", "", "yes"),
+        *("-1.5", "+3e-2", "-.5", "-1.234,5", "-", "'-inf", "a=b", "", "yes"),
     ]
     assert [float(row[1]) for row in rows] == columns["n"].tolist()
 
@@ -533,8 +534,9 @@ def test_every_forged_number_of_an_estimator_is_refused_or_does_no_harm(kind, tm
         ("target.scale", 0.0),
         ("target.scale", float("nan")),
         ("inputs.shift", 1e300),
-        ("conformal", -1.0),
-        ("conformal", float("inf")),
+        ("conformal.scores", -1.0),
+        ("conformal.scores", float("inf")),
+        ("conformal.weights", -1.0),
     ],
 )
 def test_a_forged_scaling_or_score_is_refused(which, value, tmp_path):
@@ -544,7 +546,7 @@ def test_a_forged_scaling_or_score_is_refused(which, value, tmp_path):
     tensors = container._safetensors().load((path / "tensors.safetensors").read_bytes())
     tensors[which] = torch.full_like(tensors[which], value)
     forged(path, content, tensors)
-    with pytest.raises(FileError, match=r"scaling|scores"):
+    with pytest.raises(FileError, match=r"scaling|scores|weights"):
         estimators.load(path)
 
 
@@ -568,7 +570,13 @@ PLAN = {
 
 
 def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
-    assert Plan.from_json(PLAN).as_json() == PLAN
+    def told(plan):
+        """What plans of every version hold."""
+        content = json.loads(json.dumps(plan.as_json()))
+        features = [{key: feature[key] for key in PLAN["features"][0]} for feature in content["features"]]
+        return {"features": features, "left_out": content["left_out"]}
+
+    assert told(Plan.from_json(PLAN)) == PLAN
     harmless = {("features", 0, "name"), ("features", 1, "name"), ("left_out", "id")}
     refused = 0
     for place in scalars(PLAN):
@@ -578,7 +586,7 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
             except (TypeError, ValueError):  # a FileError by `ssla predict`
                 refused += 1
             else:
-                same = plan.as_json() == with_value(PLAN, place, value)
+                same = told(plan) == with_value(PLAN, place, value)
                 assert same, (place, value)
                 assert place in harmless or "levels" in place or place[-1] in ("fill", "flag") or value == "number", (
                     place,
@@ -588,3 +596,22 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
     twice = PLAN | {"features": PLAN["features"] * 2}
     with pytest.raises(ValueError, match="twice"):
         Plan.from_json(twice)
+
+
+def test_every_forged_value_of_a_plan_with_training_rows_is_refused_or_reads_a_table():
+    cells = {"a": [1.0, None, 3.0, 4.0] * 10, "b": ["x", "y", "x", "z"] * 10, "c": [f"2024-01-{i + 1:02}" for i in range(20)] * 2}
+    table = tables.Table(Path("a.csv"), cells, 40)
+    content = json.loads(json.dumps(make_plan(table, set()).as_json()))
+    assert Plan.from_json(content).encode(table).values.shape[0] == 40
+    refused = 0
+    for place in scalars(content):
+        for value in [*HOSTILE, float("nan"), True]:
+            try:
+                plan = Plan.from_json(with_value(content, place, value))
+                encoded = plan.encode(table)
+                list(encoded.copies())
+            except (TypeError, ValueError):
+                refused += 1
+            else:
+                assert np.isfinite(encoded.values).all(), (place, value)
+    assert refused > 300

@@ -194,7 +194,7 @@ def test_a_later_table_is_read_as_at_training():
     assert plan.encode(table(price=[7.5])).values.tolist() == [[7.5]]
     with pytest.raises(TableError, match=r"written like 1234,5 at training, but row 2 of some\.csv is '12\.5'"):
         plan.encode(table(price=["1,5", "12.5"]))
-    stated = Table(Path("b.csv"), {"price": ["1,234.5"]}, 1, ".", ",")
+    stated = Table(Path("b.csv"), {"price": ["1,234.5"]}, 1, Style(".", ","))
     assert plan.encode(stated).values.tolist() == [[1234.5]]
     assert later_numbers(table(y=["12,5", ""]), "y", Style(","))[0].tolist() == [12.5]
 
@@ -478,14 +478,15 @@ def test_an_unknown_city_gets_an_interval_over_all_cities(cities, tmp_path, conf
     out = read(tmp_path / "o.csv")
     note = "city: unknown category 'Rome'"
     assert [row["notes"] for row in out] == ["", "", "", note, "city: missing", "size: missing", "city: missing; size: missing"]
-    lower, upper, sd, epistemic = (np.array([float(row[name]) for row in out]) for name in ("lower", "upper", "sd", "epistemic"))
+    names = ("lower_95", "upper_95", "sd", "epistemic")
+    lower, upper, sd, epistemic = (np.array([float(row[name]) for row in out]) for name in names)
     for row in (3, 4, 6):
         assert lower[row] < 5
         assert upper[row] > 95
         assert sd[row] == pytest.approx(y.std(), rel=0.1)
     assert (upper - lower)[:3].max() < 15
     assert sd[1] < sd[5] < 5  # size is worth about one
-    assert epistemic[3] > 100 * epistemic[:3].max()
+    assert epistemic[3] > 10 * epistemic[:3].max()  # standard deviations
 
 
 def test_evaluate_scores_rows_with_gaps_by_the_same_mixture(cities, tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
 TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 NUMBER, BOOLEAN, TEXT, DATE = "number", "boolean", "text", "date"
-SPACES = " \u00a0\u202f"
+SPACES = " \u00a0\u2009\u202f"
 WAYS = ((".", ","), (",", ""), (",", "."), *((d, t) for t in (*SPACES, "'", "’") for d in ".,"))  # (decimal, thousands)
 CODES = "EUR|USD|GBP|JPY|CHF|CNY|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RON|TRY|ILS|BRL|MXN|ZAR|KRW|SGD|HKD|THB"
 UNIT = re.compile(rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[%‰€$£¥]|{CODES}))?", re.DOTALL)
@@ -47,6 +47,8 @@ class Style:
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
         if not isinstance(cell, str) or "_" in cell:
             return None
+        if self.thousands == " ":
+            cell = re.sub(f"[{SPACES}]", " ", cell)
         if self != Style():
             parts = UNIT.fullmatch(cell)
             if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (self.before, self.after):
@@ -217,7 +219,8 @@ def _style(name: str, given: list[Any], asked: Style | None) -> Style:
                 f"but {values[i]:.10g} with {_options(style)}. Give one of these options. An input can be left out with "
                 f"--drop {name!r}."
             )
-    if not open_to and all(Style().number(cell) is not None for cell in given):
+    others = [] if open_to or whole else [Style(d, t, *units) for d, t in ((".", ""), *WAYS)]
+    if any(all(other.number(cell) is not None for cell in given) for other in others):
         raise TableError(
             f"Column {name!r} is not written with {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
             f"one way, or leave it out with --drop {name!r}."
