@@ -209,6 +209,27 @@ def test_a_kill_at_any_line_of_a_save_leaves_a_complete_model(way, tmp_path):
     assert not list(tmp_path.glob("*/.*")), "the next save removes what a killed one left"
 
 
+def test_an_old_model_that_cannot_be_put_back_is_kept(tmp_path, monkeypatch):
+    """Without the exchange: both the second rename and the one back fail."""
+    path, real = save(tmp_path / "model", 0), os.rename
+    monkeypatch.setattr(replacing, "_renameat2", None)
+
+    def rename(one, other):
+        if Path(other) == path:
+            raise OSError(5, "Input/output error")
+        real(one, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(FileError, match="cannot be written"):
+            save(path, 1)
+    with pytest.warns(UserWarning, match="was interrupted"):
+        assert number_at(path) == 0
+    save(path, 2)
+    assert number_at(path) == 2
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def in_threads(*works):
     """Run until the first error, or the end of all."""
     faults = []

@@ -91,7 +91,8 @@ def _check(estimator: Any) -> None:
     """What a forged file could have wrong beside the posteriors: settings, sizes, classes, weights and scales."""
     ensemble: Ensemble = estimator.ensemble_
     width, outputs = ensemble.architecture.inputs, ensemble.architecture.outputs
-    settings, classes = ensemble.settings, getattr(estimator, "classes_", None)
+    settings: Settings = ensemble.settings
+    classes: Any = getattr(estimator, "classes_", None)
     estimator._settings(settings.likelihood, 1)  # refuses unknown names and settings out of range
     is_classifier = isinstance(estimator, SSLAClassifier)
     if settings.likelihood not in LIKELIHOODS or settings.likelihood != (CLASSES if is_classifier else estimator.likelihood):
