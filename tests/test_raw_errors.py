@@ -422,6 +422,7 @@ def test_a_part_of_the_answer_is_the_output(form, weights, tmp_path):
     for refit in ("output", "weights"):
         assert torch.allclose(post.predict(X[:3], refit=refit).probs, plain.predict(X[:3], refit=refit).probs, atol=1e-9)
     assert ("logits" in post.report.output) == (FORMS[form][1] == "logits")
+    assert all(name.startswith("inner.") for name in post.report.names)  # and not the linear layer that comes last
     post.save(tmp_path / "p")
     again = {"output": FORMS[form][1]} if form == "function" else {}
     assert torch.equal(ssla.load(tmp_path / "p", Parts(form), **again).predict(X).probs, post.predict(X).probs)

@@ -224,7 +224,8 @@ def checked_output(output: Any) -> Output:
             "output must name the part of the network's answer that holds the outputs: a key or attribute ('logits'), an index "
             f"(0), or a function of the answer, but is {output!r}."
         )
-    return output
+    part: Output = output
+    return part
 
 
 def picked(result: Any, output: Output) -> Any:

@@ -270,7 +270,8 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
 
     tables: list[Table] = []
     if not f.shape[0]:  # no rows have a table too: an empty one
-        tables.append(Table(torch.arange(0), mean.new_empty(0, 2), *[mean.new_empty(0, 1)] * 2, fallback))
+        none = mean.new_empty(0, 1)
+        tables.append(Table(torch.arange(0), mean.new_empty(0, 2), none, none, fallback))
     pending, reach = torch.arange(f.shape[0]), FIRST_REACH
     while pending.numel():
         last = reach >= WIDEST_REACH
