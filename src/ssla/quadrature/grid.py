@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
+LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: below it the difference is rounding
 RELEVANT = 25.0  # log p below the peak beyond which nothing matters
 
 
@@ -69,7 +70,7 @@ class Tail(NamedTuple):
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
         endless = torch.where(size > 1e-280, math.inf, 0.0)  # nothing goes on from nothing
-        return torch.where(margin > 0, size / margin.clamp_min(1e-300), endless)
+        return torch.where(margin > LEAST_MARGIN, size / margin.clamp_min(LEAST_MARGIN), endless)
 
     def radius(self, share: Tensor) -> Tensor:
         """The r beyond which `share` of the tail's mass lies.  (m, q)."""
@@ -80,6 +81,7 @@ def _tail(distance: Tensor, logs: Tensor) -> Tail:
     """From the last two nodes (inner, outer), each (m, 2)."""
     fall = logs[:, 0] - logs[:, 1]
     power = fall / (distance[:, 1].log() - distance[:, 0].log())
+    power = torch.where(logs[:, 1] == -math.inf, math.inf, power)  # no density there, so none beyond
     return Tail(distance[:, 1], logs[:, 1], power)
 
 
@@ -124,6 +126,11 @@ class Grid:
         left = self.scale[:, None] * (-x[:2]).flip(0)
         right = self.scale[:, None] * x[-2:]
         return _tail(left, self.logs[:, :2].flip(1)), _tail(right, self.logs[:, -2:])
+
+    @property
+    def log_terms(self) -> Tensor:
+        """log(p dz) (m, k): the terms of the rule."""
+        return self.logs + (pattern_of(self.logs.shape[1], self.reach)[1] * self.scale[:, None]).log()
 
     @cached_property
     def relative(self) -> Tensor:
@@ -217,6 +224,10 @@ class Grid:
         panels = _panel_integral(ends, torch.ones_like(ends[0]))
         left = self.tails[0].moment(0, self.peak) / self.scale
         return torch.cat([left[:, None], panels], 1).cumsum(1)
+
+    def spline_error(self) -> Tensor:
+        """By how much the spline's mass differs from the rule's, relative (m,)."""
+        return ((self._total.log() + self.scale.log() + self.peak) - self.log_mass).expm1().abs()
 
     @cached_property
     def _total(self) -> Tensor:
