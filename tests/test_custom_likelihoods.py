@@ -5,10 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
+import ssla
 from ssla import likelihoods as L
-from ssla.predictive import from_marginal
+from ssla import metrics
+from ssla.fitting import job
+from ssla.fitting.job import MOST_TRIALS
+from ssla.predictive import affine, from_marginal
+from ssla.refit import on_marginal, resolve
 
 LEVELS = [0.001, 0.025, 0.5, 0.975, 0.999]
 
@@ -189,3 +194,174 @@ def test_log_prob_of_counts_is_asked_for_whole_numbers_only():
     p = from_marginal(L.custom(poisson, support="counts"), T([[8.0]]), T([[[0.1]]]))
     assert p.mass.item() == pytest.approx(1, abs=1e-3)
     assert all(seen)
+
+
+# --- kinks ---------------------------------------------------------------------------------------
+
+G = torch.Generator().manual_seed(0)
+X = torch.randn(40, 3, dtype=torch.float64, generator=G)
+Y = X[:, 0] + torch.randn(40, dtype=torch.float64, generator=G)
+
+
+class Counted:
+    """A log density that counts its calls: about four for each pass over the data."""
+
+    def __init__(self, log_prob):
+        self.log_prob, self.calls = log_prob, 0
+
+    def __call__(self, y, f):
+        self.calls += 1
+        return self.log_prob(y, f)
+
+
+def laplace(y, f):
+    return -math.log(2) - (y - f[..., 0]).abs()
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1).double()
+
+
+@pytest.mark.parametrize("log_prob", [laplace, lambda y, f: -(y - f[..., 0]).abs()], ids=["normalised", "not normalised"])
+def test_a_likelihood_without_curvature_is_tilted_and_says_so(log_prob):
+    counted = Counted(log_prob)
+    with pytest.warns(UserWarning, match=r"mode='tilt' was used in place of 'polish': .* no curvature in f .* has kinks"):
+        post = ssla.fit(linear(), (X, Y), likelihood=L.custom(counted))
+    assert counted.calls <= 100  # most of them for the Fisher information
+    assert post.report.mode == "tilt"
+    assert any("no curvature in f" in note for note in post.report.notes)
+    ones = torch.cat([X, torch.ones(40, 1, dtype=torch.float64)], 1)
+    H = ones.mT @ ones + torch.eye(4, dtype=torch.float64)  # the Fisher information of a Laplace distribution is 1
+    assert torch.allclose(post.marginal(X[:2]).covariance[:, 0, 0], (ones[:2] @ H.inverse() * ones[:2]).sum(1), rtol=1e-3)
+
+
+def test_polish_of_a_likelihood_without_curvature_is_refused():
+    with pytest.raises(ValueError, match=r"mode='polish' is not possible: .*Use mode='tilt'"):
+        ssla.fit(linear(), (X, Y), likelihood=L.custom(laplace), mode="polish")
+
+
+def test_a_likelihood_with_curvature_in_one_output_alone_is_tilted():
+    """The log scale has a curvature, the location has none."""
+    counted = Counted(lambda y, f: laplace(y * torch.exp(-f[..., 1]), f * torch.exp(-f[..., 1:])) - f[..., 1])
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="no curvature in f"):
+        post = ssla.fit(torch.nn.Linear(3, 2).double(), (X, Y), likelihood=L.custom(counted))
+    assert counted.calls <= 200
+    assert post.report.mode == "tilt"
+
+
+@pytest.mark.parametrize("most", [5, MOST_TRIALS])
+def test_polish_over_kinks_with_a_little_curvature_ends_and_warns(most, monkeypatch):
+    monkeypatch.setattr(job, "MOST_TRIALS", most)
+    counted = Counted(lambda y, f: laplace(y, f) - 0.01 * (y - f[..., 0]) ** 2)
+    likelihood = L.custom(counted, fisher=lambda f: torch.ones_like(f)[..., None])
+    with pytest.warns(
+        RuntimeWarning, match="polish (did not reach the mode|stopped after .* Likely cause: a log density with kinks)"
+    ):
+        post = ssla.fit(linear(), (X, Y), likelihood=likelihood)
+    assert counted.calls <= 4 * (most + 3)
+    assert any(note.startswith("polish ") for note in post.report.notes)
+
+
+@pytest.mark.parametrize("known", [None, lambda f: torch.ones_like(f).unsqueeze(-1)], ids=["by scores", "given"])
+@pytest.mark.parametrize("K", [0.1, 1.0])
+def test_the_predictive_of_a_likelihood_without_curvature_has_the_fisher_in_its_determinant(K, known):
+    """−½ log(1 + K) with it. Without it the mass was 1.05 for K = 0.1 and 1.46 for K = 1."""
+    likelihood = L.custom(laplace, fisher=known)
+    y = T([[-6.0, -1.5, 0.0, 0.4 * K, 6.0]])
+    f = y.clamp(-K, K)  # the mode of −|y − f| − f²/2K
+    exact = -math.log(2) - (y - f).abs() - f**2 / (2 * K) - 0.5 * math.log1p(K)
+    found = on_marginal(resolve("output"), likelihood, T([[0.0]]), T([[[K]]]))(y)
+    assert torch.allclose(found.total, exact, atol=1e-6)
+    if K < 1:
+        assert from_marginal(likelihood, T([[0.0]]), T([[[K]]])).mass.item() == pytest.approx(1, abs=0.01)
+
+
+def test_a_slope_at_one_target_is_not_taken_for_a_kink():
+    """log p(0|f) = −f of a Poisson rate is straight in f, log p(y|f) of the other counts is not."""
+    rate = L.custom(lambda y, f: torch.xlogy(y, f[..., 0]) - f[..., 0] - torch.lgamma(y + 1), support="counts")
+    exact = from_marginal(L.Poisson(link="identity"), T([[3.0]]), T([[[0.2]]])).increments(T([[0.0]]))
+    found = on_marginal(resolve("output"), rate, T([[3.0]]), T([[[0.2]]]))(T([[0.0]]))
+    assert torch.allclose(found.total, exact.total)
+    assert torch.allclose(found.curvature, T([[0.0]]), atol=1e-12)
+
+
+# --- angles --------------------------------------------------------------------------------------
+
+
+def von_mises(y, f, kappa=2.0):
+    return kappa * (torch.cos(y - f[..., 0]) - 1) - math.log(2 * math.pi * special.i0e(kappa))
+
+
+@pytest.mark.parametrize("kappa", [1e-3, 0.5, 4.0, 300.0, 1e5])
+@pytest.mark.parametrize("place", [0.0, 1.0, 3.0, -math.pi])
+def test_angles_agree_with_scipy(kappa, place):
+    likelihood = L.custom(lambda y, f: von_mises(y, f, kappa), support="circular")
+    p, law = known(likelihood, place), stats.vonmises(kappa)  # SciPy's around zero
+    d = np.linspace(-1, 1, 200_001) * min(math.pi, 12 / math.sqrt(kappa))
+    spread = np.trapezoid(d**2 * law.pdf(d), d)  # SciPy's own variance takes seconds
+    turn = lambda y: (y + math.pi) % (2 * math.pi) - math.pi  # noqa: E731
+    assert not bool(p.diagnostics.inaccurate)
+    assert p.mass.item() == pytest.approx(1, abs=1e-10)
+    y = np.linspace(-math.pi, math.pi, 9)[:-1]
+    assert torch.allclose(p.log_prob(T(y)[None])[0], T(law.logpdf(turn(y - place))), atol=1e-8)
+    assert torch.allclose(p.log_prob(T(y)[None] + 4 * math.pi), p.log_prob(T(y)[None]), atol=1e-8 * max(kappa, 1))
+    for mean, variance in ((p.mean, p.variance), (likelihood.mean(T([[place]])), likelihood.variance(T([[place]])))):
+        assert turn(mean.item() - place) == pytest.approx(0, abs=1e-6)
+        assert variance.item() == pytest.approx(spread, rel=1e-6)
+    assert turn(p.mode.item() - place) == pytest.approx(0, abs=1e-5)
+    assert torch.allclose(p.interval(0.9)[0] - p.mean, T(law.interval(0.9)), atol=1e-6)
+    below = law.cdf(y - place) - law.cdf(-math.pi - place)  # SciPy's goes on around the circle
+    assert torch.allclose(p.cdf(T(y)[None])[0], T(below), atol=1e-7)
+    q = T([0.001, 0.3, 0.5, 0.999])
+    assert torch.allclose(p.cdf(p.icdf(q))[0], q, atol=1e-9)
+    region = p.hdr(0.8)
+    assert float(torch.nan_to_num(region.upper - region.lower).sum()) == pytest.approx(2 * law.ppf(0.9), rel=1e-4)
+    assert (region.lower.shape[1] == 2) == (abs(place) + law.ppf(0.9) > math.pi)  # across ±π
+
+
+def test_draws_of_angles_have_their_distribution():
+    likelihood, generator = L.custom(von_mises, support="circular"), torch.Generator().manual_seed(0)
+    for draws in (known(likelihood, 3.0).sample(20_000, generator)[:, 0], likelihood.sample(T([[3.0]]), 20_000, generator)[:, 0]):
+        assert draws.min() >= -math.pi
+        assert draws.max() < math.pi
+        off = (draws - 3 + math.pi) % (2 * math.pi) - math.pi
+        assert stats.kstest(off.numpy(), stats.vonmises(2.0).cdf).pvalue > 1e-3
+
+
+def test_uncertain_angles_agree_with_integration():
+    f, K = T([[2.9]]), T([[[0.05]]])
+    p = from_marginal(L.custom(lambda y, f: von_mises(y, f, 10.0), support="circular"), f, K)
+    x, w = (T(part) for part in np.polynomial.hermite_e.hermegauss(40))
+    y = T([-3.0, 2.0, 2.9, 3.1])
+    exact = (von_mises(y[:, None], (2.9 + math.sqrt(0.05) * x)[:, None], 10.0).exp() @ (w / w.sum())).log()
+    assert torch.allclose(p.log_prob(y[None])[0], exact, atol=5e-3)
+    assert p.mass.item() == pytest.approx(1, abs=5e-3)
+    assert p.epistemic.item() == pytest.approx(0.05, rel=0.1)
+
+
+def test_angles_are_fitted_wherever_they_are_counted_from():
+    angles = torch.atan2(X[:, 0], X[:, 1])
+    likelihood = L.custom(von_mises, support="circular", outputs=1)
+    first, second = (ssla.fit(linear(), (X, y), likelihood=likelihood, mode="tilt") for y in (angles, angles + 6 * math.pi))
+    assert torch.allclose(first.predict(X).variance, second.predict(X).variance, atol=1e-9)
+    p = first.predict(X)
+    assert metrics.coverage(p, angles, 0.9) == metrics.coverage(p, angles + 2 * math.pi, 0.9)
+    assert metrics.rmse(p, angles) < math.pi
+    assert "crps" not in metrics.summary(p, angles).scores
+    for call, words in (
+        (lambda: first.predict(X[:2], refit="weights"), "no predictive for angles"),
+        (lambda: ssla.mixture([p, p]), "angles cannot be mixed"),
+        (lambda: affine(p, 0.0, 2.0), "kind 'circular'"),
+        (lambda: metrics.crps(p, angles), "For angles use"),
+        (lambda: ssla.credal(first, X, [ssla.priors.Gaussian(1.0)]), "angles have no order"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
+
+
+def test_a_density_on_the_circle_with_a_jump_is_flagged():
+    half = L.custom(lambda y, f: torch.where(y.abs() < 1, -math.log(2), -torch.inf) + 0 * f[..., 0], support="circular")
+    with pytest.warns(UserWarning, match="inaccurate"):
+        assert known(half, 0.0).mass.item() == pytest.approx(1, abs=1e-3)

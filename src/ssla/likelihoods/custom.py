@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from ssla import quadrature
 from ssla._checks import unknown_name
 from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs, uniform
-from ssla.likelihoods.support import Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
+from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
 
-SUPPORTS = ("real", "positive", "unit_interval", "counts", "classes")
+SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16
 SMALL_STEP = 0.01
 COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
@@ -55,6 +56,8 @@ class Custom:
         y = event(y, f)
         if isinstance(self.support, Counts) and y.is_floating_point() and bool((y != y.floor()).any()):
             return self._between_counts(y, f)
+        if isinstance(self.support, Circular):
+            y = quadrature.wrapped(y)
         value = self.log_prob_function(y, f)
         expected = torch.broadcast_shapes(y.shape, f.shape[:-1])
         if value.shape != expected:
@@ -123,6 +126,19 @@ class Custom:
             total[rows] = torch.einsum("nk,nka,nkb->nab", share, g, g)
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
+    def straight(self, f: Tensor) -> bool:
+        """Whether log p has a slope in f and no curvature, whatever y is: it has kinks, as |y − f| has. By the first row of f."""
+        if not self._straight:
+            first = f.reshape(-1, f.shape[-1])[:1].double()
+            found = [self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)]
+            self._straight.append(not any(bool(d.precision.any()) for d in found) and any(bool(d.score.any()) for d in found))
+        return self._straight[0]
+
+    @cached_property
+    def _straight(self) -> list[bool]:
+        """Found once."""
+        return []
+
     def mean(self, f: Tensor) -> Tensor:
         return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
@@ -142,6 +158,9 @@ class Custom:
             mean, variance = quadrature.mapped_moments(
                 self._log_density(flat), self._grids(flat), self.support.from_real, ACCURACY
             )
+        elif isinstance(self.support, Circular):
+            for rows, circle in self._circles(flat):
+                mean[rows], variance[rows] = circle.mean, circle.variance
         else:
             for rows, y, share in self._nodes(flat):
                 share = share / share.sum(1, keepdim=True)
@@ -161,6 +180,8 @@ class Custom:
             return [(torch.arange(f.shape[0]), y, self._normalised(self.log_prob(y, f.unsqueeze(1)).exp()))]
         if isinstance(self.support, Counts):
             return self._counts(f)
+        if isinstance(self.support, Circular):
+            return [(rows, c.angles.expand_as(c.shares), c.shares) for rows, c in self._circles(f)]
         return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in self._grids(f)]
 
     def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -220,6 +241,9 @@ class Custom:
             return self.mean_function(f), self.variance_function(f).sqrt()
         return quadrature.locate(self._log_density(f), f.shape[0])
 
+    def _circles(self, f: Tensor) -> list[quadrature.Around]:
+        return quadrature.build_circles(lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0])
+
     def _grids(self, f: Tensor) -> list[quadrature.Built]:
         return quadrature.build(self._log_density(f), *self.guess(f, f), ACCURACY)
 
@@ -233,6 +257,9 @@ class Custom:
                 cumulative = share.cumsum(1)
                 place = torch.searchsorted(cumulative / cumulative[:, -1:], u[:, rows].mT.contiguous())
                 draws[:, rows] = y.gather(1, place.clamp_max(y.shape[1] - 1)).round().mT
+        elif isinstance(self.support, Circular):
+            for rows, circle in self._circles(flat):
+                draws[:, rows] = circle.icdf(u[:, rows].mT).mT
         else:
             for rows, grid in self._grids(flat):
                 draws[:, rows] = self._continuous.from_real(grid.icdf(u[:, rows].mT)).mT
@@ -264,7 +291,8 @@ def custom(
         log_prob(y, f) with y (...) and f (..., C), broadcasting, normalised over y, twice
         differentiable in f by autograd. Index outputs as `f[..., 0]`.
     support:
-        What y may be: "real", "positive", "unit_interval", "counts" or "classes" (with `classes=`).
+        What y may be: "real", "positive", "unit_interval", "circular" (angles in radians, taken to [−π, π)), "counts" or
+        "classes" (with `classes=`).
     outputs:
         How many outputs the network must have, if that should be checked.
     fisher, mean, variance:
@@ -289,6 +317,7 @@ def custom(
         "real": Real(),
         "positive": Positive(),
         "unit_interval": UnitInterval(),
+        "circular": Circular(),
         "counts": Counts(),
         "classes": Classes(classes or 0),
     }

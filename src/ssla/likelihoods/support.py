@@ -16,7 +16,7 @@ class Support(Protocol):
 
     @property
     def kind(self) -> str:
-        """ "real" (one number), "vector" (several), "count" or "class"."""
+        """ "real" (one number), "vector" (several), "circular" (an angle), "count" or "class"."""
         ...
 
     def check(self, y: Tensor, outputs: int) -> None:
@@ -97,6 +97,17 @@ class UnitInterval:
 
     def log_slope(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
+
+
+@dataclass(frozen=True)
+class Circular:
+    """Angles in radians, period 2π. Every finite number is one; it counts as the same angle in [−π, π)."""
+
+    kind = "circular"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
 
 
 @dataclass(frozen=True)

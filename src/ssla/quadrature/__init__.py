@@ -17,9 +17,25 @@ Fails for densities with jumps or poles: they end flagged, not smoothed over.
 Moments of a function of z (a target with a transformed support) have a rule of their own: see `mapped`.
 """
 
+from ssla.quadrature.circle import Around, Circle, build_circles, wrapped
 from ssla.quadrature.grid import Grid, Regions, Tail
 from ssla.quadrature.mapped import mapped_moments
 from ssla.quadrature.roots import bracketed_root
 from ssla.quadrature.search import Accuracy, Built, LogDensity, build, locate
 
-__all__ = ["Accuracy", "Built", "Grid", "LogDensity", "Regions", "Tail", "bracketed_root", "build", "locate", "mapped_moments"]
+__all__ = [
+    "Accuracy",
+    "Around",
+    "Built",
+    "Circle",
+    "Grid",
+    "LogDensity",
+    "Regions",
+    "Tail",
+    "bracketed_root",
+    "build",
+    "build_circles",
+    "locate",
+    "mapped_moments",
+    "wrapped",
+]

@@ -308,30 +308,34 @@ class Grid:
         return self._above(fine, place, low)
 
     def _above(self, fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
-        """Where the fine density exceeds the threshold, ends by linear interpolation of log p."""
-        excess = fine - threshold[:, None]
-        inside = excess > 0
-        edge = torch.zeros_like(inside[:, :1])
-        starts = ~torch.cat([edge, inside[:, :-1]], 1) & inside
-        stops = ~torch.cat([inside[:, 1:], edge], 1) & inside
-        rank = starts.cumsum(1)
-        stop_rank = stops.cumsum(1)
-        most = max(int(rank[:, -1].max()), 1)
-        lowers: list[Tensor] = []
-        uppers: list[Tensor] = []
-        last = place.numel() - 1
-        for r in range(1, most + 1):  # over the intervals of a row: one, rarely two or three
-            exists = rank[:, -1] >= r
-            for marks, order, step, out in ((starts, rank, -1, lowers), (stops, stop_rank, 1, uppers)):
-                at = (marks & (order == r)).to(torch.uint8).argmax(1)
-                other = (at + step).clamp(0, last)
-                a = excess.gather(1, at[:, None]).squeeze(1)
-                b = excess.gather(1, other[:, None]).squeeze(1)
-                share = torch.where(a - b > 0, a / (a - b), torch.zeros_like(a)).clamp(0, 1)
-                x = place[at] + share * (place[other] - place[at])
-                z = self.centre + self.scale * x
-                out.append(torch.where(exists, z, torch.full_like(z, math.nan)))
-        return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
+        regions = regions_above(fine, place, threshold)
+        return Regions(*(self.centre[:, None] + self.scale[:, None] * ends for ends in regions))
+
+
+def regions_above(fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
+    """Where values (m, k) at places (k,) exceed a threshold (m,), ends by linear interpolation."""
+    excess = fine - threshold[:, None]
+    inside = excess > 0
+    edge = torch.zeros_like(inside[:, :1])
+    starts = ~torch.cat([edge, inside[:, :-1]], 1) & inside
+    stops = ~torch.cat([inside[:, 1:], edge], 1) & inside
+    rank = starts.cumsum(1)
+    stop_rank = stops.cumsum(1)
+    most = max(int(rank[:, -1].max()), 1)
+    lowers: list[Tensor] = []
+    uppers: list[Tensor] = []
+    last = place.numel() - 1
+    for r in range(1, most + 1):  # over the intervals of a row: one, rarely two or three
+        exists = rank[:, -1] >= r
+        for marks, order, step, out in ((starts, rank, -1, lowers), (stops, stop_rank, 1, uppers)):
+            at = (marks & (order == r)).to(torch.uint8).argmax(1)
+            other = (at + step).clamp(0, last)
+            a = excess.gather(1, at[:, None]).squeeze(1)
+            b = excess.gather(1, other[:, None]).squeeze(1)
+            share = torch.where(a - b > 0, a / (a - b), torch.zeros_like(a)).clamp(0, 1)
+            x = place[at] + share * (place[other] - place[at])
+            out.append(torch.where(exists, x, torch.full_like(x, math.nan)))
+    return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
 
 
 def _spline_value(ends: tuple[Tensor, ...], part: Tensor) -> Tensor:
