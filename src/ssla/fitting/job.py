@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Custom, Gaussian, Likelihood
 from ssla.network import Network, output_words
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
@@ -24,10 +24,16 @@ RUNAWAY = (
     "rows. Use a stronger prior, for example prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
 )
 MOST_NEWTON_STEPS = 200
+MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass over the data each
+STRAIGHT = (
+    "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "
+    "has, so Newton steps do not lead to the mode"
+)
 NOISE_ROUNDS = 10
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
+VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
 TRUSTED_DECREMENT = 1e-4  # so close to the mode, a gain drowns in rounding and the full step is safe
 
 
@@ -58,6 +64,8 @@ class Job:
         bound = self.prior.bind(network.layout)
         check_at(self.prior, bound, network.theta)
         mode = self.mode or (POLISH if network.linear else TILT)
+        if isinstance(self.likelihood.predictive, Custom) and sums.straight:
+            sums, mode = replace(sums, newton=None), self._without_polish(mode)
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = self._estimate_noise(sums, bound, polish=mode == POLISH)
@@ -79,6 +87,16 @@ class Job:
         posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.data.source)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
+
+    def _without_polish(self, mode: str) -> str:
+        """The mode of the fit for a likelihood with kinks: as asked for, or "tilt" in place of the default."""
+        if self.mode == POLISH:
+            raise ValueError(f"mode='polish' is not possible: {STRAIGHT}. Use mode='tilt', or a smooth log_prob.")
+        if mode == POLISH:
+            message = f"mode='tilt' was used in place of 'polish': {STRAIGHT}. The curvature of the posterior is the Fisher"
+            self.notes.append(message)
+            warnings.warn(f"{message}. Give mode='tilt', or a smooth log_prob.", UserWarning, stacklevel=4)
+        return TILT if mode == POLISH else mode
 
     def _enough_directions(self, sums: Sums, estimate: bool) -> Sums:
         """A low-rank sketch is widened, with a pass each time, until it overstates no variance by more than it may."""
@@ -272,6 +290,7 @@ class Job:
         enough = DECREMENT_LINEAR if self._network.linear else DECREMENT_OTHER
         quadratic = self._network.linear and isinstance(self.likelihood, Gaussian) and isinstance(sums.newton_curvature, Dense)
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
+        trials = 0
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
             try:
@@ -289,6 +308,9 @@ class Job:
             trusted = self._network.linear and decrement <= TRUSTED_DECREMENT**2
             size = 1.0
             while True:
+                if trials == MOST_TRIALS:
+                    return theta, sums, self._not_converged(step_count)
+                trials += 1
                 there = theta + size * step
                 trial = sums.moved(size * step) if quadratic else self._collect(there)
                 new = trial.statistics.log_likelihood + float(bound.log_prob(there))
@@ -296,17 +318,30 @@ class Job:
                     break
                 size /= 2
                 if size < 1e-8:
-                    self.notes.append(f"polish stopped after {step_count} steps: no smaller step raises the log posterior")
+                    self._stopped(f"polish stopped after {step_count} steps: no smaller step raises the log posterior", decrement)
                     return theta, sums, step_count
             theta, sums, height = there, trial, new
-        self.notes.append(f"polish did not converge in {MOST_NEWTON_STEPS} Newton steps")
+        return theta, sums, self._not_converged(MOST_NEWTON_STEPS)
+
+    def _stopped(self, note: str, decrement: float) -> None:
+        self.notes.append(note)
+        if decrement > VISIBLE_DECREMENT**2:
+            warnings.warn(
+                f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
+                "Likely cause: a log density with kinks. Use mode='tilt', or a smooth log density.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _not_converged(self, steps: int) -> int:
+        self.notes.append(f"polish did not converge in {steps} Newton steps")
         warnings.warn(
-            f"polish did not reach the mode in {MOST_NEWTON_STEPS} Newton steps (see posterior.report). Train the network "
+            f"polish did not reach the mode in {steps} Newton steps (see posterior.report). Train the network "
             "further, use a stronger prior, or mode='tilt'.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-        return theta, sums, MOST_NEWTON_STEPS
+        return steps
 
 
 def _prior_share(operator: Operator, precision: Tensor) -> Tensor:

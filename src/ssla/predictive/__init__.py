@@ -16,6 +16,7 @@ from ssla.likelihoods.support import Classes, Continuous
 from ssla.posterior import Posterior
 from ssla.predictive.affine import AffinePredictive, affine
 from ssla.predictive.base import Diagnostics, Predictive, kind_of
+from ssla.predictive.circular import CircularPredictive, circular_predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive, additive_law
@@ -42,6 +43,7 @@ from ssla.refit import (
 
 __all__ = [
     "AffinePredictive",
+    "CircularPredictive",
     "ClassMixture",
     "ClassPredictive",
     "CountPredictive",
@@ -125,6 +127,9 @@ def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
     if support.kind == "count":
         counts = count_predictive(expansion, rung.name)
         return told(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
+    if support.kind == "circular":
+        around = circular_predictive(expansion, rung.name)
+        return told(replace(around, diagnostics=replace(around.diagnostics, convention=convention)))
     assert isinstance(support, Continuous)
     grid = grid_predictive(expansion, support, rung.name)
     return told(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))

@@ -89,7 +89,7 @@ class Predictive(Protocol):
 
 
 def kind_of(predictive: Any) -> str:
-    """ "scalar", "vector", "count" or "class"."""
+    """ "scalar", "vector", "circular", "count" or "class"."""
     return str(getattr(predictive, "kind", None) or ("vector" if predictive.mean.dim() == 2 else "scalar"))
 
 

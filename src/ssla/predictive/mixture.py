@@ -151,6 +151,8 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
     kinds = [kind_of(member) for member in predictives]
     if len(set(kinds)) > 1:
         raise ValueError(f"Only predictives of the same kind of target can be mixed, but these are {', '.join(kinds)}.")
+    if kinds[0] == "circular":
+        raise TypeError("Predictives of angles cannot be mixed: the mean of a mixture of angles is not that of their means.")
     shapes = {tuple(m.probs.shape if kinds[0] == "class" else m.mean.shape) for m in predictives}  # type: ignore[attr-defined]
     if len(shapes) > 1:
         raise ValueError(f"The predictives must be at the same inputs, but their shapes differ: {sorted(shapes)}.")

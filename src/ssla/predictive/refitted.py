@@ -23,6 +23,10 @@ VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
     "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
+CIRCULAR = (
+    "A refit of the weights has no predictive for angles. For log densities at given y use ssla.ssla(posterior, x, y); for a "
+    "distribution use refit='output'."
+)
 MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
@@ -43,6 +47,8 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
         return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, rungs, reasons, None))
     if support.kind == "vector":
         raise ValueError(VECTOR)
+    if support.kind == "circular":
+        raise ValueError(CIRCULAR)
     if isinstance(support, Classes):
         return _classes(weights, output, support.count, chosen, name, reasons)
     assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
