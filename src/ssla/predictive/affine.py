@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,8 +120,8 @@ class AffinePredictive:
 
     def increments(self, y: Any) -> Increments:
         """Those of the base; the change of units is counted with the likelihood."""
-        parts = self.base.increments(self._in(y))
-        return Increments(parts.likelihood - self._log_scale, parts.prior, parts.curvature)
+        parts: Increments = self.base.increments(self._in(y))
+        return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
 def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:

@@ -78,14 +78,14 @@ class Blend:
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """A row is flagged where any member's is."""
+        """A row is flagged where any member's is. Different rungs or conventions are all named."""
         parts = [member.diagnostics for member in self.members]
 
         def any_of(flag: str) -> Tensor:
             return torch.stack([getattr(part, flag) for part in parts]).any(0)
 
-        names = ", ".join(dict.fromkeys(part.refit for part in parts))
-        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"))
+        names, conventions = (", ".join(dict.fromkeys(getattr(part, what) for part in parts)) for what in ("refit", "convention"))
+        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"), conventions)
 
     def choose(self, n: int, draw: Callable[[Any], Tensor], generator: torch.Generator | None) -> Tensor:
         """n draws a row, each from a member taken with its weight: (n, N, …)."""
