@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ssla.digests import digest
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network
-from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
+from ssla.posterior import POLISH, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
@@ -44,6 +45,12 @@ class Job:
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
+    marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
+
+    def __post_init__(self) -> None:
+        width = self.budget if isinstance(self.structure, LowRank) else None  # it decides how wide a sketch may grow
+        asked = {"likelihoods": self.likelihood, "priors": self.prior, "structures": (self.structure, width)}
+        self.marks = {what: digest(value) for what, value in asked.items()}
 
     # --- the whole -------------------------------------------------------------------------
 
@@ -57,7 +64,7 @@ class Job:
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
         check_at(self.prior, bound, network.theta)
-        mode = self.mode or (POLISH if network.linear else TILT)
+        mode = self._order(None).mode_for(network)
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = self._estimate_noise(sums, bound, polish=mode == POLISH)
@@ -195,8 +202,11 @@ class Job:
         """One pass: the sums at θ (the trained one if None)."""
         return self._read(theta)[0]
 
+    def _order(self, theta: Tensor | None) -> Order:
+        return Order(theta, self.likelihood, self.structure, self.mode, self.marks)
+
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
-        found = self.data.read(Order(theta, self.likelihood, self.structure, self.mode))
+        found = self.data.read(self._order(theta))
         self.repeatable = found.repeatable
         if found.sums is None:
             raise ValueError(EMPTY)

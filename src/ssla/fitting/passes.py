@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from ssla.fitting.watching import TargetRange, bar
 from ssla.jacobians import Features, Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import Network, open_network
-from ssla.posterior import POLISH
+from ssla.posterior import POLISH, TILT
 from ssla.structures import Dense, Extent, Structure
 
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
@@ -29,9 +29,14 @@ class Order:
     likelihood: Likelihood
     structure: Structure
     mode: str | None
+    marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
+
+    def mode_for(self, network: Network) -> str:
+        """As asked for; by default polish for a last layer, tilt otherwise."""
+        return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        return self.mode == POLISH or (self.mode is None and network.linear)
+        return self.mode_for(network) == POLISH
 
     def newton(self, network: Network, budget: int) -> bool:
         """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""

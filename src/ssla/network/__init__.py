@@ -7,6 +7,7 @@ pass by, without hooks.
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan
 from ssla.network.base import Network
+from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
 from ssla.network.reopening import Opening, describe, module_of, reopen
@@ -14,6 +15,7 @@ from ssla.network.reopening import Opening, describe, module_of, reopen
 __all__ = [
     "ALL",
     "LAST_LAYER",
+    "VALUES",
     "AnyParameters",
     "LastLayer",
     "LayerPlan",
@@ -21,6 +23,9 @@ __all__ = [
     "Opening",
     "check_mode",
     "describe",
+    "difference",
+    "fingerprint",
+    "marks",
     "module_of",
     "open_network",
     "reopen",
