@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 from ssla.batches import Inputs, Source, as_inputs
 from ssla.digests import digest
 from ssla.jacobians import Jacobian
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.network import Network, difference, fingerprint, marks, module_of
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
 from ssla.structures import Dense, Kfac, Operator, Structure
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 DEFAULT_BUDGET = 1 << 30
+COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
 
 
 class Marginal(NamedTuple):
@@ -182,11 +183,31 @@ class Posterior:
         for part in self.network.chunks(inputs, self.memory_budget):
             f, J = self.network.expand(part, self.theta)
             self.likelihood.check_outputs(f)
-            yield f, J
+            yield f, J if J.dtype.itemsize > 2 else J.double()  # sums in half precision would lose what is left of its digits
 
     def marginal(self, x: Inputs) -> Marginal:
-        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the model's dtype."""
-        return Marginal(*(part.to(self.network.device, self.network.dtype) for part in self.outputs_at(x)))
+        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""
+        found = self.outputs_at(x)
+        return Marginal(*(part.to(self.like(found)) for part in found))
+
+    def like(self, marginal: Marginal) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device: the model's.
+
+        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a noise of 0.01 at outputs of
+        10⁶ has no place in float32.
+        """
+        dtype, law = self.network.dtype, self.likelihood.predictive
+        f, K = marginal
+        if isinstance(law, Gaussian):
+            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
+        elif isinstance(law, HeteroscedasticGaussian | StudentT):
+            centre, scale = law.guess(f, K)
+            f = centre
+        else:
+            scale = torch.full_like(f, torch.inf)
+        if bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
+            dtype = torch.float64
+        return torch.empty(0, dtype=dtype, device=self.network.device)
 
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""

@@ -78,7 +78,15 @@ class Job:
         after = residual(sums, bound, theta)
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
+        self.notes[:0] = network.notes
         target.note(self.notes)
+        if target.spread is not None and isinstance(self.likelihood, Gaussian):
+            missed = target.spread.missed
+            if mode == POLISH:  # it may have found the scale; where it lost it, the prior is at fault: see _compare_fit
+                missed = torch.minimum(missed, sums.residual_squares(start_fit, moved))
+            target.spread.warn_scale(missed, self.notes)
+            noise = self.likelihood.covariance_for(missed).diagonal().sqrt()
+            target.spread.warn_rounding(noise, network.dtype, self.notes)
         self.notes.extend(concavity_notes(bound.precision(theta)))
         self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)

@@ -9,12 +9,17 @@ from ssla.network.any_parameters import AnyParameters, LayerPlan
 from ssla.network.base import Network
 from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
 from ssla.network.last_layer import LastLayer
-from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
+from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
 from ssla.network.reopening import Opening, describe, module_of, reopen
+from ssla.network.watch import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 
 __all__ = [
     "ALL",
+    "EXP",
     "LAST_LAYER",
+    "SIGMOID",
+    "SOFTMAX",
+    "SOFTPLUS",
     "VALUES",
     "AnyParameters",
     "LastLayer",
@@ -29,4 +34,5 @@ __all__ = [
     "module_of",
     "open_network",
     "reopen",
+    "trainable",
 ]

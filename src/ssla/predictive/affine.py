@@ -11,8 +11,10 @@ from torch import Tensor
 from ssla._checks import finite, positive
 from ssla.batches import as_tensor
 from ssla.expansion import Increments
+from ssla.posterior import COARSE
 from ssla.predictive.base import Diagnostics, Predictive, kind_of
 from ssla.predictive.gaussian import Ellipsoid
+from ssla.predictive.mixture import in_double
 from ssla.quadrature import Regions
 
 
@@ -144,4 +146,7 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:
     if kind == "vector":
         size = predictive.mean.shape[1]
         a, b = a.expand(size), b.expand(size)
+    step = torch.finfo(predictive.mass.dtype).eps * a.abs()
+    if bool((step > COARSE * b * predictive.stddev.to("cpu", torch.float64)).any()):  # the sum needs digits that the base lacks
+        predictive = in_double(predictive)
     return AffinePredictive(predictive, a, b)

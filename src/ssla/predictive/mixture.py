@@ -126,8 +126,8 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
         raise ValueError("mixture needs at least one predictive, but the list is empty.")
     _check_alike(predictives)
     w = _checked_weights(weights, len(predictives))
-    like = predictives[0].mass.new_empty(0)
-    members = tuple(_in_double(member) for member, share in zip(predictives, w.tolist(), strict=True) if share > 0)
+    like = max((member.mass for member in predictives), key=lambda mass: mass.dtype.itemsize).new_empty(0)
+    members = tuple(in_double(member) for member, share in zip(predictives, w.tolist(), strict=True) if share > 0)
     blend = Blend(members, w[w > 0], like)
     kind = kind_of(predictives[0])
     if kind == "class":
@@ -156,21 +156,21 @@ def _checked_weights(weights: Any, count: int) -> Tensor:
     return w / w.sum()
 
 
-def _in_double(member: Any) -> Any:
+def in_double(member: Any) -> Any:
     """The same predictive, answering in float64: averages of rounded probabilities would lose the tails."""
     if hasattr(member, "blend"):
         return replace(member, blend=replace(member.blend, like=member.blend.like.double()))
     if hasattr(member, "base"):
-        return replace(member, base=_in_double(member.base))
+        return replace(member, base=in_double(member.base))
     expansion = getattr(member, "expansion", None)
     if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=_answering_in_double(expansion))  # type: ignore[type-var]
+        return replace(member, expansion=_answeringin_double(expansion))  # type: ignore[type-var]
     return member
 
 
-def _answering_in_double(expansion: Any) -> Any:
+def _answeringin_double(expansion: Any) -> Any:
     """A refit of weights answers in the dtype of the rung below, which it holds."""
     for below in ("weights", "output"):
         if hasattr(expansion, below):
-            return replace(expansion, **{below: _answering_in_double(getattr(expansion, below))})
+            return replace(expansion, **{below: _answeringin_double(getattr(expansion, below))})
     return replace(expansion, like=expansion.like.double())
