@@ -6,13 +6,14 @@ import ast
 import sys
 from pathlib import Path
 
-GROUND = {"_checks", "linalg", "quadrature", "parameters", "jacobians", "batches", "trace", "replacing"}
+GROUND = {"_checks", "digests", "linalg", "quadrature", "parameters", "jacobians", "batches", "trace", "replacing"}
 MIDDLE = {"likelihoods", "priors", "structures", "network"}  # none of these sees another
 CORE = GROUND | MIDDLE | {"posterior"}
 ANSWERS = CORE | {"expansion", "refit", "predictive"}
 
 ALLOWED: dict[str, set[str]] = {
     "_checks": set(),
+    "digests": set(),
     "linalg": set(),
     "quadrature": set(),
     "parameters": set(),
@@ -24,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "likelihoods": {"_checks", "linalg", "quadrature"},
     "priors": {"_checks", "parameters"},
     "structures": {"_checks", "jacobians"},
-    "network": {"_checks", "batches", "jacobians", "parameters"},
+    "network": {"_checks", "batches", "digests", "jacobians", "parameters"},
     "posterior": GROUND | MIDDLE,
     "fitting": CORE,
     "cost": CORE | {"fitting"},

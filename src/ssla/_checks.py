@@ -73,3 +73,34 @@ def writable(path: Path) -> None:
         raise ValueError(f"{path} cannot be written: {folder} is a file and not a folder. Give another place.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{path} cannot be written: you have no permission to write to {folder}. Give another place.")
+
+
+def covariances(what: str, K: Tensor) -> Tensor:
+    """K (N, C, C) in float64, or ValueError unless it is symmetric and positive semi-definite to the rounding of its dtype.
+
+    Within that rounding, entries are made symmetric and eigenvalues below zero become zero.
+    """
+    if not K.numel():
+        return K.double()
+    eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
+    values = K.detach().to("cpu", torch.float64)
+    size = values.abs().amax((1, 2))
+    # a product that was rounded is off by √ε of its row at worst; a difference of larger numbers by ε of those
+    allowed = eps**0.5 * size * (K.shape[-1] > 1) + 16 * eps * size.amax()
+    skew = (values - values.mT).abs().amax((1, 2))
+    values = (values + values.mT) / 2
+    spectrum, basis = torch.linalg.eigh(values)
+    least = spectrum[:, 0]
+    for bad, fault, figure in (
+        (skew > allowed, "symmetric", "its entries differ from those of its transpose by"),
+        (least < -allowed, "positive semi-definite", "its smallest eigenvalue is"),
+    ):
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            number = float((skew if fault == "symmetric" else least)[row])
+            raise ValueError(
+                f"{what} must be {fault} for each input, but {int(bad.sum())} of {len(K)} are not (row {row}: {figure} "
+                f"{number:.3g}). Give covariances and not standard deviations, differences or roots of them."
+            )
+    positive_part = (basis * spectrum.clamp_min(0).unsqueeze(-2)) @ basis.mT
+    return torch.where((least < 0)[:, None, None], positive_part, values)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ssla._checks import unknown_name
 from ssla.fitting.memory import alternatives, in_words
-from ssla.network import ALL, LAST_LAYER, Output, checked_output
+from ssla.network import ALL, LAST_LAYER, Output, checked_output, trainable
 from ssla.posterior import DEFAULT_BUDGET
 from ssla.structures import Extent, LowRank, Structure, resolve
 
@@ -105,7 +105,7 @@ def estimate_cost(
 def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:
     own = dict(model.named_parameters())
     if weights == ALL:
-        return list(own)
+        return list(trainable(model))
     if weights == LAST_LAYER:
         return [name for name, p in own.items() if any(p is q for q in last.parameters())]
     wanted = [weights] if isinstance(weights, str) else list(weights)

@@ -26,7 +26,7 @@ from ssla.fitting import checked_budget, checked_job, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within
 from ssla.fitting.ranks import alone
 from ssla.likelihoods import Likelihood
-from ssla.network import LAST_LAYER, Network, Output, checked_output, open_network
+from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of, open_network
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 from ssla.structures import Structure
@@ -137,7 +137,8 @@ class Cluster:
             self.opening = self._opening()
             self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None, self.output)
         self.passes += 1
-        errand = Errand(self.model, self.weights, self.opening, self.budget, order, self.output)
+        # the private copy and the names found in it: what happens to the user's module meanwhile changes no sum
+        errand = Errand(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
         label = f"pass {self.passes}" if self.progress else None
         found: Pass = self.engine.merged(read_shard, errand, self.shards, merge_pair, label)
         return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ssla.digests import digest
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -50,6 +51,12 @@ class Job:
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
+    marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
+
+    def __post_init__(self) -> None:
+        width = self.budget if isinstance(self.structure, LowRank) else None  # it decides how wide a sketch may grow
+        asked = {"likelihoods": self.likelihood, "priors": self.prior, "structures": (self.structure, width)}
+        self.marks = {what: digest(value) for what, value in asked.items()}
 
     # --- the whole -------------------------------------------------------------------------
 
@@ -63,7 +70,7 @@ class Job:
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
         check_at(self.prior, bound, network.theta)
-        mode = self.mode or (POLISH if network.linear else TILT)
+        mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
         theta, steps = network.theta, 0
@@ -79,7 +86,15 @@ class Job:
         after = residual(sums, bound, theta)
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
+        self.notes[:0] = network.notes
         target.note(self.notes)
+        if target.spread is not None and isinstance(self.likelihood, Gaussian):
+            missed = target.spread.missed
+            if mode == POLISH:  # it may have found the scale; where it lost it, the prior is at fault: see _compare_fit
+                missed = torch.minimum(missed, sums.residual_squares(start_fit, moved))
+            target.spread.warn_scale(missed, self.notes)
+            noise = self.likelihood.covariance_for(missed).diagonal().sqrt()
+            target.spread.warn_rounding(noise, network.dtype, self.notes)
         self.notes.extend(concavity_notes(bound.precision(theta)))
         self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)
@@ -214,8 +229,11 @@ class Job:
         """One pass: the sums at θ (the trained one if None)."""
         return self._read(theta)[0]
 
+    def _order(self, theta: Tensor | None) -> Order:
+        return Order(theta, self.likelihood, self.structure, self.mode, self.marks)
+
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
-        found = self.data.read(Order(theta, self.likelihood, self.structure, self.mode))
+        found = self.data.read(self._order(theta))
         self.repeatable = found.repeatable
         if found.sums is None:
             raise ValueError(EMPTY)

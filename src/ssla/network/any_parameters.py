@@ -23,6 +23,10 @@ from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, pat
 from ssla.parameters import Layout, contiguous_layout
 
 CHECKED_ROWS = 4
+UNLIKE_LAYERS = (
+    "derivatives layer by layer do not agree with backpropagation through the whole network, so no layer is given a Kronecker "
+    "form (structure='kfac' is a diagonal)"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class AnyParameters:
     layers: tuple[LayerPlan, ...]
     others: tuple[str, ...]  # free parameters without a Kronecker form
     extra_per_row: int  # bytes
+    notes: tuple[str, ...] = ()
 
     linear = False
     offset = None
@@ -170,7 +175,9 @@ def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if name not in names} | dict(module.named_buffers())
 
 
-def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool) -> AnyParameters:
+def open_any(
+    frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool, note: str | None
+) -> AnyParameters:
     """Plan the layers, and check the plan against plain backpropagation on a few rows."""
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
@@ -187,10 +194,12 @@ def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe
     rest_size = sum(layout.positions[name].numel() for name in others)
     whole = layout.size if materialise else 0
     extra = 8 * (2 * seen + outputs * (2 * rest_size + 3 * whole))
-    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra)
+    notes = () if note is None else (note,)
+    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra, notes)
     few = frozen.cast(slice_inputs(x, slice(0, CHECKED_ROWS)))
     if not _agrees(network, few) and plans:
-        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size)
+        notes = (*notes, UNLIKE_LAYERS)
+        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size, notes)
     return network
 
 
@@ -237,4 +246,5 @@ def _agrees(network: AnyParameters, x: Inputs) -> bool:
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
     found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
-    return bool((found - expected).abs().max() <= 1e-3 * (1e-12 + expected.abs().max()))
+    enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision rounds more than that in one product
+    return bool((found - expected).abs().max() <= enough * (1e-12 + expected.abs().max()))

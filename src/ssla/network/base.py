@@ -56,6 +56,11 @@ class Network(Protocol):
         ...
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found at opening that a report should say."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """The model's floating dtype: results are given back in it."""
         ...

@@ -15,7 +15,7 @@ from ssla.network.any_parameters import open_any
 from ssla.network.base import Frozen, Network, Output, by_keyword, by_position, kept_integers, row_shapes, whole
 from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
-from ssla.network.watch import Probe
+from ssla.network.watch import SOFTMAX, Probe
 from ssla.parameters import last_layer_layout
 
 LAST_LAYER = "last_layer"
@@ -30,19 +30,57 @@ def open_network(
     x: Inputs,
     materialise: bool = True,
     output: Output = None,
+    links: tuple[str, ...] = (),
 ) -> Network:
     """Copy the module, check it on the first batch x, and choose how to see its free parameters.
 
     materialise: whether the curvature structure will ask for J as a matrix (it decides how many rows fit a budget).
     output: which part of the module's answer holds the outputs (see `ssla.fit`).
+    links: functions that the likelihood applies itself, so that the network must not end in them.
     """
     frozen, watch, f = _freeze(model, x, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
     names = _scope(model, weights, parameters, head)
+    _refuse_links(watch, f, links)
+    note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
-        return _last_layer(frozen, head, head.bias in names, f.shape[1])
-    return open_any(frozen, names, x, f, watch, materialise)
+        return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
+    return open_any(frozen, names, x, f, watch, materialise, note)
+
+
+def trainable(model: nn.Module) -> tuple[str, ...]:
+    """What weights="all" stands for: the parameters that are not frozen; all of them where all are frozen, as for inference."""
+    floating = {name: p.requires_grad for name, p in model.named_parameters() if p.is_floating_point()}
+    return tuple(name for name, free in floating.items() if free or not any(floating.values()))
+
+
+def frozen_note(model: nn.Module) -> str | None:
+    """What a report says of frozen parameters under weights="all"."""
+    fixed = {name: p.numel() for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad}
+    if not fixed:
+        return None
+    if set(trainable(model)) & set(fixed):
+        return "weights='all': every parameter is frozen (requires_grad=False), so all of them were taken as free"
+    shown = ", ".join(list(fixed)[:4]) + (", …" if len(fixed) > 4 else "")
+    return (
+        f"weights='all': {sum(fixed.values()):,} frozen parameters (requires_grad=False: {shown}) were left out and have no "
+        "uncertainty; name them in weights=[…] to include them"
+    )
+
+
+def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
+    """ValueError where the output is already what the likelihood makes of it: probabilities, rates."""
+    found = [link for link, result in watch.links if result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)]
+    sums = f.double().sum(1)
+    if f.shape[0] > 1 and f.shape[1] > 1 and bool((f >= 0).all()) and bool(((sums - 1).abs() <= 1e-2).all()):
+        found.append(SOFTMAX)  # by another way: an average of several, say
+    twice = next((link for link in found if link in links), None)
+    if twice is not None:
+        raise ValueError(
+            f"The network's output has passed through a {twice} already, and this likelihood applies its own. Return the raw "
+            "outputs from before it (logits, log rates)."
+        )
 
 
 def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe, Tensor]:
@@ -121,8 +159,8 @@ def _check_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     if f.shape[0] < 2:
         return
     alone = frozen.forward(frozen.cast(slice_inputs(x, slice(0, 1))))
-    size = float(f.abs().max()) + 1e-30
-    if not torch.allclose(alone, f[:1], rtol=1e-2, atol=1e-3 * size):
+    size, rounding = float(f.abs().max()) + 1e-30, 4 * torch.finfo(f.dtype).eps
+    if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so rows have no predictive of their "
             "own. Take batch statistics out of its forward (model.eval() for norms)."
@@ -176,7 +214,7 @@ def _scope(
 ) -> tuple[str, ...]:
     """The names of the free parameters."""
     if weights == ALL:
-        return tuple(name for name, p in parameters.items() if p.is_floating_point())
+        return trainable(model)
     if weights == LAST_LAYER:
         if isinstance(head, str):
             raise ValueError(
@@ -207,7 +245,7 @@ def _scope(
     return tuple(name for name in parameters if name in set(weights))
 
 
-def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int) -> LastLayer:
+def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int, note: str | None) -> LastLayer:
     bias_name = head.bias if bias_free else None
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
@@ -217,4 +255,5 @@ def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int) -> L
         values[bias_name] = head.bias_tensor
     elif head.bias_tensor is not None:
         offset = head.bias_tensor.detach().to("cpu", torch.float64)
-    return LastLayer(frozen, head.tensor, layout, layout.pack(values), outputs, bias_name is not None, offset)
+    notes = () if note is None else (note,)
+    return LastLayer(frozen, head.tensor, layout, layout.pack(values), outputs, bias_name is not None, offset, notes)

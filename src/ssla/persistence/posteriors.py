@@ -13,10 +13,21 @@ from torch import Tensor, nn
 
 from ssla._checks import one_of
 from ssla.likelihoods import Likelihood
-from ssla.network import Opening, Output, check_mode, checked_output, describe, module_of, output_of, reopen
+from ssla.network import (
+    VALUES,
+    Opening,
+    Output,
+    check_mode,
+    checked_output,
+    describe,
+    difference,
+    fingerprint,
+    module_of,
+    output_of,
+    reopen,
+)
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
-from ssla.persistence.fingerprint import compare, fingerprint
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import CONVENTIONS, Prior
 
@@ -91,7 +102,7 @@ def unpack(
             raise TypeError("the network has no fingerprint")
     check_mode(model)  # the module's own faults are not the file's
     with guarded(source):
-        compare(stated, model, source)
+        _compare(stated, model, source)
         stored = content.get("output")  # where the answer is f: none
         if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
             raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
@@ -109,6 +120,20 @@ def unpack(
         )
         _check(posterior)
     return posterior
+
+
+def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
+    """Refuse a module that is not the one that was saved, and say in what it differs."""
+    unlike = difference(stated, fingerprint(model))
+    if unlike == VALUES:
+        raise FileError(
+            f"{source} belongs to other weights of this network: it was trained further, or not loaded. Load the state_dict of "
+            "the network that was fitted, then load the posterior."
+        )
+    if unlike:
+        raise FileError(
+            f"{source} belongs to another network: {unlike}. Build the module as it was when the posterior was saved."
+        )
 
 
 def _or_own(encoder: Encoder, value: object, place: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ssla._checks import finite
+from ssla._checks import covariances, finite
 from ssla.batches import Inputs, as_tensor
 from ssla.expansion import EMPIRICAL
 from ssla.likelihoods import Gaussian, Likelihood
@@ -98,6 +98,7 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
         raise ValueError(f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and {tuple(K.shape)}.")
     finite("mean", f, "Give finite outputs.")
     finite("covariance", K, "Give finite covariances.")
+    K = covariances("covariance", K)
     likelihood.check_outputs(f)
     return _answer(on_marginal(rung, likelihood, f, K), rung)
 

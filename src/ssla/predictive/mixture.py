@@ -83,14 +83,14 @@ class Blend:
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """A row is flagged where any member's is."""
+        """A row is flagged where any member's is. Different rungs or conventions are all named."""
         parts = [member.diagnostics for member in self.members]
 
         def any_of(flag: str) -> Tensor:
             return torch.stack([getattr(part, flag) for part in parts]).any(0)
 
-        names = ", ".join(dict.fromkeys(part.refit for part in parts))
-        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"))
+        names, conventions = (", ".join(dict.fromkeys(getattr(part, what) for part in parts)) for what in ("refit", "convention"))
+        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"), conventions)
 
     def choose(self, n: int, draw: Callable[[Any], Tensor], generator: torch.Generator | None) -> Tensor:
         """n draws a row, each from a member taken with its weight: (n, N, …)."""
@@ -138,8 +138,8 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     _check_alike(predictives)
     w = _checked_weights(weights, len(predictives), int(predictives[0].mass.shape[0]))
     used = (w > 0).reshape(len(w), -1).any(1)
-    like = predictives[0].mass.new_empty(0)
-    members = tuple(_in_double(member) for member, one in zip(predictives, used.tolist(), strict=True) if one)
+    like = max((member.mass for member in predictives), key=lambda mass: mass.dtype.itemsize).new_empty(0)
+    members = tuple(in_double(member) for member, one in zip(predictives, used.tolist(), strict=True) if one)
     blend = Blend(members, w[used], like)
     kind = kind_of(predictives[0])
     if kind == "class":
@@ -173,21 +173,21 @@ def _checked_weights(weights: Any, count: int, rows: int) -> Tensor:
     return w / w.sum(0)
 
 
-def _in_double(member: Any) -> Any:
+def in_double(member: Any) -> Any:
     """The same predictive, answering in float64: averages of rounded probabilities would lose the tails."""
     if hasattr(member, "blend"):
         return replace(member, blend=replace(member.blend, like=member.blend.like.double()))
     if hasattr(member, "base"):
-        return replace(member, base=_in_double(member.base))
+        return replace(member, base=in_double(member.base))
     expansion = getattr(member, "expansion", None)
     if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=_answering_in_double(expansion))  # type: ignore[type-var]
+        return replace(member, expansion=_answeringin_double(expansion))  # type: ignore[type-var]
     return member
 
 
-def _answering_in_double(expansion: Any) -> Any:
+def _answeringin_double(expansion: Any) -> Any:
     """A refit of weights answers in the dtype of the rung below, which it holds."""
     for below in ("weights", "output"):
         if hasattr(expansion, below):
-            return replace(expansion, **{below: _answering_in_double(getattr(expansion, below))})
+            return replace(expansion, **{below: _answeringin_double(getattr(expansion, below))})
     return replace(expansion, like=expansion.like.double())

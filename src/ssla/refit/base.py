@@ -196,14 +196,14 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
     """Stage one: f̂ and K at x."""
-    network = posterior.network
+    marginal = posterior.outputs_at(x)
     return OutputExpansion(
         likelihood=posterior.likelihood.predictive,
-        marginal=posterior.outputs_at(x),
+        marginal=marginal,
         prior=lambda: posterior.prior_response(x),
         rule=rung.rule,
         moves=rung.moves,
-        like=torch.empty(0, dtype=network.dtype, device=network.device),
+        like=posterior.like(marginal),
         convention=posterior.convention,
         determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
     )

@@ -80,6 +80,9 @@ class LowRank:
             raise ValueError(
                 f"Only low_rank sketches of one width can be merged, but these have {pair}. Give both LowRank(rank=…)."
             )
+        if (other.rank, other.tail) != (self.rank, self.tail):
+            pair = f"rank={self.rank}, tail={self.tail} and rank={other.rank}, tail={other.tail}"
+            raise ValueError(f"Only low_rank statistics of the same settings can be merged, but these have {pair}.")
         return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
 
     def scaled(self, factors: Tensor) -> LowRank:
