@@ -325,7 +325,7 @@ class Posterior:
 
     def _refuse_unlike(self, other: Posterior) -> None:
         """ValueError unless the sums of both are of one model, so that they may be added."""
-        for what in ("names", "outputs", "structure", "mode", "convention"):
+        for what in ("names", "outputs", "output", "structure", "mode", "convention"):
             mine, theirs = getattr(self.report, what), getattr(other.report, what)
             if mine != theirs:
                 raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {mine} and {theirs}.")

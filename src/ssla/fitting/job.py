@@ -346,7 +346,8 @@ class Job:
         if decrement > VISIBLE_DECREMENT**2:
             warnings.warn(
                 f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
-                "Likely cause: a log density with kinks. Use mode='tilt', or a smooth log density.",
+                "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. Use "
+                "mode='tilt', a smooth log density, or model.double().",
                 RuntimeWarning,
                 stacklevel=5,
             )
