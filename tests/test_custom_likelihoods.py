@@ -13,6 +13,7 @@ from ssla import metrics
 from ssla.fitting import job
 from ssla.fitting.job import MOST_TRIALS
 from ssla.predictive import affine, from_marginal
+from ssla.quadrature import Tail
 from ssla.refit import on_marginal, resolve
 
 LEVELS = [0.001, 0.025, 0.5, 0.975, 0.999]
@@ -127,6 +128,13 @@ def test_the_cauchy_distribution_has_no_mean():
     assert p.icdf(0.975).item() == pytest.approx(stats.cauchy.ppf(0.975), rel=1e-5)
 
 
+def test_a_moment_at_the_limit_of_a_power_law_is_infinite():
+    """By rounding its power may come out a little above the limit: then it was about 1e9."""
+    tail = Tail(T([1.0]), T([0.0]), T([3 + 1e-9]))
+    assert tail.moment(2, T([0.0])).isinf()
+    assert tail.moment(1, T([0.0])).item() == pytest.approx(1, rel=1e-8)
+
+
 # --- counts --------------------------------------------------------------------------------------
 
 
@@ -196,6 +204,42 @@ def test_log_prob_of_counts_is_asked_for_whole_numbers_only():
     assert all(seen)
 
 
+def binomial(y, f):
+    log = math.lgamma(11) - torch.lgamma(y + 1) - torch.lgamma((10 - y).clamp_min(0) + 1)
+    return torch.where(y <= 10, log + y * f[..., 0] - 10 * torch.nn.functional.softplus(f[..., 0]), -torch.inf)
+
+
+def test_counts_with_an_end_agree_with_scipy():
+    law, p = stats.binom(10, 1 / (1 + math.exp(-1))), known(L.custom(binomial, support="counts"), 1.0)
+    assert p.mass.item() == pytest.approx(1, abs=1e-12)
+    assert p.mean.item() == pytest.approx(law.mean())
+    assert p.variance.item() == pytest.approx(law.var())
+    assert torch.equal(p.interval(0.9)[0], T(law.interval(0.9)))
+    y = torch.arange(15, dtype=torch.float64)
+    assert torch.allclose(p.cdf(y[None])[0], T(law.cdf(y.numpy())))
+    assert p.log_prob(T([[11.0]])).item() == -math.inf
+    uncertain = from_marginal(L.custom(binomial, support="counts"), T([[1.0]]), T([[[0.3]]]))
+    assert uncertain.mass.item() == pytest.approx(1, abs=0.01)
+    assert uncertain.icdf(0.9999).item() <= 10
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "figure"),
+    [
+        (lambda y, f: -0.5 * (y - f[..., 0]) ** 2, "integrates to 2.507. A constant"),
+        (lambda y, f: -0.5 * (y - f[..., 0]) ** 2 * torch.exp(y * 0 + f[..., 0]), "depending on f"),
+    ],
+)
+def test_a_density_that_is_not_normalised_is_a_warning_with_the_figure(log_prob, figure):
+    with pytest.warns(UserWarning, match=figure):
+        L.custom(log_prob).fisher(T([[0.0], [1.0]]))
+
+
+def test_a_log_density_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"must return a tensor with one value for each y, but returned 1\.0"):
+        ssla.fit(linear(), (X, Y), likelihood=L.custom(lambda y, f: 1.0))
+
+
 # --- kinks ---------------------------------------------------------------------------------------
 
 G = torch.Generator().manual_seed(0)
@@ -224,6 +268,7 @@ def linear():
 
 
 @pytest.mark.parametrize("log_prob", [laplace, lambda y, f: -(y - f[..., 0]).abs()], ids=["normalised", "not normalised"])
+@pytest.mark.filterwarnings("ignore:log_prob must be normalised")
 def test_a_likelihood_without_curvature_is_tilted_and_says_so(log_prob):
     counted = Counted(log_prob)
     with pytest.warns(UserWarning, match=r"mode='tilt' was used in place of 'polish': .* no curvature in f .* has kinks"):
