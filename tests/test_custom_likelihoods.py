@@ -13,6 +13,7 @@ from ssla import metrics
 from ssla.fitting import job
 from ssla.fitting.job import MOST_TRIALS
 from ssla.predictive import affine, from_marginal
+from ssla.quadrature import Tail
 from ssla.refit import on_marginal, resolve
 
 LEVELS = [0.001, 0.025, 0.5, 0.975, 0.999]
@@ -127,6 +128,13 @@ def test_the_cauchy_distribution_has_no_mean():
     assert p.icdf(0.975).item() == pytest.approx(stats.cauchy.ppf(0.975), rel=1e-5)
 
 
+def test_a_moment_at_the_limit_of_a_power_law_is_infinite():
+    """By rounding its power may come out a little above the limit: then it was about 1e9."""
+    tail = Tail(T([1.0]), T([0.0]), T([3 + 1e-9]))
+    assert tail.moment(2, T([0.0])).isinf()
+    assert tail.moment(1, T([0.0])).item() == pytest.approx(1, rel=1e-8)
+
+
 # --- counts --------------------------------------------------------------------------------------
 
 
@@ -194,6 +202,38 @@ def test_log_prob_of_counts_is_asked_for_whole_numbers_only():
     p = from_marginal(L.custom(poisson, support="counts"), T([[8.0]]), T([[[0.1]]]))
     assert p.mass.item() == pytest.approx(1, abs=1e-3)
     assert all(seen)
+
+
+def binomial(y, f):
+    log = math.lgamma(11) - torch.lgamma(y + 1) - torch.lgamma((10 - y).clamp_min(0) + 1)
+    return torch.where(y <= 10, log + y * f[..., 0] - 10 * torch.nn.functional.softplus(f[..., 0]), -torch.inf)
+
+
+def test_counts_with_an_end_agree_with_scipy():
+    law, p = stats.binom(10, 1 / (1 + math.exp(-1))), known(L.custom(binomial, support="counts"), 1.0)
+    assert p.mass.item() == pytest.approx(1, abs=1e-12)
+    assert p.mean.item() == pytest.approx(law.mean())
+    assert p.variance.item() == pytest.approx(law.var())
+    assert torch.equal(p.interval(0.9)[0], T(law.interval(0.9)))
+    y = torch.arange(15, dtype=torch.float64)
+    assert torch.allclose(p.cdf(y[None])[0], T(law.cdf(y.numpy())))
+    assert p.log_prob(T([[11.0]])).item() == -math.inf
+    uncertain = from_marginal(L.custom(binomial, support="counts"), T([[1.0]]), T([[[0.3]]]))
+    assert uncertain.mass.item() == pytest.approx(1, abs=0.01)
+    assert uncertain.icdf(0.9999).item() <= 10
+
+
+def test_a_density_whose_integral_depends_on_f_is_a_warning_with_the_figures():
+    with pytest.warns(UserWarning, match=r"integrates to 1\.52 … 2\.507, depending on f"):
+        L.custom(lambda y, f: -0.5 * (y - f[..., 0]) ** 2 * torch.exp(f[..., 0])).fisher(T([[0.0], [1.0]]))
+    constant = L.custom(lambda y, f: -0.5 * (y - f[..., 0]) ** 2)
+    assert torch.allclose(constant.fisher(T([[0.0], [1.0]])), T([[[1.0]], [[1.0]]]), atol=1e-6)
+    assert known(constant, 0.0).mass.item() == pytest.approx(math.sqrt(2 * math.pi), rel=1e-6)
+
+
+def test_a_log_density_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"must return a tensor with one value for each y, but returned 1\.0"):
+        ssla.fit(linear(), (X, Y), likelihood=L.custom(lambda y, f: 1.0))
 
 
 # --- kinks ---------------------------------------------------------------------------------------

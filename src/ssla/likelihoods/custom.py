@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ MOST_COUNTS = 1 << 16
 SMALL_STEP = 0.01
 COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
 LARGEST_COUNT = 2.0**52  # beyond it a count and the next one are the same number
+MASS_ERROR = 1e-3  # by which the integral of a density may vary with f, relative
 NORMALISED = 1e-5  # by which the sum of the probabilities may differ from 1
 LARGE_COUNTS = quadrature.Accuracy(tail=1e-8, half_rule=1e-4)
 ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
@@ -59,6 +61,8 @@ class Custom:
         if isinstance(self.support, Circular):
             y = quadrature.wrapped(y)
         value = self.log_prob_function(y, f)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"log_prob(y, f) must return a tensor with one value for each y, but returned {value!r}.")
         expected = torch.broadcast_shapes(y.shape, f.shape[:-1])
         if value.shape != expected:
             raise ValueError(
@@ -182,8 +186,23 @@ class Custom:
         if isinstance(self.support, Counts):
             return self._counts(f)
         if isinstance(self.support, Circular):
-            return [(rows, c.angles.expand_as(c.shares), c.shares) for rows, c in self._circles(f)]
-        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in self._grids(f)]
+            circles = self._circles(f)
+            self._warn_mass([c.log_mass[c.accurate] for _, c in circles])
+            return [(rows, c.angles.expand_as(c.shares), c.shares) for rows, c in circles]
+        grids = self._grids(f)
+        self._warn_mass([grid.log_mass[grid.accurate] for _, grid in grids])
+        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
+
+    def _warn_mass(self, log_masses: list[Tensor]) -> None:
+        """A warning where the integral of the density depends on f. (A constant factor is seen in `mass` and does no harm.)"""
+        masses = torch.cat(log_masses).exp()
+        if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
+            warnings.warn(
+                f"log_prob must be normalised over y, but the density integrates to {float(masses.min()):.4g} … "
+                f"{float(masses.max()):.4g}, depending on f: the fit will be wrong. Add the normalising constant.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """One by one to 65,535; the sum over larger counts, where a row has them, as an integral of the interpolated log p."""
@@ -290,7 +309,9 @@ def custom(
     ----------
     log_prob:
         log_prob(y, f) with y (...) and f (..., C), broadcasting, normalised over y, twice
-        differentiable in f by autograd. Index outputs as `f[..., 0]`.
+        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of a density changes
+        `mass` and the evidence alone; one that depends on f makes the fit wrong and is a warning; counts and classes are
+        refused. Where log_prob has kinks and no curvature in f, as |y − f|, `fit` uses mode="tilt" and says so.
     support:
         What y may be: "real", "positive", "unit_interval", "circular" (angles in radians, taken to [−π, π)), "counts" or
         "classes" (with `classes=`).

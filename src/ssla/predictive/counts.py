@@ -268,7 +268,7 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
         fallback[rows] |= (density.fallback & real).any(1)
         unconverged[rows] |= (~density.converged & real).any(1)
         totals, centres, corrections = _blocks(frame, density.log)
-        totals = torch.where(real, totals, NOTHING)
+        totals = torch.where(real, totals, NOTHING).clamp_min(NOTHING)
         accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
         return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
@@ -343,9 +343,12 @@ def _blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log Σ p over each block, its mean count and the relative correction that p's curvature made, from log p at the middles."""
     w, x = table.widths, table.middles
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
-    safe = (before > 0) & (after > 0)
+    logs = logs.clamp_min(NOTHING)
+    possible = logs > NOTHING
+    safe = (before > 0) & (after > 0) & possible[:, 2:] & possible[:, 1:-1] & possible[:, :-2]
     before, after = before.clamp_min(0.5), after.clamp_min(0.5)
-    left, right = (logs[:, 1:-1] - logs[:, :-2]) / before, (logs[:, 2:] - logs[:, 1:-1]) / after
+    near = torch.where(possible, logs, 0.0)
+    left, right = (near[:, 1:-1] - near[:, :-2]) / before, (near[:, 2:] - near[:, 1:-1]) / after
     slope = (left * after + right * before) / (before + after)
     bend = slope**2 + 2 * (right - left) / (before + after)
     square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))  # 12 × the variance in a block
@@ -380,6 +383,8 @@ def _tails(table: Table) -> tuple[Tensor, Tensor]:
     ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
     tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
+    impossible = (table.logs[:, -1] <= NOTHING) & (table.widths[:, -1] > 0)  # the counts have an end
+    right = torch.where(impossible, torch.zeros_like(right), right)
     first = heights[:, 0] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
     left = torch.where(table.edges[:, 0] > 0, first.exp(), torch.zeros_like(first))
     return left, right
