@@ -182,3 +182,33 @@ def features(net, x):
     with torch.no_grad():
         phi = net[1](net[0](x.double()))
     return torch.cat([phi, torch.ones_like(phi[:, :1])], 1)
+
+
+# --- what the report says afterwards --------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The network is", "ignore:The data hold one row", "ignore:low_rank", "ignore:polish moved")
+def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
+    fixed = X[:40].clone()
+    fixed[:, 1] = 0.5
+    first = ssla.fit(mlp(), (fixed, Y[:40]), likelihood=GAUSSIAN)
+    assert "constant input columns: 1" in first.report.notes
+    both = first.merge(ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN))
+    one = ssla.fit(mlp(), (X[:1], Y[:1]), likelihood=GAUSSIAN)
+    for grown in (first.update(PARTS[1]), both, one.update(PARTS[1]), ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN).merge(one)):
+        assert not any(note.startswith(("constant", "only one row")) for note in grown.report.notes)
+        assert any(note.startswith("before data were added: ") for note in grown.report.notes)
+        assert grown.report.n == grown.report.weight == grown.statistics.n
+    assert sum("data were added" in note for note in both.update(PARTS[2]).report.notes) == 2
+
+    wide = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, weights="all", structure=LowRank(rank=2))
+    for other in (wide.with_prior(priors.Gaussian(0.01)), wide.update(PARTS[2])):
+        (note,) = [note for note in other.report.notes if note.startswith("low_rank")]
+        least = float(other.bound_prior.precision(other.theta).min())
+        assert f"{100 * other.statistics.curvature.overstated(least):.2g}%" in note
+        assert note not in wide.report.notes
+
+    right = mlp()(X).squeeze(1).detach() + 0.01 * Y
+    strong = ssla.fit(mlp(), (X, right), likelihood=L.Gaussian(noise=0.05), prior=priors.Gaussian(1e6))
+    assert any(note.startswith("polish moved") for note in strong.report.notes)
+    assert not any("polish moved" in note for note in strong.with_prior(priors.Gaussian(1e-3)).report.notes)

@@ -24,7 +24,7 @@ from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.network import Network, difference, fingerprint, marks, module_of
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
-from ssla.structures import Dense, Kfac, Operator, Structure
+from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
 from ssla.trace import Trace
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 DEFAULT_BUDGET = 1 << 30
+ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
+OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
 COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
 
 
@@ -321,7 +323,9 @@ class Posterior:
                 )
             statistics = statistics.moved(self.theta - other.theta)
         more = replace(self, source=_chained(self.source, other.source))
-        return more._with_statistics(self.statistics.merge(statistics), passes=self.report.passes + other.report.passes)
+        return more._with_statistics(
+            self.statistics.merge(statistics), passes=self.report.passes + other.report.passes, notes=other.report.notes
+        )
 
     def _refuse_unlike(self, other: Posterior) -> None:
         """ValueError unless the sums of both are of one model, so that they may be added."""
@@ -346,7 +350,7 @@ class Posterior:
                     f"shown: {pair}. Fit every shard with the same one; an estimated noise as the number that one shard found."
                 )
 
-    def _with_statistics(self, statistics: Statistics, passes: int) -> Posterior:
+    def _with_statistics(self, statistics: Statistics, passes: int, notes: tuple[str, ...] = ()) -> Posterior:
         theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
         if self.quadratic and self.report.mode == POLISH:
             operator = statistics.curvature.with_prior(self.objective_prior.precision(theta))
@@ -355,9 +359,15 @@ class Posterior:
         moved = replace(self, theta=theta, statistics=statistics)
         gradient = statistics.gradient + self.objective_prior.gradient(theta)
         residual = math.sqrt(max(float(gradient @ moved.operator.solve(gradient)), 0.0))
-        notes = tuple(n for n in self.report.notes if not n.startswith("data were added"))
+        before = dict.fromkeys((*self.report.notes, *notes))  # once each
+        kept = [f"before data were added: {n}" if n.startswith(OF_THE_DATA) else n for n in before if not n.startswith(ADDED)]
         report = replace(
-            self.report, n=statistics.n, weight=statistics.weight, passes=passes, residual_after=residual, notes=(*notes, note)
+            self.report,
+            n=statistics.n,
+            weight=statistics.weight,
+            passes=passes,
+            residual_after=residual,
+            notes=(*with_directions(kept, moved), note),
         )
         return replace(moved, report=report)
 
@@ -390,6 +400,13 @@ class Posterior:
     def __repr__(self) -> str:
         r = self.report
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
+
+
+def with_directions(notes: list[str], posterior: Posterior) -> list[str]:
+    """The notes with what a low-rank curvature leaves out now, under its present data and prior."""
+    found, least = posterior.statistics.curvature, float(posterior.bound_prior.precision(posterior.theta).min())
+    kept = [note for note in notes if not note.startswith("low_rank:")]
+    return [*kept, found.note(least)] if isinstance(found, LowRank) and least > 0 else kept
 
 
 def _chained(first: Source | None, second: Source | None) -> Source | None:

@@ -138,11 +138,9 @@ class Job:
         found, least = sums.statistics.curvature, self._least_precision()
         if not isinstance(found, LowRank) or least <= 0:
             return
-        excess = found.overstated(least)
-        of = f"{found.directions:,} of {len(found.diagonal):,} directions"
-        note = f"low_rank: {of}; no variance is more than {100 * excess:.2g}% too large"
+        note = found.note(least)
         self.notes.append(note)
-        if found.rank is None and excess > 2 * found.tail:
+        if found.rank is None and found.overstated(least) > 2 * found.tail:
             why = "the memory budget" if self.repeatable else "a source that can be read only once"
             warnings.warn(
                 f"{note}, which is beyond tail={found.tail:g}: {why} allows no wider sketch. Use structure='kfac', a larger "

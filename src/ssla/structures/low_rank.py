@@ -118,6 +118,11 @@ class LowRank:
         """d/τ: the largest share by which a variance may be too large under a prior whose smallest precision is `least`."""
         return float(self._dropped) / least
 
+    def note(self, least: float) -> str:
+        """What is left out, for a report."""
+        of = f"{self.directions:,} of {len(self.diagonal):,} directions"
+        return f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too large"
+
     def wider(self, least: float, most: int) -> LowRank | None:
         """An empty one with a sketch twice as wide (at most `most` columns), if this one overstates more than it may."""
         columns, size = self.sketch.shape[1], self.sketch.shape[0]
