@@ -344,8 +344,8 @@ class Job:
         if decrement > VISIBLE_DECREMENT**2:
             warnings.warn(
                 f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
-                "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. Use "
-                "mode='tilt', a smooth log density, or model.double().",
+                "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. "
+                "Use mode='tilt', a smooth log density, or model.double().",
                 RuntimeWarning,
                 stacklevel=5,
             )
