@@ -8,7 +8,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.structures import LowRank
+from ssla.structures import Kfac, LowRank
 
 LIKELIHOODS = {"gaussian": L.Gaussian(noise=0.3), "poisson": L.Poisson(), "estimate": L.Gaussian(noise="estimate")}
 
@@ -55,11 +55,63 @@ def summary(post):
     return {"theta": post.theta, "f": f, "K": K, "numbers": torch.tensor(numbers, dtype=torch.float64)}
 
 
-def attempt(work):
+def attempt(work, name=""):
     try:
         work()
-    except (ValueError, RuntimeError) as error:
-        print(error)
+    except (ValueError, RuntimeError, TypeError) as error:
+        print(name + str(error))
+
+
+def with_norm(shift=0.0):
+    """A network whose buffers matter."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double().eval()
+    for i, p in enumerate(net.parameters()):
+        p.data = torch.linspace(-1, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.1 * i
+    net[1].running_mean += shift
+    return net
+
+
+def other_body(rank):
+    net = model("polished")
+    net[0].bias.data += 1e-12 * rank
+    return net
+
+
+def own(width):
+    return L.custom(lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - torch.tensor(width).log() - 0.919, support="real")
+
+
+def unlike(rank):
+    """Calls of fit that differ between the ranks in one thing."""
+    x, y = shards_of("polished", 2)[rank]
+    noise = 0.3 + 1e-12 * rank
+
+    def fit(net=None, data=(x, y), likelihood=LIKELIHOODS["gaussian"], **options):
+        return ssla.fit(model("polished") if net is None else net, data, likelihood=likelihood, **options)
+
+    def update():
+        with ssla.distributed.alone():
+            mine = fit(mode="tilt")
+        mine.update((x, y))
+
+    return {
+        "body": lambda: fit(other_body(rank)),
+        "buffers": lambda: fit(with_norm(1e-12 * rank)),
+        "noise": lambda: fit(likelihood=L.Gaussian(noise=noise)),
+        "estimate": lambda: fit(likelihood=L.Gaussian(noise=["estimate", 1.0][rank])),
+        "tempered": lambda: fit(likelihood=L.Tempered(L.Gaussian(noise=noise), 0.5)),
+        "own": lambda: fit(likelihood=own(noise)),
+        "prior": lambda: fit(prior=priors.Gaussian(1 + 1e-12 * rank)),
+        "mode": lambda: fit(mode=["polish", "tilt"][rank]),
+        "default mode": lambda: fit(mode=["polish", None][rank]),
+        "structure": lambda: fit(structure=Kfac(sharing=["expand", "reduce"][rank])),
+        "free": lambda: fit(weights=["last_layer", ["2.weight"]][rank]),
+        "budget": lambda: fit(structure="low_rank", weights="all", memory_budget=[None, 1 << 20][rank]),
+        "early error": lambda: fit(mode=["tilt", "nonsense"][rank]),
+        "no data": lambda: fit(data=(x, y) if rank == 0 else "rows.csv"),
+        "update": update,
+        "alike": lambda: print("alike:", fit(likelihood=own(0.3)).report.n),
+    }
 
 
 def main(script, folder, rank, count):
@@ -81,6 +133,9 @@ def main(script, folder, rank, count):
             with ssla.distributed.alone():
                 print("alone:", ssla.fit(net, (x, y), **gaussian).report.n)
         attempt(lambda: ssla.fit(model("polished"), (x[: 30 * (1 - rank)], y[: 30 * (1 - rank)]), **gaussian))
+    elif script == "unlike":
+        for name, work in unlike(rank).items():
+            attempt(work, f"{name}: ")
     torch.distributed.destroy_process_group()
 
 

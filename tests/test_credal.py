@@ -11,7 +11,7 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla import priors
+from ssla import priors, structures
 from ssla.credal_sets.intervals import smallest_interval, union
 from ssla.expectation import probability
 from ssla.quadrature import Regions
@@ -255,6 +255,59 @@ def test_boxes_by_layer_need_blocks():
         ssla.credal(kfac, NEW, priors.Box(precision={"0.weight": (0.1, 1.0), "0.bias": (0.1, 2.0), "2": (1.0, 10.0)}))
     whole = ssla.credal(dense, NEW, priors.Box(precision=(0.5, 5.0)))
     assert whole.names == ("precision",)
+
+
+FEW = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def few_rows(structure):
+    """Seven parameters and four rows: `Dense` keeps rows in place of a matrix."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ssla.fit(nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["dense", "low_rank"])
+def test_a_box_over_few_rows_agrees_with_the_matrix_form(structure):
+    thin, whole = few_rows(structure), few_rows(structures.Dense(dual=False))
+    assert structure != "dense" or (thin.statistics.curvature.matrix is None and whole.statistics.curvature.matrix is not None)
+    new = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
+    ours, theirs = ssla.credal(thin, new, BOX), ssla.credal(whole, new, BOX)
+    names = ("mean", "stddev") if structure == "dense" else ("stddev",)  # θ̂ stays with low_rank
+    for mine, other in ((getattr(ours, name), getattr(theirs, name)) for name in names):
+        assert torch.allclose(mine.lower, other.lower, atol=1e-9)
+        assert torch.allclose(mine.upper, other.upper, atol=1e-9)
+        assert mine.imprecision.min() > 0.01
+
+
+def test_a_box_over_few_rows_holds_random_members_fitted_directly_and_is_reached():
+    post, generator = few_rows("dense"), torch.Generator().manual_seed(0)
+    new = torch.randn(3, 6, dtype=torch.float64, generator=generator)
+    c = ssla.credal(post, new, BOX)
+    mean, stddev, found = c.mean, c.stddev, []
+    for _ in range(60):
+        prior = BOX.sample(post.network.layout, generator)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            member = ssla.fit(nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), prior=prior).predict(new)
+        found.append(member.stddev)
+        for bounds, value in ((mean, member.mean), (stddev, member.stddev)):
+            assert ((value >= bounds.lower - 1e-8) & (value <= bounds.upper + 1e-8)).all()
+    seen = torch.stack(found)  # the standard deviation is a function of the precision alone, so that some members come close
+    assert (seen.amin(0) - stddev.lower).abs().max() < 0.1 * stddev.imprecision.max()
+    assert (seen.amax(0) - stddev.upper).abs().max() < 0.1 * stddev.imprecision.max()
+
+
+def test_a_box_by_layer_over_few_rows_is_refused_for_the_right_reason():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        post = ssla.fit(net, (X[:5], Y[:5]), likelihood=L.Gaussian(noise=0.5), weights="all")
+    with pytest.raises(ValueError, match=r"different precisions by layer .* structure='dense'\. Give one range for all layers"):
+        ssla.credal(post, NEW, priors.Box(precision={"0": (0.1, 1.0), "2": (1.0, 10.0)}))
+    assert ssla.credal(post, NEW, priors.Box(precision=(0.5, 5.0))).names == ("precision",)
 
 
 def test_imprecision_shrinks_with_data_and_width_does_not():

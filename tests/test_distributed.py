@@ -84,6 +84,33 @@ def test_ranks_with_different_networks_and_ranks_without_rows_are_refused(tmp_pa
     assert "alone: 30" in outputs[0]
 
 
+def test_ranks_that_differ_in_anything_but_the_data_are_refused(tmp_path):
+    outputs, codes = run_ranks("unlike", tmp_path)
+    assert codes == [0, 0], outputs
+    for output in outputs:
+        said = dict(line.split(": ", 1) for line in output.splitlines())
+        for name in ("body", "buffers"):
+            assert said[name].startswith("The ranks hold different networks")
+        for name, what in (
+            ("noise", "likelihoods"),
+            ("estimate", "likelihoods"),
+            ("tempered", "likelihoods"),
+            ("own", "likelihoods"),
+            ("prior", "priors"),
+            ("mode", "modes"),
+            ("structure", "structures"),
+            ("free", "free parameters"),
+            ("budget", "structures"),
+            ("update", "structures"),
+        ):
+            assert f"The ranks were given different {what} (rank 1 not as rank 0)" in said[name], name
+        assert said["alike"] == "90"
+        assert "default mode" not in said  # it is the same mode
+        assert "nonsense" in said["early error"]
+        assert "data is a str" in said["no data"]
+    assert "another rank failed. rank 1: ValueError: Unknown mode 'nonsense'" in outputs[0]
+
+
 # --- clients -------------------------------------------------------------------------------
 
 
@@ -160,6 +187,24 @@ def test_a_ray_cluster_gives_the_posterior_of_all_shards():
         assert_equal(on_client("counts", ray), ssla_summary("counts"))
     finally:
         ray.shutdown()
+
+
+def test_workers_read_the_network_as_it_was_when_the_fit_began():
+    """Training the module further between two passes changes no sum."""
+    from distributed_cases import model, shards_of, summary
+
+    net, shards = model("counts"), shards_of("counts")
+
+    def meddle(x, y):
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.1)
+        return x, y
+
+    with ThreadPoolExecutor(1) as pool:
+        work = [shards[0], *(partial(meddle, *shard) for shard in shards[1:])]
+        post = ssla.distributed.fit(net, work, client=pool, **CASES["counts"])
+    assert_equal(summary(post), ssla_summary("counts"))
 
 
 # --- mistakes ------------------------------------------------------------------------------

@@ -342,7 +342,7 @@ class Busy(nn.Module):
         return self.head(self.body(x))
 
 
-@pytest.mark.filterwarnings("ignore:The network is not at the mode", "ignore:polish did not reach")
+@pytest.mark.filterwarnings("ignore:The network is not at the mode", "ignore:polish did not reach", "ignore:polish stopped")
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 @pytest.mark.parametrize("mode", ["polish", "tilt"])
 def test_module_and_data_are_bit_identical_afterwards(weights, mode):

@@ -1,8 +1,11 @@
 """What the README shows runs, as it stands."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 import ssla
@@ -23,6 +26,26 @@ def test_the_readmes_code_runs(capsys, tmp_path, monkeypatch):
     assert names["predictive"].interval(0.95).shape == (2, 2)
     assert torch.equal(names["again"].predict(names["x"]).interval(0.95), names["posterior"].predict(names["x"]).interval(0.95))
     assert "polished" in capsys.readouterr().out
+
+
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_picture_and_relative_link_is_a_tracked_file(page):
+    """A file that lies here but that git ignores is missing from every clone."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a clone, or no git: the tracked files cannot be listed")
+    listed = subprocess.run(["git", "-c", "safe.directory=*", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = set(listed.stdout.splitlines())
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.S)
+    links = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"""(?:src|href)=["']([^"']+)""", text)
+    files = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
+    missing = [
+        file for file in files if (ROOT / page).parent.joinpath(file).resolve().relative_to(ROOT).as_posix() not in tracked
+    ]
+    assert not missing
+    assert files or page != "README.md"
 
 
 def test_the_demo_runs_and_the_refit_is_no_worse_than_the_plug_in(tmp_path):

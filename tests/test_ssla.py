@@ -360,12 +360,14 @@ def test_refits_that_fail_are_handled_as_asked():
     solved = ssla.WeightRefit(**few)(post, new).solve(y)
     assert not solved.converged.any()
     below = post.predict(new).increments(y)
-    instead = ssla.ssla(post, new, y, ssla.WeightRefit(**few))
+    with pytest.warns(RuntimeWarning, match="9 of 9 refits of the weights did not converge and use the output rung"):
+        instead = ssla.ssla(post, new, y, ssla.WeightRefit(**few))
     assert torch.equal(instead.total, below.total)
     assert ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="nan")).total.isnan().all()
     with pytest.raises(RuntimeError, match=r"9 of 9 refits did not reach their mode in 2 steps.*on_failure='fallback'"):
         ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="raise"))
-    p = post.predict(new, refit=ssla.WeightRefit(**few))
+    with pytest.warns(RuntimeWarning, match="3 of 3 inputs have refits of the weights that did not converge and use"):
+        p = post.predict(new, refit=ssla.WeightRefit(**few))
     assert p.diagnostics.unconverged.all()
     assert set(p.diagnostics.rung) == {"output"}  # who answered, not who was asked
     assert torch.allclose(p.mean, post.predict(new).mean)
@@ -375,7 +377,9 @@ def test_whole_predictives_with_refits_that_fail():
     """ "nan" says so in the rows that failed and in no others; "raise" raises."""
     post, *_ = last_layer("heteroscedastic", n=200)
     new, few = torch.cat([inputs(4, 6), 12 * inputs(2, 7)]), {"max_steps": 8}
-    failed = post.predict(new, refit=ssla.WeightRefit(**few)).diagnostics.unconverged
+    with pytest.warns(RuntimeWarning, match="of 6 inputs have refits of the weights that did not converge") as seen:
+        failed = post.predict(new, refit=ssla.WeightRefit(**few)).diagnostics.unconverged
+    assert str(seen[0].message).startswith(f"{int(failed.sum())} of 6")
     assert failed.any()
     assert not failed.all()
     p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
@@ -411,7 +415,8 @@ def test_counts_and_classes_with_refits_that_fail(name):
     with pytest.raises(RuntimeError, match="did not reach their mode in 1 steps"):
         post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
     assert set(p.diagnostics.rung) == {"failed"}
-    instead = post.predict(new, refit=ssla.WeightRefit(**few))
+    with pytest.warns(RuntimeWarning, match="3 of 3 inputs"):
+        instead = post.predict(new, refit=ssla.WeightRefit(**few))
     assert torch.allclose(instead.mean, post.predict(new).mean)
     assert set(instead.diagnostics.rung) == {"output"}
 
@@ -504,7 +509,10 @@ def test_the_module_and_the_data_are_not_touched():
 def test_progress_is_shown_over_tasks(capsys):
     post, new, candidates, *_ = last_layer("poisson")
     ssla.ssla(post, new, candidates.expand(len(new), -1), ssla.WeightRefit(progress=True))
-    assert "12 refits" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "12 refits: 100%" in shown
+    assert "12/12" in shown
+    assert "gradients" in shown
 
 
 @pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")

@@ -1,7 +1,9 @@
 """More data later, and shards: update and merge."""
 
 import copy
+import math
 import resource
+import warnings
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def test_a_stream_of_unknown_length():
 def test_what_does_not_fit_together_is_refused():
     one = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
     for other, message in (
-        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5)), "likelihood differ"),
+        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5)), "likelihoods differ"),
         (ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN), "weights differ"),
         (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, structure="diag"), "structure differ"),
         (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(2.0)), "priors differ"),
@@ -77,6 +79,57 @@ def test_what_does_not_fit_together_is_refused():
     counts = [ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson()) for x, y in PARTS[:2]]
     with pytest.raises(ValueError, match=r"different modes.*mode='tilt'"):
         counts[0].merge(counts[1])
+
+
+def changed(what):
+    net = mlp()
+    with torch.no_grad():
+        {"body": net[0].weight, "head": net[-1].bias}[what].add_(1e-12)
+    return net
+
+
+def own(width):
+    return L.custom(lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - math.log(width) - 0.919, support="real")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ({"net": changed("body")}, {}, "networks differ: the layers are alike, but the values of buffers or weights differ"),
+        ({"net": changed("head")}, {}, "weights differ"),
+        ({"net": nn.Sequential(mlp(), nn.Identity()).eval()}, {}, "parameters or buffers differ|names differ"),
+        ({}, {"likelihood": L.Gaussian(noise=0.3 + 1e-12)}, "likelihoods differ, if only in digits that are not shown"),
+        ({"likelihood": L.Tempered(GAUSSIAN, 0.5)}, {"likelihood": L.Tempered(GAUSSIAN, 0.6)}, "likelihoods differ"),
+        ({"likelihood": own(0.3)}, {"likelihood": own(0.4)}, "likelihoods differ"),
+        ({}, {"prior": priors.Gaussian(1 + 1e-12)}, "priors differ"),
+        ({"prior": priors.StudentT(3.0)}, {"prior": priors.StudentT(3.1)}, "priors differ"),
+        ({"mode": "tilt"}, {"mode": "as_is"}, "mode differ"),
+        ({"structure": LowRank(3, columns=6)}, {"structure": LowRank(4, columns=6)}, "rank=4, tail=0.1"),
+        ({}, {"convention": "paper"}, "convention differ"),
+    ],
+)
+def test_merge_refuses_what_differs_in_the_last_digit(one, other, message):
+    posts = []
+    for part, options in zip(PARTS[:2], (one, other), strict=True):
+        settings = {"likelihood": GAUSSIAN, "mode": "tilt", **options}
+        net, convention = settings.pop("net", None), settings.pop("convention", "exact")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The network is not at the mode")
+            post = ssla.fit(mlp() if net is None else net, part, **settings)
+        posts.append(post if convention == "exact" else post.with_prior(priors.Gaussian(1.0), convention))
+    for a, b in (posts, posts[::-1]):
+        with pytest.raises(ValueError, match=message):
+            a.merge(b)
+
+
+def test_merge_takes_the_same_settings_written_in_another_way():
+    """Two functions with the same code, and one prior by number and by layer."""
+    options = [
+        {"likelihood": own(0.3), "mode": "tilt"},
+        {"likelihood": own(0.3), "mode": "tilt", "prior": priors.Gaussian({"2": 1})},
+    ]
+    a, b = (ssla.fit(mlp(), part, **settings) for part, settings in zip(PARTS[:2], options, strict=True))
+    assert a.merge(b).report.n == 55
 
 
 # --- ten million rows ----------------------------------------------------------------------
@@ -129,3 +182,33 @@ def features(net, x):
     with torch.no_grad():
         phi = net[1](net[0](x.double()))
     return torch.cat([phi, torch.ones_like(phi[:, :1])], 1)
+
+
+# --- what the report says afterwards --------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The network is", "ignore:The data hold one row", "ignore:low_rank", "ignore:polish moved")
+def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
+    fixed = X[:40].clone()
+    fixed[:, 1] = 0.5
+    first = ssla.fit(mlp(), (fixed, Y[:40]), likelihood=GAUSSIAN)
+    assert "constant input columns: 1" in first.report.notes
+    both = first.merge(ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN))
+    one = ssla.fit(mlp(), (X[:1], Y[:1]), likelihood=GAUSSIAN)
+    for grown in (first.update(PARTS[1]), both, one.update(PARTS[1]), ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN).merge(one)):
+        assert not any(note.startswith(("constant", "only one row")) for note in grown.report.notes)
+        assert any(note.startswith("before data were added: ") for note in grown.report.notes)
+        assert grown.report.n == grown.report.weight == grown.statistics.n
+    assert sum("data were added" in note for note in both.update(PARTS[2]).report.notes) == 2
+
+    wide = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, weights="all", structure=LowRank(rank=2))
+    for other in (wide.with_prior(priors.Gaussian(0.01)), wide.update(PARTS[2])):
+        (note,) = [note for note in other.report.notes if note.startswith("low_rank")]
+        least = float(other.bound_prior.precision(other.theta).min())
+        assert f"{100 * other.statistics.curvature.overstated(least):.2g}%" in note
+        assert note not in wide.report.notes
+
+    right = mlp()(X).squeeze(1).detach() + 0.01 * Y
+    strong = ssla.fit(mlp(), (X, right), likelihood=L.Gaussian(noise=0.05), prior=priors.Gaussian(1e6))
+    assert any(note.startswith("polish moved") for note in strong.report.notes)
+    assert not any("polish moved" in note for note in strong.with_prior(priors.Gaussian(1e-3)).report.notes)

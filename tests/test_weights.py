@@ -10,6 +10,7 @@ import ssla
 from oracles import brute_force_refit
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.refit import all_weights, weights
 
 
 def T(*values):
@@ -309,3 +310,96 @@ def test_a_large_change_of_curvature_is_formed_in_double_precision(monkeypatch):
     double = ssla.ssla(post, new, candidates).curvature
     assert (single - double).abs().max() > 1e-7
     assert torch.allclose(found, double, rtol=0, atol=1e-12)
+
+
+# --- networks that are no mode ---------------------------------------------------------------
+
+
+def untrained(width, precision=1.0, mode="tilt", outputs=3):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(2.0)
+    x = inputs(60, 1)
+    options = {"weights": "all", "structure": "kfac", "prior": priors.Gaussian(precision=precision), "mode": mode}
+    return ssla.fit(net.eval(), (x, _classes(x)), likelihood=L.Categorical(), **options), 2 * inputs(4, 2)
+
+
+FAR = r"The 3 easiest made no progress.*are [\d.]+ posterior standard deviations.*per parameter.*train the network.*polish"
+
+
+def counted(monkeypatch):
+    """Rows of data times tasks of every gradient that is taken."""
+    work, gradient = [0], all_weights.ManyNetworks.gradient
+
+    def count(self, thetas, *rest, **options):
+        work[0] += len(thetas)
+        return gradient(self, thetas, *rest, **options)
+
+    monkeypatch.setattr(all_weights.ManyNetworks, "gradient", count)
+    return work
+
+
+def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
+    post, new = untrained(22)
+    work, few = counted(monkeypatch), ssla.WeightRefit(max_steps=60)
+    new = new.repeat(3, 1) + 0.1 * inputs(12, 3)
+    with pytest.warns(RuntimeWarning, match=f"12 of 12 inputs have refits of the weights that did not converge and use.*{FAR}"):
+        found = post.predict(new, refit=few)
+    early = work[0]
+    assert torch.equal(found.probs, post.predict(new).probs)
+    assert set(found.diagnostics.rung) == {"output"}
+    assert int(found.diagnostics.refits.sum()) == 0
+    monkeypatch.setattr(weights.WeightExpansion, "_hopeless", lambda *_: False)
+    expansion = few(post, new)
+    solved = expansion.solve(torch.arange(3.0).double().expand(12, 3))
+    assert not solved.converged.any()  # the verdict was right
+    assert early < 0.1 * (work[0] - early)
+
+
+def test_few_weights_without_a_mode_are_given_up_too():
+    post, new = untrained(12)
+    with pytest.warns(RuntimeWarning, match=rf"4 of 4 inputs have refits.*{FAR}"):
+        assert torch.equal(post.predict(new, refit="weights").probs, post.predict(new).probs)
+
+
+def test_a_network_without_a_mode_is_refused_or_nan_as_asked():
+    post, new = untrained(22)
+    y = torch.arange(3.0).double().expand(4, 3)
+    with pytest.raises(RuntimeError, match=rf"12 of 12 refits did not reach their mode.*{FAR}.*on_failure='fallback'"):
+        post.predict(new, refit=ssla.WeightRefit(on_failure="raise"))
+    with pytest.warns(RuntimeWarning, match=rf"4 of 4 inputs .* are NaN.*{FAR}"):
+        assert post.predict(new, refit=ssla.WeightRefit(on_failure="nan")).mean.isnan().all()
+    with pytest.warns(RuntimeWarning, match=rf"12 of 12 refits of the weights did not converge and use the output rung.*{FAR}"):
+        found = ssla.ssla(post, new, y)
+    assert torch.equal(found.total, post.predict(new).increments(y).total)
+    with pytest.warns(RuntimeWarning, match=rf"4 of 4 inputs have refits.*{FAR}"):
+        assert set(post.predict(new, refit=ssla.AutoRefit(target=1e-6)).diagnostics.rung) == {"output"}
+
+
+def test_a_tilted_network_at_a_distance_is_refitted():
+    """Untrained, but under a prior that makes the log posterior concave around it: no warning, all converge."""
+    post, new = untrained(22, precision=300.0)
+    assert post.report.residual_per_parameter > 1
+    found = post.predict(new, refit="weights")
+    assert set(found.diagnostics.rung) == {"weights"}
+
+
+@pytest.mark.parametrize("refit", ["weights", "auto"])
+@pytest.mark.parametrize("name", ["heteroscedastic", "categorical", "poisson"])
+def test_last_layer_refits_that_fall_back_are_counted_aloud(name, refit):
+    post, new, *_ = last_layer(name)
+    few = ssla.WeightRefit(max_steps=1, tolerance=1e-12)
+    rung = few if refit == "weights" else ssla.AutoRefit(target=1e-9, weights=few)
+    count = rf"{len(new)} of {len(new)} inputs have refits of the weights that did not converge and use the output rung"
+    with pytest.warns(RuntimeWarning, match=rf"{count}.*posterior standard deviations from the mode") as seen:
+        found = post.predict(new, refit=rung)
+    assert "mode='polish'" not in str(seen[0].message)  # it is polished
+    assert "not tried" not in str(seen[0].message)
+    assert seen[0].filename == __file__
+    assert torch.allclose(found.mean, post.predict(new).mean)
+    y = torch.ones(len(new), dtype=torch.float64)
+    with pytest.warns(RuntimeWarning, match=rf"{len(new)} of {len(new)} refits of the weights did not converge and use") as seen:
+        ssla.ssla(post, new, y, few)
+    assert seen[0].filename == __file__

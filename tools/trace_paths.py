@@ -1,7 +1,7 @@
 """How far a datum walks: files passed and changes of package on the four main paths. Run: python tools/trace_paths.py [--list]
 
-Every Python function of ssla that a path calls is taken once, in the order of the first calls. `files` counts their files, `changes`
-how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file at its top.
+Every Python function of ssla that a path calls is taken once, in the order of the first calls. `files` counts their files,
+`changes` how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file at its top.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     x = torch.randn(60, 3, dtype=torch.float64)
     y = x[:, 0] + 0.3 * torch.randn(60, dtype=torch.float64)
+    X, Y = x.numpy(), y.numpy()
     one, two = (
         torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
         for outputs in (1, 2)
@@ -54,7 +56,9 @@ def main() -> None:
         "fit": lambda: ssla.fit(one, (x, y), likelihood=noise),
         "predict().interval": lambda: post.predict(x[:5]).interval(0.9),
         'predict(refit="weights").log_prob': lambda: post.predict(x[:3], refit="weights").log_prob(y[:3]),
-        "SSLARegressor": lambda: SSLARegressor(max_epochs=3, random_state=0).fit(x.numpy(), y.numpy()).predict_interval(x.numpy()),
+        "SSLARegressor": lambda: (
+            SSLARegressor(max_epochs=3, random_state=0).fit(x.numpy(), y.numpy()).predict_interval(x.numpy())
+        ),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,7 +68,7 @@ def main() -> None:
         print(f"{'path':36}  files  changes  functions")
         for name, path in paths.items():
             functions = walked(path)
-            changes = sum(package(a) != package(b) for a, b in zip(functions, functions[1:], strict=False))
+            changes = sum(package(a) != package(b) for a, b in pairwise(functions))
             files = len({function.partition(":")[0] for function in functions})
             print(f"{name:36}  {files:5}  {changes:7}  {len(functions):9}")
             if "--list" in sys.argv:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ssla.replacing import new_file
 from ssla_paper.runner import OURS, PAPER, REPEATED, Workplace, write_whole
 
 HEAD = """# The paper, reproduced
@@ -118,6 +119,6 @@ def _placed(figure: Path, page: Path, folder: Path) -> Path:
     if page.parent == folder:
         return figure.relative_to(folder)
     copy = page.with_suffix("") / figure.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(figure, copy)
+    with new_file(copy) as draft:
+        shutil.copyfile(figure, draft)
     return Path(os.path.relpath(copy, page.parent))

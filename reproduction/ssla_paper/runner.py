@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ssla
+from ssla.replacing import new_file, new_folder
 
 Record = dict[str, Any]
 """What a task found: numbers, strings, lists and dicts of them."""
@@ -71,10 +72,8 @@ class Claim:
 
 def write_whole(path: Path, text: str) -> None:
     """All of the text, or the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with new_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,14 @@ class Workplace:
             return None
         found: Record = kept["found"]
         return found
+
+    def complete(self, study: str) -> bool:
+        """Whether there are tables, made from all tasks of a run."""
+        try:
+            done, tasks = json.loads((self.results(study) / "summary.json").read_text(encoding="utf-8"))["done"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return bool(done == tasks)
 
     def settled(self, study: str, task: Task) -> bool:
         """Whether there is nothing left to do: a record without a peer that was not installed."""
@@ -135,8 +142,8 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
         raise ValueError(f"The study {study.name!r} has two tasks of one key.")
     try:  # before the work, not after it
         place.records(study.name).mkdir(parents=True, exist_ok=True)
-        place.results(study.name).mkdir(parents=True, exist_ok=True)
-        write_whole(place.results(study.name) / ".writable", "")
+        write_whole(place.results("") / ".writable", "")
+        (place.results("") / ".writable").unlink()
     except OSError as error:
         raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
     missing = [task for task in tasks if not place.settled(study.name, task)]
@@ -146,16 +153,20 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     records = {task.key: found for task in tasks if (found := place.recall(study.name, task)) is not None}
     if not records:
         raise ValueError(f"There are no records of the study {study.name!r} in {place.folder} to report. Run it first.")
-    folder = place.results(study.name)
-    for old in folder.glob("*.*"):  # of an earlier version, or of more tasks
-        old.unlink()
-    claims = study.report(records, folder)
-    summary = {
-        "title": study.title,
-        "done": [len(records), len(tasks)],
-        "claims": [vars(claim) for claim in claims],
-    }
-    write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+    if len(records) < len(tasks) and place.complete(study.name):
+        raise ValueError(
+            f"There are records of {len(records)} of the {len(tasks)} tasks of the study {study.name!r} in {place.folder}, and "
+            f"tables of all tasks of an earlier run in {place.results(study.name)}, which part of a run does not replace. Run "
+            "the study to its end, or move that directory away."
+        )
+    with new_folder(place.results(study.name)) as folder:  # tables of an earlier run stay until all of the new ones are there
+        claims = study.report(records, folder)
+        summary = {
+            "title": study.title,
+            "done": [len(records), len(tasks)],
+            "claims": [vars(claim) for claim in claims],
+        }
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return claims
 
 

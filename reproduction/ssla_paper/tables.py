@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssla.replacing import new_file
 from ssla_paper.runner import write_whole
 
 Cell = str | float | int | None
@@ -83,8 +84,10 @@ def _escaped(text: str) -> str:
 
 def draw(figure: Any, folder: Path, name: str) -> None:
     """A figure as PNG and PDF, without dates, so that two runs give the same files."""
-    figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight", metadata={"Software": None})
-    figure.savefig(folder / f"{name}.pdf", bbox_inches="tight", metadata={"CreationDate": None})
+    with new_file(folder / f"{name}.png") as draft:
+        figure.savefig(draft, dpi=120, bbox_inches="tight", metadata={"Software": None})
+    with new_file(folder / f"{name}.pdf") as draft:
+        figure.savefig(draft, bbox_inches="tight", metadata={"CreationDate": None})
     import matplotlib.pyplot as plt
 
     plt.close(figure)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """A hint for an error: the valid name that is most alike, without regard to case; empty if none is."""
+    folded: dict[str, str] = {}
+    for known in valid:
+        folded.setdefault(known.casefold(), known)
+    near = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.5)
+    return f" Did you mean {folded[near[0]]!r}?" if near else ""
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The text of an error for a name that is not in a list, with the nearest one that is."""
     names = list(valid)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"Unknown {kind} {name!r}.{hint} Valid: {', '.join(map(repr, names))}."
+    return f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
 
 
 def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
@@ -55,3 +64,43 @@ def level(value: float) -> float:
         hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
         raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")
     return number
+
+
+def writable(path: Path) -> None:
+    """Refuse a place where no file can be made, before the work."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{path} cannot be written: {folder} is a file and not a folder. Give another place.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: you have no permission to write to {folder}. Give another place.")
+
+
+def covariances(what: str, K: Tensor) -> Tensor:
+    """K (N, C, C) in float64, or ValueError unless it is symmetric and positive semi-definite to the rounding of its dtype.
+
+    Within that rounding, entries are made symmetric and eigenvalues below zero become zero.
+    """
+    if not K.numel():
+        return K.double()
+    eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
+    values = K.detach().to("cpu", torch.float64)
+    size = values.abs().amax((1, 2))
+    # a product that was rounded is off by √ε of its row at worst; a difference of larger numbers by ε of those
+    allowed = eps**0.5 * size * (K.shape[-1] > 1) + 16 * eps * size.amax()
+    skew = (values - values.mT).abs().amax((1, 2))
+    values = (values + values.mT) / 2
+    spectrum, basis = torch.linalg.eigh(values)
+    least = spectrum[:, 0]
+    for bad, fault, figure in (
+        (skew > allowed, "symmetric", "its entries differ from those of its transpose by"),
+        (least < -allowed, "positive semi-definite", "its smallest eigenvalue is"),
+    ):
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            number = float((skew if fault == "symmetric" else least)[row])
+            raise ValueError(
+                f"{what} must be {fault} for each input, but {int(bad.sum())} of {len(K)} are not (row {row}: {figure} "
+                f"{number:.3g}). Give covariances and not standard deviations, differences or roots of them."
+            )
+    positive_part = (basis * spectrum.clamp_min(0).unsqueeze(-2)) @ basis.mT
+    return torch.where((least < 0)[:, None, None], positive_part, values)

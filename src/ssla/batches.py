@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 Inputs = Any
@@ -122,9 +124,10 @@ def as_batch(item: Any) -> Batch:
     else:
         what = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
         raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but came as {what}. {EXPECTED}")
-    x = as_inputs(parts[0])
-    y = as_tensor(parts[1])
-    weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
+    with torch.no_grad():  # the rows of a fit are constants, also where they come with a graph
+        x = as_inputs(parts[0])
+        y = as_tensor(parts[1])
+        weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
     rows = row_count(x)
     if y.dim() == 0 or y.shape[0] != rows:
         raise ValueError(f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each observation.")
@@ -153,8 +156,12 @@ def as_inputs(x: Any) -> Inputs:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor, array, data frame or list of numbers -> Tensor (shared memory where it can be)."""
+    """A tensor, array, data frame or list of numbers -> Tensor (shared memory where it can be).
+
+    ValueError for a tensor in which a gradient is taken: everything after this point is computed without one.
+    """
     if isinstance(value, Tensor):
+        _refuse_gradient(value)
         return value.detach()
     try:
         array = np.asarray(value)
@@ -166,6 +173,20 @@ def as_tensor(value: Any) -> Tensor:
             f"Expected numbers (a tensor, an array or a data frame of numbers), but got {type(value).__name__}: {error}. "
             "Encode text and categories as numbers first."
         ) from None
+
+
+def _refuse_gradient(value: Tensor) -> None:
+    """ValueError where a gradient of `value`, or a batch of values, would pass through here and come out as zero."""
+    if (value.requires_grad and torch.is_grad_enabled()) or unpack_dual(value).tangent is not None:
+        came = "a tensor that requires a gradient"
+    elif is_functorch_wrapped_tensor(value):
+        came = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
+    else:
+        return
+    raise ValueError(
+        f"Expected plain numbers, but got {came}. Differentiation through a posterior or a predictive is not supported yet: its "
+        "gradient would be zero. Give x.detach(), or call it under torch.no_grad() or outside the transform."
+    )
 
 
 def leaves(x: Inputs) -> list[Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ssla._checks import unknown_name
 from ssla.fitting.memory import alternatives, in_words
-from ssla.network import ALL, LAST_LAYER
+from ssla.network import ALL, LAST_LAYER, Output, checked_output, trainable
 from ssla.posterior import DEFAULT_BUDGET
 from ssla.structures import Extent, LowRank, Structure, resolve
 
@@ -55,16 +55,19 @@ def estimate_cost(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     gaussian: bool = True,
+    output: Output = None,
     memory_budget: int | None = None,
 ) -> Cost:
     """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
     The last layer is taken to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
-    the likelihood is Gaussian with constant noise, when a last layer is polished without a further pass.
+    the likelihood is Gaussian with constant noise, when a last layer is polished without a further pass. output: as in `fit`; the
+    cost is estimated from shapes and does not depend on it.
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
     kind = resolve(structure)
+    checked_output(output)
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise ValueError(
@@ -102,7 +105,7 @@ def estimate_cost(
 def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:
     own = dict(model.named_parameters())
     if weights == ALL:
-        return list(own)
+        return list(trainable(model))
     if weights == LAST_LAYER:
         return [name for name, p in own.items() if any(p is q for q in last.parameters())]
     wanted = [weights] if isinstance(weights, str) else list(weights)

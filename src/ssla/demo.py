@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 import ssla
 from ssla import metrics, plots
+from ssla._checks import writable
 from ssla.predictive import Predictive
+from ssla.replacing import new_file
 
 RUNGS = {"plug-in": "plug_in", "ASSLA (none)": "none", "newton": "newton", "output refit": "output"}
+PICTURES = (".png", ".pdf", ".svg")
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 
 
@@ -72,6 +75,10 @@ def timed(work: Callable[[], object], repeats: int = 7) -> float:
 
 def run(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
     """Train, fit, compare, draw."""
+    writable(out)
+    if out.suffix.lower() not in PICTURES:
+        raise ValueError(f"The picture {out} must end in one of {', '.join(PICTURES)}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     (x, y), (x_val, y_val), (x_test, y_test) = (toy(n, generator) for n in (200, 100, n_test))
     print(f"training on {len(x)} points …")
@@ -126,7 +133,8 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     right.set(xlabel="y", title=f"Density at x = {float(spot):g}, 90% highest-density region")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=130)
+    with new_file(out) as draft:
+        figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")
     plt.close(figure)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ssla.structures import Dense, Diagonal, Kfac, Structure
+from ssla.structures import Dense, Diagonal, Kfac, Structure, WoodburyOperator
 
 
 class Problem(NamedTuple):
@@ -68,6 +68,36 @@ class Eigenbasis:
         for positions, inner, outer in self.parts:
             out[..., positions] = outer @ v[..., positions] @ inner.mT
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class ThinBasis:
+    """S = E diag(λ) Eᵀ with fewer directions k than parameters P, for one precision on all of them.
+
+    A vector has k coordinates along E, with eigenvalues λ, then the P entries of its rest, with eigenvalue zero: products of
+    vectors are those of their coordinates, and nothing of size P×P is built.
+    """
+
+    values: Tensor  # (k + P,)
+    directions: Tensor  # E (P, k)
+
+    def rotated(self, v: Tensor) -> Tensor:
+        """(…, P) -> (…, k + P)."""
+        along = v @ self.directions
+        return torch.cat([along, v - along @ self.directions.mT], -1)
+
+    def restored(self, v: Tensor) -> Tensor:
+        """(…, k + P) -> (…, P)."""
+        count = self.directions.shape[1]
+        return v[..., :count] @ self.directions.mT + v[..., count:]
+
+
+def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
+    """Of a structure that holds fewer directions than parameters (rows in place of a matrix, low rank); None for another."""
+    unit = structure.with_prior(torch.ones(size, dtype=torch.float64))
+    if not isinstance(unit, WoodburyOperator):
+        return None
+    return ThinBasis(torch.cat([unit.spectrum, torch.zeros(size, dtype=torch.float64)]), unit.basis)
 
 
 def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssla import linalg
-from ssla.likelihoods import Custom, Likelihood, Started
+from ssla.likelihoods import Custom, Derivatives, Likelihood, Started
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
@@ -91,7 +91,7 @@ def without_refit(
     if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
         white = linalg.upper_times(R, likelihood.score(y, f))
         return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
-    precision = likelihood.fisher(f) if curvature == FISHER else likelihood.precision(y, f)
+    precision = likelihood.fisher(f) if curvature == FISHER else _derivatives(likelihood, y, f).precision
     factor, fallback, _ = _safe_factor(likelihood, f, R, precision)
     return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
@@ -101,7 +101,7 @@ def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor 
 
     Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that (STEP_MARGIN), and is counted.
     """
-    log_prob, score, precision = likelihood.derivatives(y, f)
+    log_prob, score, precision = _derivatives(likelihood, y, f)
     factor, fallback, used = _safe_factor(likelihood, f, R, precision, margin=STEP_MARGIN)
     white = linalg.upper_times(R, score)
     v = factor.solve(white)
@@ -129,7 +129,7 @@ def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor |
 
 def _with_determinant(likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Expanded) -> Expanded:
     """The curvature increment −½ log|I + DᵀΛ(y, f)D| in place of the refit's own."""
-    factor, fallback, _ = _safe_factor(likelihood, f, D, likelihood.precision(y, f))
+    factor, fallback, _ = _safe_factor(likelihood, f, D, _derivatives(likelihood, y, f).precision)
     return found._replace(curvature=-0.5 * factor.logdet(), fallback=found.fallback | fallback)
 
 
@@ -185,10 +185,27 @@ def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tenso
 def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Expanded, Tensor]:
     """The expansion at f̂ + Rv and the gradient of the objective there."""
     end = linalg.lower_times(R, v).add_(f)
-    log_prob, score, precision = likelihood.derivatives(y, end)
+    log_prob, score, precision = _derivatives(likelihood, y, end)
     factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
     found = Expanded(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
     return found, linalg.upper_times(R, score).sub_(v)
+
+
+def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor, step: bool = False) -> Derivatives:
+    """log p, g and Λ. Where log p has kinks and no curvature (|y − f|), Λ is the Fisher if it is known, and g gᵀ otherwise.
+
+    Exactly at a kink g may be zero: there the Fisher is found by quadrature, unless the answer is for a step.
+    """
+    found = likelihood.derivatives(y, f)
+    if not isinstance(likelihood, Custom) or bool(found.precision.any()) or not likelihood.straight(f):
+        return found
+    if likelihood.fisher_function is not None:
+        return found._replace(precision=likelihood.fisher(f))
+    g, flat = found.score, (found.score == 0).all(-1)
+    stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
+    if bool(flat.any()) and not step:
+        stand_in[flat] = likelihood.fisher(f[flat])
+    return found._replace(precision=stand_in)
 
 
 def _safe_factor(
@@ -241,6 +258,6 @@ class _Tasks:
     def evaluate(self, v: Tensor, rows: Tensor | None) -> linalg.Evaluation:
         y, f, R = self.take(rows)
         here = f + linalg.lower_times(R, v)
-        log_prob, score, precision = self.likelihood.derivatives(y, here)
+        log_prob, score, precision = _derivatives(self.likelihood, y, here, step=True)
         factor, _, _ = _safe_factor(self.likelihood, here, R, precision, score)
         return linalg.Evaluation(log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve)

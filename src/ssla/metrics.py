@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ssla._checks import level as checked_level
 from ssla.batches import as_tensor
-from ssla.predictive import AffinePredictive, ClassMixture, ClassPredictive, GaussianPredictive, Predictive, kind_of
+from ssla.predictive import AffinePredictive, GaussianPredictive, Predictive, kind_of
+from ssla.predictive.joined import Joined
+from ssla.quadrature import wrapped
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96
@@ -33,7 +35,7 @@ def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 def rmse(predictive: Predictive, y: Any) -> Tensor:
     """Root mean squared error of the predictive mean."""
-    value = _like(y, predictive.mean)
+    value = _near(y, predictive)
     return ((predictive.mean - value) ** 2).mean().sqrt()
 
 
@@ -41,6 +43,12 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
     if kind_of(predictive) == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
+    if kind_of(predictive) == "circular":
+        raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
+    if isinstance(predictive, Joined):
+        value = _like(y, predictive.mean)
+        pairs = zip(predictive.parts, predictive.rows, strict=True)
+        return _mean(predictive.put([crps(part, value[rows], reduce=False) for part, rows in pairs]), reduce)
     if isinstance(predictive, AffinePredictive):  # the score is in the target's unit
         z = (_like(y, predictive.mean).to("cpu", torch.float64) - predictive.shift) / predictive.scale
         return _mean(predictive.scale * crps(predictive.base, z, reduce=False).double(), reduce)
@@ -95,7 +103,7 @@ def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
     region = predictive.interval(level)
     if kind_of(predictive) == "class":
         return region.gather(1, as_tensor(y).long().reshape(-1, 1)).squeeze(1)
-    value = _like(y, predictive.mean)
+    value = _near(y, predictive)
     return (value >= region[..., 0]) & (value <= region[..., 1])
 
 
@@ -110,7 +118,7 @@ def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
 def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True) -> Tensor:
     """Width plus 2/α times the distance by which y is missed (Winkler)."""
     region = predictive.interval(checked_level(level))
-    value = _like(y, predictive.mean)
+    value = _near(y, predictive)
     return _mean(_scoringrules().interval_score(value, region[..., 0], region[..., 1], 1 - level, backend="torch"), reduce)
 
 
@@ -146,7 +154,8 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     """Expected calibration error of the most probable class: Σ_bins share·|accuracy − confidence|."""
-    confidence, guess = _classes(predictive).probs.double().max(1)
+    probs: Tensor = _classes(predictive).probs
+    confidence, guess = probs.double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
     place = (confidence * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add(0, place, right - confidence)
@@ -174,15 +183,16 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
         accuracy = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
         values = {"nll": nll(predictive, y), "brier": brier(predictive, y), "ece": ece(predictive, y), "accuracy": accuracy}
         return Summary({name: float(value) for name, value in values.items()} | {"mass": mass})
-    scores = {"nll": float(nll(predictive, y)), "crps": float(crps(predictive, y)), "rmse": float(rmse(predictive, y))}
+    ordered = {} if kind_of(predictive) == "circular" else {"crps": float(crps(predictive, y))}
+    scores = {"nll": float(nll(predictive, y))} | ordered | {"rmse": float(rmse(predictive, y))}
     for level in levels:
         scores[f"coverage {level:.0%}"] = float(coverage(predictive, y, level))
         scores[f"width {level:.0%}"] = float(mean_width(predictive, level))
     return Summary(scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass})
 
 
-def _classes(predictive: Any) -> ClassPredictive | ClassMixture:
-    if not isinstance(predictive, ClassPredictive | ClassMixture):
+def _classes(predictive: Any) -> Any:
+    if kind_of(predictive) != "class":
         raise TypeError(f"This score is for classes, but the predictive is a {type(predictive).__name__}.")
     return predictive
 
@@ -198,6 +208,13 @@ def _like(y: Any, mean: Tensor) -> Tensor:
     if value.numel() != mean.numel():
         raise ValueError(f"y must have shape {tuple(mean.shape)}, one value for each prediction, but has {tuple(value.shape)}.")
     return value.reshape(mean.shape)
+
+
+def _near(y: Any, predictive: Predictive) -> Tensor:
+    """y, of the shape of the mean; an angle as the one within π of the mean."""
+    mean = predictive.mean
+    value = _like(y, mean)
+    return mean + wrapped(value - mean) if kind_of(predictive) == "circular" else value
 
 
 def _mean(value: Tensor, reduce: bool) -> Tensor:

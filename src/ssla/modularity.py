@@ -22,7 +22,7 @@ from torch.distributions import Distribution
 from ssla._checks import one_of
 from ssla.fitting import polish_again
 from ssla.fitting.sums import climbing
-from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics
+from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics, with_directions
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
 
 MOST_STEPS = 200
@@ -63,7 +63,9 @@ def described(posterior: Posterior, what: str, mode: str) -> Posterior:
     gradient = posterior.statistics.gradient + posterior.objective_prior.gradient(posterior.theta)
     residual = math.sqrt(max(float(gradient @ posterior.operator.solve(gradient)), 0.0))
     each = residual / math.sqrt(posterior.theta.numel())
-    notes = [note for note in posterior.report.notes if not note.startswith(MARK) and "log-concave" not in note]
+    stale = (MARK, "polish moved")  # said of the prior before
+    notes = [note for note in posterior.report.notes if not note.startswith(stale) and "log-concave" not in note]
+    notes = with_directions(notes, posterior)
     notes += [MARK + what.format(residual=residual, each=each)]
     notes += concavity_notes(posterior.bound_prior.precision(posterior.theta))
     report = replace(

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ssla.batches import Inputs, Source, as_inputs, open_source
+from ssla.batches import Inputs, Source, as_inputs
+from ssla.digests import digest
 from ssla.jacobians import Jacobian
-from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network
-from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
-from ssla.structures import Dense, Kfac, Operator, Structure
+from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
+from ssla.network import Network, difference, fingerprint, marks, module_of
+from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
+from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
 from ssla.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 DEFAULT_BUDGET = 1 << 30
+ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
+OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
+COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
 
 
 class Marginal(NamedTuple):
@@ -90,6 +94,7 @@ class Report:
     notes: tuple[str, ...] = ()
     prior: str = ""
     convention: str = EXACT  # where the prior enters
+    output: str = ""  # the part of the network's answer that is f, if it is a part
 
     @property
     def residual_per_parameter(self) -> float:
@@ -114,6 +119,7 @@ class Report:
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",
             f"memory       {self.memory / 2**20:.1f} MiB",
+            *([f"output       {self.output} of the network's answer"] if self.output else []),
             *(f"note         {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -181,15 +187,35 @@ class Posterior:
         for part in self.network.chunks(inputs, self.memory_budget):
             f, J = self.network.expand(part, self.theta)
             self.likelihood.check_outputs(f)
-            yield f, J
+            yield f, J if J.dtype.itemsize > 2 else J.double()  # sums in half precision would lose what is left of its digits
 
     def marginal(self, x: Inputs) -> Marginal:
-        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the model's dtype."""
-        return Marginal(*(part.to(self.network.device, self.network.dtype) for part in self.outputs_at(x)))
+        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""
+        found = self.outputs_at(x)
+        return Marginal(*(part.to(self.like(found)) for part in found))
+
+    def like(self, marginal: Marginal) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device: the model's.
+
+        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a noise of 0.01 at outputs of
+        10⁶ has no place in float32.
+        """
+        dtype, law = self.network.dtype, self.likelihood.predictive
+        f, K = marginal
+        if isinstance(law, Gaussian):
+            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
+        elif isinstance(law, HeteroscedasticGaussian | StudentT):
+            centre, scale = law.guess(f, K)
+            f = centre
+        else:
+            scale = torch.full_like(f, torch.inf)
+        if bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
+            dtype = torch.float64
+        return torch.empty(0, dtype=dtype, device=self.network.device)
 
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
-        return _joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
+        return self._joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
@@ -198,11 +224,17 @@ class Posterior:
         """
         pull = self.operator.solve(self.bound_prior.gradient(self.theta))
         middle = self.bound_prior.precision(self.theta)
-        return _joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
+        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
 
     def data_covariance(self, x: Inputs) -> Tensor:
         """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
-        return _joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+
+    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
+        """Chunks -> all rows, in float64; no chunk -> no rows."""
+        C = self.network.outputs
+        none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, C, dtype=torch.float64))
+        return Marginal(*(torch.cat(column).double() for column in zip(*(parts or [none]), strict=True)))
 
     def log_evidence(self) -> float:
         """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
@@ -271,28 +303,17 @@ class Posterior:
         """
         from ssla.fitting import collect
 
-        source = open_source(data)
+        statistics, source = collect(self, data)
         more = replace(self, source=_chained(self.source, source))
-        return more._with_statistics(self.statistics.merge(collect(self, source)), passes=self.report.passes + 1)
+        return more._with_statistics(self.statistics.merge(statistics), passes=self.report.passes + 1)
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
 
-        Both must come from the same network, likelihood and prior, and stand at the same θ̂ (fit shards with mode="tilt"), unless
-        their sums are quadratic, when they are brought to the same place exactly.
+        Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and stand at the same θ̂ (fit
+        shards with mode="tilt"), unless their sums are quadratic, when they are brought to the same place exactly.
         """
-        mine, theirs = self.report, other.report
-        for what in ("names", "outputs", "likelihood", "structure"):
-            if getattr(mine, what) != getattr(theirs, what):
-                pair = f"{getattr(mine, what)} and {getattr(theirs, what)}"
-                raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {pair}.")
-        if not torch.equal(self.network.theta, other.network.theta):
-            raise ValueError("Only posteriors of the same trained network can be merged, but the networks' weights differ.")
-        both = (self.bound_prior, other.bound_prior)
-        if any(
-            not torch.equal(getattr(both[0], m)(self.theta), getattr(both[1], m)(self.theta)) for m in ("gradient", "precision")
-        ):
-            raise ValueError("Only posteriors with the same prior can be merged, but the priors differ.")
+        self._refuse_unlike(other)
         statistics = other.statistics
         if not torch.equal(self.theta, other.theta):
             if not self.quadratic:
@@ -302,9 +323,34 @@ class Posterior:
                 )
             statistics = statistics.moved(self.theta - other.theta)
         more = replace(self, source=_chained(self.source, other.source))
-        return more._with_statistics(self.statistics.merge(statistics), passes=mine.passes + theirs.passes)
+        return more._with_statistics(
+            self.statistics.merge(statistics), passes=self.report.passes + other.report.passes, notes=other.report.notes
+        )
 
-    def _with_statistics(self, statistics: Statistics, passes: int) -> Posterior:
+    def _refuse_unlike(self, other: Posterior) -> None:
+        """ValueError unless the sums of both are of one model, so that they may be added."""
+        for what in ("names", "outputs", "output", "structure", "mode", "convention"):
+            mine, theirs = getattr(self.report, what), getattr(other.report, what)
+            if mine != theirs:
+                raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {mine} and {theirs}.")
+        ours, others = marks(self.network), marks(other.network)
+        odd = [what for what in ours if ours[what] != others[what]]
+        if odd:
+            why = difference(*(fingerprint(module_of(post.network)) for post in (self, other)))
+            parts = f"{' and '.join(odd)} differ{why and ': '}{why}"
+            raise ValueError(f"Only posteriors of the same trained network can be merged, but their {parts}.")
+        for what, mine, theirs in (
+            ("likelihoods", self.likelihood, other.likelihood),
+            ("priors", self.bound_prior, other.bound_prior),
+        ):
+            if digest(mine) != digest(theirs):
+                pair = f"{describe(getattr(self, what[:-1]))} and {describe(getattr(other, what[:-1]))}"
+                raise ValueError(
+                    f"Only posteriors with the same {what} can be merged, but the {what} differ, if only in digits that are not "
+                    f"shown: {pair}. Fit every shard with the same one; an estimated noise as the number that one shard found."
+                )
+
+    def _with_statistics(self, statistics: Statistics, passes: int, notes: tuple[str, ...] = ()) -> Posterior:
         theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
         if self.quadratic and self.report.mode == POLISH:
             operator = statistics.curvature.with_prior(self.objective_prior.precision(theta))
@@ -313,9 +359,15 @@ class Posterior:
         moved = replace(self, theta=theta, statistics=statistics)
         gradient = statistics.gradient + self.objective_prior.gradient(theta)
         residual = math.sqrt(max(float(gradient @ moved.operator.solve(gradient)), 0.0))
-        notes = tuple(n for n in self.report.notes if not n.startswith("data were added"))
+        before = dict.fromkeys((*self.report.notes, *notes))  # once each
+        kept = [f"before data were added: {n}" if n.startswith(OF_THE_DATA) else n for n in before if not n.startswith(ADDED)]
         report = replace(
-            self.report, n=statistics.n, weight=statistics.weight, passes=passes, residual_after=residual, notes=(*notes, note)
+            self.report,
+            n=statistics.n,
+            weight=statistics.weight,
+            passes=passes,
+            residual_after=residual,
+            notes=(*with_directions(kept, moved), note),
         )
         return replace(moved, report=report)
 
@@ -350,6 +402,13 @@ class Posterior:
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
 
 
+def with_directions(notes: list[str], posterior: Posterior) -> list[str]:
+    """The notes with what a low-rank curvature leaves out now, under its present data and prior."""
+    found, least = posterior.statistics.curvature, float(posterior.bound_prior.precision(posterior.theta).min())
+    kept = [note for note in notes if not note.startswith("low_rank:")]
+    return [*kept, found.note(least)] if isinstance(found, LowRank) and least > 0 else kept
+
+
 def _chained(first: Source | None, second: Source | None) -> Source | None:
     """Both data sets, where both are known."""
     return None if first is None or second is None else first.then(second)
@@ -364,8 +423,3 @@ def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
     moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
     whole: Tensor = (moves * values) @ moves.mT
     return whole
-
-
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> Marginal:
-    """Chunks -> all rows, in float64."""
-    return Marginal(torch.cat([f for f, _ in parts]).double(), torch.cat([K for _, K in parts]).double())

@@ -8,6 +8,7 @@ derivative from autograd.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ from ssla.refit import Refit
 from ssla.structures import Dense
 
 COUNT = 9
+NAME, TEXT = 17, 67  # columns of a name in the printed table, and of a line: 80 with the indent of `ssla sensitivity`
 RANK_TOLERANCE = 1e-10
 
 
@@ -100,17 +102,20 @@ class Sensitivity:
         return tuple(conflict(posterior) for posterior in self.posteriors)
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.names)
         lines = [
             f"{len(self.names)} priors, convention {self.convention}, against the posterior's own prior",
-            f"{'prior':<{width}}  largest |Δmean|/sd   sd ratio (min … max)   log evidence   θ̂ off its mode by",
+            f"{'':<{NAME}}  {'largest':>10}  {'ratio of sd':^15} {'log':>10}  {'sd off':>8}",
+            f"{'prior':<{NAME}}  {'|Δmean|/sd':>10}  {'min … max':^15} {'evidence':>10}  {'its mode':>8}",
         ]
         for i, name in enumerate(self.names):
+            if len(name) > NAME:  # on its own line
+                lines += textwrap.wrap(name, TEXT)
+                name = ""
             ratio = self.stddev_ratio[i]
             lines.append(
-                f"{name:<{width}}  {float(self.mean_change[i].abs().max()):>18.3g}   {float(ratio.min()):>8.3f} … "
-                f"{float(ratio.max()):<8.3f}   {self.posteriors[i].log_evidence():>12.3f}   "
-                f"{self.posteriors[i].report.residual_after:.3g} sd"
+                f"{name:<{NAME}}  {float(self.mean_change[i].abs().max()):>10.3g}  {float(ratio.min()):>6.3f} … "
+                f"{float(ratio.max()):<6.3f} {self.posteriors[i].log_evidence():>10.2f}  "
+                f"{self.posteriors[i].report.residual_after:>8.2g}"
             )
         return "\n".join(lines)
 

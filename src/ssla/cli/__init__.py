@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Ctrl-C is one line here too: the imports take as long as a short command."""
+    try:
+        _app()()
+    except (KeyboardInterrupt, SystemExit) as end:
+        # outside of a command typer exits with 130 and no word, because of an Exit that a KeyboardInterrupt caused
+        if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            raise
+        sys.stderr.write("Interrupted. Nothing was written.\n")
+        raise SystemExit(130) from None
+
+
+def _app() -> Any:
     try:
         from ssla.cli.app import app
     except ImportError as error:
@@ -14,7 +26,7 @@ def main() -> None:
             raise
         sys.stderr.write("The command needs typer and rich: pip install 'ssla[cli]'.\n")
         raise SystemExit(1) from None
-    app()
+    return app
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ssla import __version__
 from ssla.cli.console import err, show, told
 
 app = typer.Typer(
     help="Predictions with honest intervals from a table: train, predict, evaluate.",
+    epilog="Example: ssla train houses.csv --target price -o model/",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -18,10 +20,30 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
-Data = Annotated[Path, typer.Argument(help="A CSV or Parquet file.")]
+Data = Annotated[Path, typer.Argument(help="A .csv, .csv.gz, .parquet or .xlsx file, or - for a CSV from standard input.")]
 Model = Annotated[Path, typer.Argument(help="A directory that `ssla train` wrote.")]
 Target = Annotated[str, typer.Option("--target", "-t", help="The column to predict.")]
 Drop = Annotated[list[str], typer.Option("--drop", help="A column to leave out; may be repeated.")]
+Refit = Annotated[str, typer.Option(help="Rung of the refit ladder, for example newton; default: the model's own.")]
+Decimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: found for each column).")]
+Thousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands, for example . in 1.234,5.")]
+OtherDecimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: as at training).")]
+OtherThousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands (default: as at training).")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ssla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -38,14 +60,35 @@ def train(
     conformal: Annotated[bool, typer.Option(help="Correct intervals on rows kept aside (numbers only).")] = False,
     tune_trials: Annotated[int, typer.Option(help="Try so many settings first (Optuna; continues a study).")] = 0,
     seed: Annotated[int, typer.Option(help="Of the split and the networks.")] = 0,
+    decimal: Decimal = None,
+    thousands: Thousands = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train on a table and write a model."""
+    """Train on a table and write a model.
+
+    Numbers, yes/no, categories and gaps are taken as they are. The answer
+    says what was done with each column, and how the model scores on rows
+    that were kept aside.
+
+    Example: ssla train houses.csv --target price --drop id -o model/
+    """
     from ssla.cli.training import Request, run
 
     request = Request(
-        data, target, output, tuple(drop), likelihood, members, max_epochs, test_fraction, conformal, tune_trials, seed
+        data,
+        target,
+        output,
+        tuple(drop),
+        likelihood,
+        members,
+        max_epochs,
+        test_fraction,
+        conformal,
+        tune_trials,
+        seed,
+        decimal,
+        thousands,
     )
     show(run(request, quiet or as_json), as_json, "trained")
 
@@ -56,38 +99,91 @@ def predict(
     model: Model,
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="A .csv or .parquet file.")],
-    level: Annotated[float, typer.Option(help="Of the interval.")] = 0.95,
-    refit: Annotated[str, typer.Option(help="Rung of the ladder; the model's own if not given.")] = "",
+    level: Annotated[list[float], typer.Option(help="Probability of the interval or set; may be repeated.")] = [0.95],  # noqa: B006
+    keep: Annotated[list[str], typer.Option(help="An input column to copy to the output; may be repeated.")] = [],  # noqa: B006
+    refit: Refit = "",
+    decimal: OtherDecimal = None,
+    thousands: OtherThousands = None,
     as_json: Json = False,
 ) -> None:
-    """Write mean, sd, interval, quantiles, mass and rung for every row (classes: label and probabilities)."""
-    from ssla.cli.work import predict_file
+    """Write a prediction with its interval for every row.
 
-    show(predict_file(model, data, output, level, refit), as_json, "predicted")
+    Example: ssla predict model/ new.csv -o out.csv --keep id --level 0.95
+
+    Columns of the output, for numbers and counts:
+
+    \b
+    mean, sd            of the target, noise included
+    lower_95, upper_95  the interval that holds the target with probability
+                        95%; one such pair for each --level
+    q0.025 ... q0.975   quantiles
+    epistemic           the part of sd that more data would remove: a standard
+                        deviation, sd^2 = epistemic^2 + noise^2
+    mass                integral before normalisation; a value far from 1
+                        shows that the approximation failed in this row
+    rung                the refit that was used (see --refit)
+    notes               inputs that were missing or unknown; the prediction is
+                        then mixed over their training values
+
+    For classes:
+
+    \b
+    label               the most probable class
+    p(...)              probability of each class
+    set_95              the smallest set of classes that holds the true one
+                        with probability 95%, as in cat|dog; one for each
+                        --level
+    mass, rung, notes   as above
+    """
+    from ssla.cli.work import Marks, predict_file
+
+    marks = Marks(decimal, thousands)
+    show(predict_file(model, data, output, tuple(level), refit, tuple(keep), marks), as_json, "predicted")
 
 
 @app.command()
 @told
-def evaluate(model: Model, data: Data, refit: Annotated[str, typer.Option(help="Rung.")] = "", as_json: Json = False) -> None:
-    """Score a model on a table that has the target."""
-    from ssla.cli.work import evaluate_file
+def evaluate(
+    model: Model,
+    data: Data,
+    refit: Refit = "",
+    decimal: OtherDecimal = None,
+    thousands: OtherThousands = None,
+    as_json: Json = False,
+) -> None:
+    """Score a model on a table that has the target.
 
-    show(evaluate_file(model, data, refit), as_json, "scores")
+    nll and crps: the lower the better. coverage 95%: the share of rows
+    inside their interval of 95%.
+
+    Example: ssla evaluate model/ test.csv
+    """
+    from ssla.cli.work import Marks, evaluate_file
+
+    show(evaluate_file(model, data, refit, Marks(decimal, thousands)), as_json, "scores")
 
 
 @app.command()
 @told
-def sensitivity(model: Model, data: Data, as_json: Json = False) -> None:
-    """How much the predictions depend on the prior."""
-    from ssla.cli.work import sensitivity_of
+def sensitivity(
+    model: Model, data: Data, decimal: OtherDecimal = None, thousands: OtherThousands = None, as_json: Json = False
+) -> None:
+    """How much the predictions depend on the prior.
 
-    show(sensitivity_of(model, data), as_json, "sensitivity to the prior")
+    Example: ssla sensitivity model/ new.csv
+    """
+    from ssla.cli.work import Marks, sensitivity_of
+
+    show(sensitivity_of(model, data, Marks(decimal, thousands)), as_json, "sensitivity to the prior")
 
 
 @app.command()
 @told
 def report(model: Model, as_json: Json = False) -> None:
-    """What a model is, what it saw, and how it scored when it was trained."""
+    """What a model is, what it was trained on, and its scores at training.
+
+    Example: ssla report model/
+    """
     from ssla.cli.work import report_of
 
     show(report_of(model), as_json, "model")
@@ -101,22 +197,30 @@ def cost(
     drop: Drop = [],  # noqa: B006
     weights: Annotated[str, typer.Option(help="last_layer or all.")] = "last_layer",
     structure: Annotated[str, typer.Option(help="dense, kfac, diag or low_rank.")] = "dense",
+    decimal: Decimal = None,
+    thousands: Thousands = None,
     as_json: Json = False,
 ) -> None:
-    """What a fit would take, before it is begun."""
-    from ssla.cli.work import cost_of
+    """Memory and work of a fit, before it is begun.
 
-    show(cost_of(data, target, tuple(drop), weights, structure), as_json, "cost")
+    Example: ssla cost houses.csv --target price --weights all --structure kfac
+    """
+    from ssla.cli.work import Marks, cost_of
+
+    show(cost_of(data, target, tuple(drop), weights, structure, Marks(decimal, thousands)), as_json, "cost")
 
 
 @app.command()
 @told
 def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("demo.png")) -> None:
-    """Train on toy data, compare predictives, draw them."""
+    """Train on toy data, compare predictives, draw them.
+
+    Example: ssla demo -o demo.png
+    """
     from ssla.demo import run
 
     run(output)
-    err.print(f"wrote {output}")
+    err.print(f"wrote {output}", markup=False)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 TOLD = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
@@ -28,23 +30,24 @@ def told(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> Any:
+        notes: list[warnings.WarningMessage] = []
         try:
-            with warnings.catch_warnings(record=True) as caught:
+            with warnings.catch_warnings(record=True) as notes:
                 warnings.simplefilter("always", UserWarning)
-                result = command(*arguments, **options)
-            for text in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
-                err.print(f"note: {text}", style="yellow", markup=False)
-            return result
+                return command(*arguments, **options)
         except KeyboardInterrupt:
             err.print("Interrupted. Nothing was written.", style="red")
             raise typer.Exit(130) from None
         except TOLD as error:
             text = str(error) or type(error).__name__
             if options.get("as_json"):
-                out.print_json(json.dumps({"error": text}))
+                _print_json({"error": text})
             else:
                 err.print(f"Error: {text}", style="red", markup=False)
             raise typer.Exit(1) from None
+        finally:
+            for text in dict.fromkeys(str(w.message) for w in notes if issubclass(w.category, UserWarning)):
+                err.print(f"note: {text}", style="yellow", markup=False)
 
     return run  # type: ignore[return-value]
 
@@ -52,7 +55,7 @@ def told(command: Command) -> Command:
 def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
     """Figures as a table, or all as JSON."""
     if as_json:
-        out.print_json(json.dumps(values, default=str, allow_nan=True))
+        _print_json(values)
         return
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     for name, value in values.items():
@@ -60,8 +63,21 @@ def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
             text = ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) or "none"
         else:
             text = _short(value)
-        table.add_row(name.replace("_", " "), text)
+        table.add_row(Text(name.replace("_", " ")), Text(text))
     out.print(table)
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    """One object on standard output, without colours; NaN and infinity, which JSON does not have, are null."""
+    typer.echo(json.dumps(_plain(values), indent=2, default=str, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

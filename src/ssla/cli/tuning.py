@@ -1,19 +1,25 @@
-"""`--tune-trials N`: settings tried by Optuna on rows kept aside, in a SQLite study that a later call continues."""
+"""`--tune-trials N`: settings tried by Optuna on training rows kept aside, in a SQLite study that a later call continues.
+
+A study belongs to its rows and settings: their hash is in its name, so that trials of another table are not continued.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ssla.cli.console import progress
-from ssla.cli.training import Prepared, Request, make, score, smaller
+from ssla.cli.training import Request, make, score, shuffled, smaller
 
 STUDY_FRACTION = 0.2
 
 
-def best_options(request: Request, ready: Prepared, quiet: bool) -> dict[str, Any]:
-    """The options of the best of all trials so far, this call's and earlier ones'."""
+def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str, quiet: bool) -> tuple[dict[str, Any], str]:
+    """The options of the best of all trials on these training rows, earlier calls' included; and whether there were such."""
     try:
         import optuna
     except ImportError:
@@ -22,28 +28,34 @@ def best_options(request: Request, ready: Prepared, quiet: bool) -> dict[str, An
     output = request.output
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_name(f"{output.name}.study.db")
-    name = f"{request.target} from {len(ready.y)} rows and {ready.plan.width} inputs, {ready.likelihood}"
     study = optuna.create_study(
         storage=f"sqlite:///{file}",
-        study_name=name,
+        study_name=f"{request.target}, {likelihood}, {_fingerprint(request, X, y)}",
         load_if_exists=True,
         direction="minimize",
-        sampler=optuna.samplers.TPESampler(seed=request.seed),
     )
-    rows = np.random.default_rng(request.seed + 1).permutation(len(ready.y))
-    count = max(round(STUDY_FRACTION * len(rows)), 2)
-    aside, kept = rows[:count], rows[count:]
+    done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
+    left = max(request.tune_trials - done, 0)
+    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))  # not the earlier trials again
+    order, most = shuffled(y, likelihood, request.seed + 1)
+    count = min(max(round(STUDY_FRACTION * len(y)), 2), most)
+    aside, kept = order[:count], order[count:]
 
     def objective(trial: Any) -> float:
-        options = _suggest(trial)
-        estimator = make(smaller(request), ready.likelihood, options).fit(ready.X[kept], ready.y[kept])
-        return score(estimator, ready.X[aside], ready.y[aside])["nll"]
+        estimator = make(smaller(request), likelihood, _suggest(trial)).fit(X[kept], y[kept])
+        return float(score(estimator, X[aside], y[aside])["nll"])
 
-    done = [trial for trial in study.trials if trial.state.is_finished()]
-    left = max(request.tune_trials - len(done), 0)
     with progress(left, "tuning", quiet) as advance:
-        study.optimize(objective, n_trials=left, callbacks=[lambda s, t: advance(t.number + 1 - len(done))])
-    return _options(study.best_params)
+        study.optimize(objective, n_trials=left, callbacks=[lambda s, t: advance(t.number + 1 - done)])
+    return _options(study.best_params), f"continued with {done} earlier trials" if done else "new study"
+
+
+def _fingerprint(request: Request, X: np.ndarray, y: np.ndarray) -> str:
+    """Of all that the score of a trial depends on: the rows, and the request but for where things are and how many trials."""
+    settings = replace(smaller(request), data=Path(), output=Path(), tune_trials=0)
+    digest = hashlib.sha256(f"{settings} {X.shape} {y.tolist()}".encode())
+    digest.update(np.ascontiguousarray(X).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _suggest(trial: Any) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,49 @@ import torch
 
 import ssla
 from ssla._checks import level as checked_level
-from ssla.cli.training import Request, prepare, replace_refit, score
+from ssla._checks import writable
+from ssla.cli.training import (
+    LIKELIHOODS,
+    Prepared,
+    Request,
+    make,
+    of_predictive,
+    predictive_at,
+    prepare,
+    replace_refit,
+    rows_seen,
+    score,
+    shuffled,
+)
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
+from ssla.sklearn.base import auto_batch
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import Encoded, Plan, TableError, read_table, write_table
+from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
 from ssla.tables.writing import check_output
 from ssla.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
+TIMED_EPOCHS = 6
 QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
+SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that no label holds
+LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
+
+
+@dataclass(frozen=True)
+class Marks:
+    """--decimal and --thousands of a command. Without either of them those of the training command hold."""
+
+    decimal: str | None = None
+    thousands: str | None = None
+
+    def read(self, data: Path, extra: dict[str, Any] | None = None) -> Table:
+        if self.decimal is None and self.thousands is None and extra is not None:
+            return read_table(data, extra.get("decimal"), extra.get("thousands"))
+        return read_table(data, self.decimal, self.thousands)
+
+
+AS_AT_TRAINING = Marks()
 
 
 def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
@@ -27,80 +63,138 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
     if "plan" not in extra:
         raise FileError(f"{model} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
     try:
-        return estimator, Plan.from_json(extra["plan"]), extra
+        plan = Plan.from_json(extra["plan"])
+        if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
+            raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{model} does not hold a usable plan of columns ({error}).") from error
-
-
-def _encode(plan: Plan, estimator: Any, data: Path) -> Encoded:
     if plan.width != estimator.n_features_in_:
-        raise FileError("The model's columns do not fit its network.")
-    return plan.encode(read_table(data))
+        raise FileError(f"The columns of {model} do not fit its network.")
+    return estimator, plan, extra
 
 
-def predict_file(model: Path, data: Path, output: Path, level: float, refit: str) -> dict[str, Any]:
+def _gaps(encoded: Encoded) -> dict[str, int]:
+    """Rows with a missing or unknown input, and how many of them were mixed over the training values."""
+    mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
+    if wanted > mixed:
+        warnings.warn(
+            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and holds no training values "
+            "to mix over: their intervals are too narrow. Train it again.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {"rows_with_unknown_inputs": encoded.marked, "rows_mixed": mixed}
+
+
+def predict_file(
+    model: Path,
+    data: Path,
+    output: Path,
+    levels: tuple[float, ...] = (0.95,),
+    refit: str = "",
+    keep: tuple[str, ...] = (),
+    marks: Marks = AS_AT_TRAINING,
+) -> dict[str, Any]:
     check_output(output)
-    checked_level(level)
+    writable(output)
+    levels = tuple(dict.fromkeys(map(checked_level, levels)))
     estimator, plan, extra = _open(model)
     if refit:
         estimator = replace_refit(estimator, refit)
-    encoded = _encode(plan, estimator, data)
-    p: Any = estimator.predict_dist(encoded.values)
+    table = marks.read(data, extra)
+    kept = {name: table.cells_of(name) for name in keep}
+    encoded = plan.encode(table)
+    p: Any = predictive_at(estimator, encoded)
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
     if kind_of(p) == "class":
+        labels = [str(label) for label in estimator.classes_]
+        facts["set_separator"] = separator = _separator(labels)
         columns["label"] = estimator.classes_[p.mode.numpy()]
-        for i, label in enumerate(estimator.classes_):
+        for i, label in enumerate(labels):
             columns[f"p({label})"] = p.probs[:, i].numpy()
+        for level in levels:
+            chosen = p.interval(level).tolist()
+            sets = [separator.join(label for label, inside in zip(labels, row, strict=True) if inside) for row in chosen]
+            columns[f"set_{_percent(level)}"] = np.array(sets, dtype=object)
     else:
-        interval = estimator.predict_interval(encoded.values, level)
+        columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy()}
+        for level in levels:
+            lower, upper = estimator.interval_of(p, level).T
+            columns |= {f"lower_{_percent(level)}": lower, f"upper_{_percent(level)}": upper}
         quantiles = p.icdf(list(QUANTILES)).numpy()
-        columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy(), "lower": interval[:, 0], "upper": interval[:, 1]}
         columns |= {f"q{q:g}": quantiles[:, i] for i, q in enumerate(QUANTILES)}
-        columns["epistemic"] = p.epistemic.numpy()
+        columns["epistemic"] = p.epistemic.sqrt().numpy()
     columns["mass"] = p.mass.numpy()
     columns["rung"] = np.array([estimator.refit] * rows, dtype=object)
-    write_table(output, columns)
+    columns["notes"] = encoded.notes
+    write_table(output, _beside(kept, columns))
     flagged = int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
     return {
         "output": str(output),
         "rows": rows,
         "target": extra["target"],
-        "level": level,
+        "levels": list(levels),
+        **facts,
         "missing": encoded.missing,
         "unknown_categories": encoded.unknown,
+        **_gaps(encoded),
         "rows_flagged": flagged,
     }
 
 
-def evaluate_file(model: Path, data: Path, refit: str) -> dict[str, Any]:
+def _percent(level: float) -> str:
+    """0.95 -> 95, 0.975 -> 97.5."""
+    return f"{100 * level:.12g}"
+
+
+def _separator(labels: list[str]) -> str:
+    return next((mark for mark in SEPARATORS if not any(mark in label for label in labels)), LAST_SEPARATOR)
+
+
+def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Input columns before those of the output; one of the same name gets a prefix, and a note."""
+    inputs: dict[str, np.ndarray] = {}
+    for name, cells in kept.items():
+        place = name
+        while place in columns or (place != name and place in kept):
+            place = f"input_{place}"
+        if place != name:
+            warnings.warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.", stacklevel=2)
+        inputs[place] = np.fromiter(cells, dtype=object, count=len(cells))
+    return inputs | columns
+
+
+def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     estimator, plan, extra = _open(model)
-    table = read_table(data)
-    column = table.column(extra["target"])
-    given = ~column.missing
-    if not given.any():
-        raise TableError(f"No row of {data} has a value in the target {column.name!r}.")
-    encoded = plan.encode(table)
-    facts = extra["facts"]
-    if facts["likelihood"] == "classes":
-        from ssla.cli.training import _label
-
-        y = np.array([_label(value, column.kind) for value in column.values[given]], dtype=str)
-    elif column.kind != "number":
-        raise TableError(f"The target {column.name!r} held numbers at training, but holds {column.kind}s in {data}.")
+    table = marks.read(data, extra)
+    name, style = extra["target"], Style(**extra.get("target_style", {}))
+    if extra["facts"]["likelihood"] == "classes":
+        y, given = later_labels(table, name, estimator.classes_.tolist(), earlier="target_style" not in extra)
     else:
-        y = column.values[given].astype(float)
-    scores = score(estimator, encoded.values[given], y, refit)
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown}
+        y, given = later_numbers(table, name, style)
+    if not given.any():
+        raise TableError(f"No row of {data} has a value in the target {name!r}.")
+    encoded = plan.encode(table)[given]
+    scores = score(estimator, encoded, y, refit)
+    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
 
 
-def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
+def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     """Predictives under weaker and stronger priors, for the main component of every member."""
     compare = getattr(ssla, "sensitivity", None)
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
-    estimator, plan, _ = _open(model)
-    encoded = _encode(plan, estimator, data)
+    estimator, plan, extra = _open(model)
+    encoded = plan.encode(marks.read(data, extra))
+    if encoded.marked:
+        warnings.warn(
+            f"{encoded.marked} rows have missing or unknown inputs. Here they are compared with the mean in place of the missing "
+            "value, not mixed over the training values.",
+            UserWarning,
+            stacklevel=2,
+        )
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
@@ -111,7 +205,9 @@ def sensitivity_of(model: Path, data: Path) -> dict[str, Any]:
 
 def report_of(model: Path) -> dict[str, Any]:
     estimator, extra = load_with_extra(model)
-    facts = dict(extra.get("facts", {}))
+    facts = dict(extra.get("facts", {})) | rows_seen(estimator)
+    if facts["conformal"] and "rows_calibration" not in extra.get("facts", {}):  # of an ssla that scored the predictive alone
+        facts["scores"] = of_predictive(facts.get("scores", {}))
     first = estimator.ensemble_.components[0].posterior
     return {
         "estimator": type(estimator).__name__,
@@ -124,10 +220,45 @@ def report_of(model: Path) -> dict[str, Any]:
     }
 
 
-def cost_of(data: Path, target: str, drop: tuple[str, ...], weights: str, structure: str) -> dict[str, Any]:
-    table = read_table(data)
+def cost_of(
+    data: Path,
+    target: str,
+    drop: tuple[str, ...],
+    weights: str,
+    structure: str,
+    marks: Marks = AS_AT_TRAINING,
+) -> dict[str, Any]:
+    table = marks.read(data)
     ready = prepare(table, Request(data, target, Path(), drop))
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     module = Architecture(ready.plan.width, outputs).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
-    return {"rows": len(ready.y), "inputs": ready.plan.width, "left_out": ready.plan.left_out, "cost": "\n" + str(cost)}
+    facts: dict[str, Any] = {
+        "rows": len(ready.y),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "read_as": ready.read_as,
+    }
+    facts["cost"] = "\n" + str(cost)
+    return facts | (_seconds(ready, weights, structure) if cost.fits else {})
+
+
+def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
+    """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches of the table.
+
+    Passes over rows take most of it, so all of it is scaled by the rows: what does not grow with them is overstated.
+    """
+    request = Request(Path(), "", Path())
+    rows, batch = len(ready.y), auto_batch(len(ready.y))
+    sample = shuffled(ready.y, ready.likelihood, request.seed)[0][-min(rows, 16 * batch) :]  # with every class
+    options = {"weights": weights, "structure": structure, "batch_size": batch}
+    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    ends: list[float] = []
+    estimator.on_epoch = lambda done: ends.append(time.perf_counter())
+    estimator.fit(ready.X[sample], ready.y[sample])
+    epoch, rest = (ends[-1] - ends[0]) / (len(ends) - 1), time.perf_counter() - ends[-1]
+    return {
+        "seconds": (request.max_epochs * epoch + rest) * rows / len(sample),
+        "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, scaled to {request.max_epochs} "
+        f"epochs (training may stop earlier), {rows:,} rows and one network",
+    }

@@ -158,6 +158,8 @@ def credal(
     >>> c = ssla.credal(post, x, ssla.priors.Box(mean=(-1, 1), precision=(0.1, 10)))      # doctest: +SKIP
     >>> c.probability((0, float("inf")))                                                  # doctest: +SKIP
     """
+    if posterior.likelihood.support_for(posterior.network.outputs).kind == "circular":
+        raise TypeError("Bounds are for targets on a line: angles have no order. Compare the predictives of single priors.")
     if isinstance(priors, Box):
         members = BoxMembers.of(posterior, x, priors, convention, refit)
         return Credal(members, members.names, convention, members.notes)

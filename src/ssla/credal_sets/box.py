@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ssla.batches import Inputs
 from ssla.credal_sets.members import Bounds, Functional, Worst
-from ssla.evidence import Eigenbasis, eigenbasis
+from ssla.evidence import Eigenbasis, ThinBasis, eigenbasis, thin_basis
 from ssla.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import POLISH, Marginal, Posterior
@@ -46,12 +46,12 @@ class BoxMembers:
     refit: str | Refit
     mean: Tensor  # f̂₀ (N, C) at θ₀
     jacobian: Tensor  # J (N, C, P)
-    basis: Eigenbasis
+    basis: Eigenbasis | ThinBasis
     gradient: Tensor  # ∇ℓ at θ₀ (P,)
     theta: Tensor  # θ₀
     middle: Tensor  # of the box of means (P,)
     half: Tensor  # its half widths (P,)
-    groups: Tensor  # (P,)
+    groups: Tensor  # of the basis's coordinates
     low: Tensor  # log precisions (G,)
     high: Tensor
     moves: bool
@@ -75,11 +75,14 @@ class BoxMembers:
         firsts = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
         if not (torch.equal(low, low[firsts][groups]) and torch.equal(high, high[firsts][groups])):
             raise ValueError("A box of priors needs one range of precisions for each layer: weight and bias alike.")
-        basis = eigenbasis(posterior.statistics.curvature, torch.ones_like(low), groups)
+        curvature = posterior.statistics.curvature
+        basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, torch.ones_like(low), groups)
+        if basis is None and len(firsts) == 1:
+            basis = thin_basis(curvature, layout.size)
         if basis is None:
             raise ValueError(
-                "A box with different precisions by layer needs structure='kfac' or 'diag'; with a dense curvature of several "
-                "layers give one range for all."
+                "A box with different precisions by layer needs structure='kfac' or 'diag', but this posterior has "
+                f"structure={curvature.name!r}. Give one range for all layers, or fit with structure='kfac'."
             )
         moves = posterior.quadratic and posterior.report.mode == POLISH
         if not moves:
@@ -100,7 +103,7 @@ class BoxMembers:
             posterior.theta,
             (a + b) / 2,
             (b - a) / 2,
-            groups,
+            groups if len(basis.values) == layout.size else torch.zeros(len(basis.values), dtype=torch.long),
             low[firsts].log(),
             high[firsts].log(),
             moves,
@@ -112,7 +115,7 @@ class BoxMembers:
 
     @cached_property
     def _rotated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """J Q (N, C, P), Qᵀ∇ℓ and Qᵀ(θ₀ − middle) (P,)."""
+        """J Q (N, C, P), Qᵀ∇ℓ and Qᵀ(θ₀ − middle) (P,); k + P in place of P for a thin basis."""
         turn = self.basis.rotated
         return turn(self.jacobian), turn(self.gradient), turn(self.theta - self.middle)
 

@@ -26,7 +26,7 @@ from ssla.fitting import checked_budget, checked_job, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within
 from ssla.fitting.ranks import alone
 from ssla.likelihoods import Likelihood
-from ssla.network import LAST_LAYER, Network, open_network
+from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of, open_network
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 from ssla.structures import Structure
@@ -46,6 +46,7 @@ def fit(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
+    output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
 ) -> Posterior:
@@ -62,7 +63,8 @@ def fit(
     if not shards:
         raise ValueError("shards is empty. Give a list with the data of each shard, or functions that return them.")
     budget = checked_budget(memory_budget)
-    cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress)
+    part = checked_output(output)
+    cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
     return checked_job(cluster, likelihood, prior, structure, mode, budget).run()
 
 
@@ -78,11 +80,13 @@ class Errand:
     opening: Inputs  # the rows on which every worker opens the network, so that all see the same layers
     budget: int
     order: Order
+    output: Output = None
 
 
 def read_shard(errand: Errand, shard: Any) -> Pass:
     """One shard -> its sums."""
-    network = open_network(errand.model, errand.weights, errand.opening, errand.order.structure.materialises)
+    materialise = errand.order.structure.materialises
+    network = open_network(errand.model, errand.weights, errand.opening, materialise, errand.output)
     with alone():
         return Reader(open_source(_loaded(shard)), None, errand.weights, errand.budget, opened=network).read(errand.order)
 
@@ -119,6 +123,7 @@ class Cluster:
     passes: int = 0
     opening: Inputs | None = None
     opened: Network | None = None
+    output: Output = None
     source = None  # the workers read, not this process
 
     @property
@@ -130,9 +135,10 @@ class Cluster:
     def read(self, order: Order) -> Pass:
         if self.opened is None:
             self.opening = self._opening()
-            self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None)
+            self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None, self.output)
         self.passes += 1
-        errand = Errand(self.model, self.weights, self.opening, self.budget, order)
+        # the private copy and the names found in it: what happens to the user's module meanwhile changes no sum
+        errand = Errand(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
         label = f"pass {self.passes}" if self.progress else None
         found: Pass = self.engine.merged(read_shard, errand, self.shards, merge_pair, label)
         return found

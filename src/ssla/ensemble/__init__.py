@@ -7,7 +7,8 @@ rows. The estimators and the command stand on this room; it needs torch alone.
 from __future__ import annotations
 
 from ssla.ensemble.building import fit_ensemble
+from ssla.ensemble.gaps import predict_with_gaps
 from ssla.ensemble.model import CONTINUOUS, LIKELIHOODS, Ensemble, Settings
 from ssla.ensemble.scaling import Scaling, scaling_of
 
-__all__ = ["CONTINUOUS", "LIKELIHOODS", "Ensemble", "Scaling", "Settings", "fit_ensemble", "scaling_of"]
+__all__ = ["CONTINUOUS", "LIKELIHOODS", "Ensemble", "Scaling", "Settings", "fit_ensemble", "predict_with_gaps", "scaling_of"]

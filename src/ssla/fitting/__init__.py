@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
-from ssla.batches import open_source
+from ssla.batches import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
-from ssla.fitting.ranks import shared
+from ssla.fitting.ranks import announced, shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
-from ssla.network import LAST_LAYER
+from ssla.network import LAST_LAYER, Output, checked_output
 from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
@@ -40,6 +40,7 @@ def fit(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
+    output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
 ) -> Posterior:
@@ -63,6 +64,9 @@ def fit(
         "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+    output:
+        Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
+        (0), or a function of the answer.
     memory_budget:
         Bytes that intermediate results may take (1 GiB if not given).
     progress:
@@ -76,9 +80,11 @@ def fit(
     >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
     """
-    budget = checked_budget(memory_budget)
-    reader = Reader(open_source(data), model, checked_weights(weights), budget, progress)
-    return checked_job(shared(reader), likelihood, prior, structure, mode, budget).run()
+    with announced():
+        budget = checked_budget(memory_budget)
+        reader = Reader(open_source(data), model, checked_weights(weights), budget, progress, output=checked_output(output))
+        job = checked_job(shared(reader), likelihood, prior, structure, mode, budget)
+    return job.run()
 
 
 def checked_job(
@@ -115,17 +121,19 @@ def checked_budget(memory_budget: Any) -> int:
     return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
-def collect(posterior: Posterior, data: Any) -> Statistics:
-    """The sums of more data at a posterior's θ̂, in one pass."""
+def collect(posterior: Posterior, data: Any) -> tuple[Statistics, Source]:
+    """The sums of more data at a posterior's θ̂, in one pass, and where they were read."""
     budget = posterior.memory_budget
-    reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
+    with announced():
+        reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     job = Job(shared(reader), posterior.likelihood, posterior.prior, posterior.statistics.curvature, AS_IS, budget)
-    return job.sums_at(posterior.theta)
+    return job.sums_at(posterior.theta), reader.source
 
 
 def polish_again(posterior: Posterior, prior: Prior, data: Any) -> Posterior:
     """The same network and likelihood polished under another prior, on the training data."""
     size, budget = posterior.theta.numel(), posterior.memory_budget
-    reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
+    with announced():
+        reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
     return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget).run()

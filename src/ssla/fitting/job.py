@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ssla.digests import digest
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
-from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network
+from ssla.likelihoods import Custom, Gaussian, Likelihood
+from ssla.network import Network, output_words
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
@@ -24,10 +25,16 @@ RUNAWAY = (
     "rows. Use a stronger prior, for example prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
 )
 MOST_NEWTON_STEPS = 200
+MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass over the data each
+STRAIGHT = (
+    "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "
+    "has, so Newton steps do not lead to the mode"
+)
 NOISE_ROUNDS = 10
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
+VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
 TRUSTED_DECREMENT = 1e-4  # so close to the mode, a gain drowns in rounding and the full step is safe
 
 
@@ -44,6 +51,12 @@ class Job:
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
+    marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
+
+    def __post_init__(self) -> None:
+        width = self.budget if isinstance(self.structure, LowRank) else None  # it decides how wide a sketch may grow
+        asked = {"likelihoods": self.likelihood, "priors": self.prior, "structures": (self.structure, width)}
+        self.marks = {what: digest(value) for what, value in asked.items()}
 
     # --- the whole -------------------------------------------------------------------------
 
@@ -57,7 +70,9 @@ class Job:
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
         bound = self.prior.bind(network.layout)
         check_at(self.prior, bound, network.theta)
-        mode = self.mode or (POLISH if network.linear else TILT)
+        mode = self._order(None).mode_for(network)
+        if isinstance(self.likelihood.predictive, Custom) and sums.straight:
+            sums, mode = replace(sums, newton=None), self._without_polish(mode)
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = self._estimate_noise(sums, bound, polish=mode == POLISH)
@@ -71,7 +86,15 @@ class Job:
         after = residual(sums, bound, theta)
         moved = theta - network.theta
         shift = math.sqrt(max(float(moved @ start.curvature.push(moved)), 0.0) / max(start.weight, 1e-300))
+        self.notes[:0] = network.notes
         target.note(self.notes)
+        if target.spread is not None and isinstance(self.likelihood, Gaussian):
+            missed = target.spread.missed
+            if mode == POLISH:  # it may have found the scale; where it lost it, the prior is at fault: see _compare_fit
+                missed = torch.minimum(missed, sums.residual_squares(start_fit, moved))
+            target.spread.warn_scale(missed, self.notes)
+            noise = self.likelihood.covariance_for(missed).diagonal().sqrt()
+            target.spread.warn_rounding(noise, network.dtype, self.notes)
         self.notes.extend(concavity_notes(bound.precision(theta)))
         self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)
@@ -79,6 +102,16 @@ class Job:
         posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.data.source)
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
+
+    def _without_polish(self, mode: str) -> str:
+        """The mode of the fit for a likelihood with kinks: as asked for, or "tilt" in place of the default."""
+        if self.mode == POLISH:
+            raise ValueError(f"mode='polish' is not possible: {STRAIGHT}. Use mode='tilt', or a smooth log_prob.")
+        if mode == POLISH:
+            message = f"mode='tilt' was used in place of 'polish': {STRAIGHT}. The curvature of the posterior is the Fisher"
+            self.notes.append(message)
+            warnings.warn(f"{message}. Give mode='tilt', or a smooth log_prob.", UserWarning, stacklevel=4)
+        return TILT if mode == POLISH else mode
 
     def _enough_directions(self, sums: Sums, estimate: bool) -> Sums:
         """A low-rank sketch is widened, with a pass each time, until it overstates no variance by more than it may."""
@@ -105,11 +138,9 @@ class Job:
         found, least = sums.statistics.curvature, self._least_precision()
         if not isinstance(found, LowRank) or least <= 0:
             return
-        excess = found.overstated(least)
-        of = f"{found.directions:,} of {len(found.diagonal):,} directions"
-        note = f"low_rank: {of}; no variance is more than {100 * excess:.2g}% too large"
+        note = found.note(least)
         self.notes.append(note)
-        if found.rank is None and excess > 2 * found.tail:
+        if found.rank is None and found.overstated(least) > 2 * found.tail:
             why = "the memory budget" if self.repeatable else "a source that can be read only once"
             warnings.warn(
                 f"{note}, which is beyond tail={found.tail:g}: {why} allows no wider sketch. Use structure='kfac', a larger "
@@ -179,6 +210,7 @@ class Job:
             memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
             prior=describe(self.prior),
+            output=output_words(self._network),
         )
 
     def _blocks(self) -> dict[str, str]:
@@ -195,8 +227,11 @@ class Job:
         """One pass: the sums at θ (the trained one if None)."""
         return self._read(theta)[0]
 
+    def _order(self, theta: Tensor | None) -> Order:
+        return Order(theta, self.likelihood, self.structure, self.mode, self.marks)
+
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
-        found = self.data.read(Order(theta, self.likelihood, self.structure, self.mode))
+        found = self.data.read(self._order(theta))
         self.repeatable = found.repeatable
         if found.sums is None:
             raise ValueError(EMPTY)
@@ -271,6 +306,7 @@ class Job:
         enough = DECREMENT_LINEAR if self._network.linear else DECREMENT_OTHER
         quadratic = self._network.linear and isinstance(self.likelihood, Gaussian) and isinstance(sums.newton_curvature, Dense)
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
+        trials = 0
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
             try:
@@ -288,6 +324,9 @@ class Job:
             trusted = self._network.linear and decrement <= TRUSTED_DECREMENT**2
             size = 1.0
             while True:
+                if trials == MOST_TRIALS:
+                    return theta, sums, self._not_converged(step_count)
+                trials += 1
                 there = theta + size * step
                 trial = sums.moved(size * step) if quadratic else self._collect(there)
                 new = trial.statistics.log_likelihood + float(bound.log_prob(there))
@@ -295,17 +334,31 @@ class Job:
                     break
                 size /= 2
                 if size < 1e-8:
-                    self.notes.append(f"polish stopped after {step_count} steps: no smaller step raises the log posterior")
+                    self._stopped(f"polish stopped after {step_count} steps: no smaller step raises the log posterior", decrement)
                     return theta, sums, step_count
             theta, sums, height = there, trial, new
-        self.notes.append(f"polish did not converge in {MOST_NEWTON_STEPS} Newton steps")
+        return theta, sums, self._not_converged(MOST_NEWTON_STEPS)
+
+    def _stopped(self, note: str, decrement: float) -> None:
+        self.notes.append(note)
+        if decrement > VISIBLE_DECREMENT**2:
+            warnings.warn(
+                f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
+                "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. "
+                "Use mode='tilt', a smooth log density, or model.double().",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _not_converged(self, steps: int) -> int:
+        self.notes.append(f"polish did not converge in {steps} Newton steps")
         warnings.warn(
-            f"polish did not reach the mode in {MOST_NEWTON_STEPS} Newton steps (see posterior.report). Train the network "
+            f"polish did not reach the mode in {steps} Newton steps (see posterior.report). Train the network "
             "further, use a stronger prior, or mode='tilt'.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-        return theta, sums, MOST_NEWTON_STEPS
+        return steps
 
 
 def _prior_share(operator: Operator, precision: Tensor) -> Tensor:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ssla.batches import Batch, Source, split
 from ssla.fitting.memory import refuse_beyond_budget
 from ssla.fitting.sums import Sums
-from ssla.fitting.watching import TargetRange, bar
+from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.jacobians import Features, Jacobian
-from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import Network, open_network
-from ssla.posterior import POLISH
+from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
+from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
+from ssla.posterior import POLISH, TILT
 from ssla.structures import Dense, Extent, Structure
 
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
@@ -29,9 +30,14 @@ class Order:
     likelihood: Likelihood
     structure: Structure
     mode: str | None
+    marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
+
+    def mode_for(self, network: Network) -> str:
+        """As asked for; by default polish for a last layer, tilt otherwise."""
+        return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        return self.mode == POLISH or (self.mode is None and network.linear)
+        return self.mode_for(network) == POLISH
 
     def newton(self, network: Network, budget: int) -> bool:
         """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""
@@ -87,6 +93,7 @@ class Chunk:
     x: Any
     y: Tensor
     weights: Tensor | None
+    grain: float  # ε of the dtype that y came in
     features: Features | None
     offset: Tensor | None
 
@@ -104,6 +111,7 @@ class Reader:
     passes: int = 0
     cache: list[Chunk] | None = field(default_factory=list)
     cached_bytes: int = 0
+    output: Output = None  # which part of the model's answer is f
 
     @property
     def network(self) -> Network:
@@ -117,11 +125,16 @@ class Reader:
         target = TargetRange()
         for row, seen in self._rows(order):
             network = self.network
-            f, J = self._expand(row, network.theta if order.theta is None else order.theta)
+            theta = network.theta if order.theta is None else order.theta
+            f, J = self._expand(row, theta)
             if total is None:
                 total = Sums.zero(network.layout.size, order.structure, order.newton(network, self.budget))
             total = total.add(f, J, row.y, row.weights, order.likelihood)
-            target = target.see(row.y, seen)
+            spread = None
+            if isinstance(order.likelihood, Gaussian):
+                rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
+                spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
+            target = target.see(row.y, seen, spread)
         return Pass(total, target, self.source.repeatable)
 
     def _expand(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
@@ -130,6 +143,14 @@ class Reader:
             return (f if row.offset is None else f + row.offset), row.features
         f, J = self.network.expand(row.x, theta)
         return f.double(), J.double()
+
+    def _rounded(self, row: Chunk, f: Tensor, theta: Tensor) -> Tensor:
+        """The size of what was rounded on the way to f (B, C): f itself, or of a last layer, multiplied in float64, |φ| |W|ᵀ."""
+        if row.features is None:
+            return f.abs()
+        layout = self.network.layout
+        weight = layout.positions[layout.names[0]]
+        return row.features.phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
     def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
         """Chunks of the data, checked and cast, with the inputs as they came; from the cache when there is one."""
@@ -152,7 +173,7 @@ class Reader:
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
-        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows)
+        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows, self.output)
 
     def _prepare(self, batch: Batch, order: Order) -> Chunk:
         network = self.network
@@ -168,7 +189,8 @@ class Reader:
             assert isinstance(J, Features)
             features, offset = J.double(), network.offset
             x = None
-        row = Chunk(x, y, weights, features, offset)
+        grain = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
+        row = Chunk(x, y, weights, grain, features, offset)
         self._remember(row, order)
         return row
 
@@ -191,10 +213,24 @@ def extent_of(network: Network, rows: int | None = None) -> Extent:
 
 
 def open_within(
-    model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Any, order: Order, budget: int, rows: int | None
+    model: nn.Module,
+    weights: str | list[str] | tuple[str, ...],
+    x: Any,
+    order: Order,
+    budget: int,
+    rows: int | None,
+    output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    network = open_network(model, weights, x, order.structure.materialises)
+    network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
     order.likelihood.support_for(network.outputs)
     refuse_beyond_budget(order.structure, extent_of(network, rows), network.bytes_per_row, budget)
     return network
+
+
+def links_of(likelihood: Likelihood) -> tuple[str, ...]:
+    """The functions that a likelihood applies to the outputs itself."""
+    law = likelihood.predictive
+    if isinstance(law, Bernoulli | Categorical):
+        return (SIGMOID, SOFTMAX)
+    return (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()

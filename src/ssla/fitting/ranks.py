@@ -7,17 +7,18 @@ waited for a sum that never comes would hang.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import distributed
 
+from ssla.digests import digest
 from ssla.fitting.passes import Data, Order, Pass, Reader
-from ssla.network import Network
+from ssla.network import Network, marks
 
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 
@@ -39,8 +40,23 @@ def alone() -> Iterator[None]:
 
 def shared(reader: Reader) -> Data:
     """The reader itself, or all ranks' readers as one."""
-    grouped = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return Ranks(reader) if grouped and not _ALONE.get() else reader
+    return Ranks(reader) if _grouped() else reader
+
+
+def _grouped() -> bool:
+    ready = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return ready and not _ALONE.get()
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """What comes before the first pass: an error inside ends the fit on the other ranks, which wait at their first vote."""
+    try:
+        yield
+    except Exception as error:
+        if _grouped():
+            _vote(None, error)
+        raise
 
 
 @dataclass(eq=False)
@@ -58,42 +74,48 @@ class Ranks:
     def passes(self) -> int:
         return self.mine.passes
 
+    @cached_property
+    def _marks(self) -> dict[str, str]:
+        return marks(self.network)
+
     def read(self, order: Order) -> Pass:
         failure: Exception | None = None
         found: Pass | None = None
+        stated: dict[str, str] | None = None
         try:
             found = self.mine.read(order)
             if found.sums is None:
                 raise ValueError(f"rank {distributed.get_rank()} has no rows. Give every rank a shard with at least one.")
+            stated = {**self._marks, **order.marks, "modes": order.mode_for(self.network), "θ̂": digest(order.theta)}
         except Exception as error:  # handed to the other ranks before it is raised
             failure = error
-        self._agree(failure)
+        _vote(stated, failure)
         assert found is not None
         return _all_merged(found)
 
-    def _agree(self, failure: Exception | None) -> None:
-        """All ranks succeeded, on the same network; or all of them raise."""
-        state = (None, "") if failure else (_fingerprint(self.network), "")
-        if failure is not None:
-            state = (None, f"{type(failure).__name__}: {failure}")
-        states: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(states, state)
-        if failure is not None:
-            raise failure
-        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(states) if message]
-        if failed:
-            raise RuntimeError(f"The fit was given up because another rank failed. {'; '.join(failed)}")
-        if len({mark for mark, _ in states}) > 1:
-            raise ValueError(
-                "The ranks hold different networks, so their sums cannot be merged. Send one rank's weights to all first, for "
-                "example by torch.distributed.broadcast of each parameter and buffer."
-            )
 
-
-def _fingerprint(network: Network) -> str:
-    mark = hashlib.sha256(network.theta.numpy().tobytes())
-    mark.update(repr((network.layout.names, network.outputs)).encode())
-    return mark.hexdigest()
+def _vote(stated: Mapping[str, str] | None, failure: Exception | None) -> None:
+    """All ranks succeeded, with the same network and settings; or all of them raise. One collective, which every rank joins."""
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, (stated, "" if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(states) if message]
+    if failed:
+        raise RuntimeError(f"The fit was given up because another rank failed. {'; '.join(failed)}")
+    first = states[0][0]
+    odd = [what for what in first if any(marked[what] != first[what] for marked, _ in states)]
+    if "networks" in odd:
+        raise ValueError(
+            "The ranks hold different networks, so their sums cannot be merged. Send one rank's weights to all first, for "
+            "example by torch.distributed.broadcast of each parameter and buffer."
+        )
+    if odd:
+        unlike = [str(rank) for rank, (marked, _) in enumerate(states) if marked != first]
+        raise ValueError(
+            f"The ranks were given different {', '.join(odd)} (rank {', '.join(unlike)} not as rank 0), so their sums cannot be "
+            "merged. Use the same arguments on every rank, and the same posterior for an update; only the data may differ."
+        )
 
 
 def _all_merged(mine: Pass) -> Pass:

@@ -37,6 +37,14 @@ class Sums:
     def newton_curvature(self) -> Structure:
         return self.newton or self.statistics.curvature
 
+    @property
+    def straight(self) -> bool:
+        """Whether the observed curvature is zero in directions in which the Fisher is not, though there is a gradient."""
+        if not isinstance(self.newton, Dense):
+            return False
+        none = (self.newton.as_matrix().diagonal() == 0).double()
+        return float(none @ self.statistics.curvature.push(none)) > 0 and bool((none * self.statistics.gradient != 0).any())
+
     def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
         """H⁻¹ g with the observed curvature; with the Fisher where that is not positive definite."""
         if self.newton is not None:

@@ -17,22 +17,88 @@ from ssla.posterior import AS_IS, POLISH, TILT, Report
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
+WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network about 1
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Numbers y beside the outputs f that predict them: whether their scales belong together, and what rounding hides."""
+
+    weight: float
+    mean: Tensor  # of y (C,)
+    squares: Tensor  # Σ w (y − mean)² (C,)
+    missed: Tensor  # Σ w (y − f)² (C,)
+    grain_y: Tensor  # the rounding steps ε|y| and ε|f| in the dtypes they came in, at their largest (C,)
+    grain_f: Tensor
+
+    @staticmethod
+    def of(y: Tensor, f: Tensor, weights: Tensor | None, grain_y: float, grain_f: Tensor) -> Spread:
+        y = y.reshape(f.shape)
+        w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]
+        total = float(w.sum())
+        mean = (w * y).sum(0) / max(total, 1e-300)
+        missed, squares = (w * (y - f) ** 2).sum(0), (w * (y - mean) ** 2).sum(0)
+        return Spread(total, mean, squares, missed, grain_y * y.abs().amax(0), grain_f.amax(0).double())
+
+    def merge(self, other: Spread) -> Spread:
+        weight = self.weight + other.weight
+        step, share = other.mean - self.mean, other.weight / max(weight, 1e-300)
+        return Spread(
+            weight,
+            self.mean + share * step,
+            self.squares + other.squares + self.weight * share * step**2,
+            self.missed + other.missed,
+            torch.maximum(self.grain_y, other.grain_y),
+            torch.maximum(self.grain_f, other.grain_f),
+        )
+
+    def warn_scale(self, missed: Tensor, notes: list[str]) -> None:
+        """Where the residuals are far larger than the targets' own spread: a network that is only poor has about their spread."""
+        ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
+        worst = int(ratio.argmax())
+        if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
+            return
+        off, sd = ((part[worst] / self.weight).sqrt() for part in (missed, self.squares))
+        message = (
+            f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the targets (root mean square "
+            f"{float(off):.3g}, standard deviation {float(sd):.3g}): a constant would predict better. Likely cause: the network "
+            "was trained on targets of another scale or unit (standardised, a logarithm). Give y as in training, and change the "
+            "predictive back by ssla.predictive.affine(predictive, shift, scale)."
+        )
+        notes.append(message)
+        warnings.warn(message, UserWarning, stacklevel=5)
+
+    def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
+        """Where the noise (C,) drowns in the rounding of y or of the network's outputs."""
+        for what, grain, remedy in (
+            ("the targets, in the dtype they were given in", self.grain_y, "Give y in float64"),
+            (f"the network's outputs, in {str(dtype).removeprefix('torch.')}", self.grain_f, "Use model.double()"),
+        ):
+            if bool((noise < grain).any()):
+                worst = int((grain / noise).argmax())
+                message = (
+                    f"The noise ({float(noise[worst]):.3g}) is finer than the rounding of {what} ({float(grain[worst]):.3g}): "
+                    f"means and widths are wrong by about that much. {remedy}, or subtract an offset from y before training."
+                )
+                notes.append(message)
+                warnings.warn(message, UserWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
 class TargetRange:
-    """Watches for constant targets and input columns."""
+    """Watches for constant targets and input columns, and for targets on another scale than the outputs."""
 
     low: Tensor | None = None
     high: Tensor | None = None
     x_low: Tensor | None = None
     x_high: Tensor | None = None
     rows: int = 0
+    spread: Spread | None = None
 
-    def see(self, y: Tensor, x: Any) -> TargetRange:
+    def see(self, y: Tensor, x: Any, spread: Spread | None) -> TargetRange:
         inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
-        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0]))
+        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0], spread))
 
     def merge(self, other: TargetRange) -> TargetRange:
         return TargetRange(
@@ -41,6 +107,7 @@ class TargetRange:
             _either(torch.minimum, self.x_low, other.x_low),
             _either(torch.maximum, self.x_high, other.x_high),
             self.rows + other.rows,
+            _either(Spread.merge, self.spread, other.spread),
         )
 
     def note(self, notes: list[str]) -> None:
@@ -58,7 +125,7 @@ class TargetRange:
                 notes.append(f"constant input columns: {', '.join(map(str, constant))}")
 
 
-def _either(choose: Callable[[Tensor, Tensor], Tensor], a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _either(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     if a is None or b is None:
         return b if a is None else a
     return choose(a, b)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,11 +14,17 @@ from torch import Tensor
 from ssla import quadrature
 from ssla._checks import unknown_name
 from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs, uniform
-from ssla.likelihoods.support import Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
+from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
 
-SUPPORTS = ("real", "positive", "unit_interval", "counts", "classes")
+SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16
 SMALL_STEP = 0.01
+COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
+LARGEST_COUNT = 2.0**52  # beyond it a count and the next one are the same number
+MASS_ERROR = 1e-3  # by which the integral of a density may vary with f, relative
+NORMALISED = 1e-5  # by which the sum of the probabilities may differ from 1
+LARGE_COUNTS = quadrature.Accuracy(tail=1e-8, half_rule=1e-4)
+ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
 
 Function = Callable[[Tensor], Tensor]
 
@@ -48,7 +56,13 @@ class Custom:
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y = event(y, f)
+        if isinstance(self.support, Counts) and y.is_floating_point() and bool((y != y.floor()).any()):
+            return self._between_counts(y, f)
+        if isinstance(self.support, Circular):
+            y = quadrature.wrapped(y)
         value = self.log_prob_function(y, f)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"log_prob(y, f) must return a tensor with one value for each y, but returned {value!r}.")
         expected = torch.broadcast_shapes(y.shape, f.shape[:-1])
         if value.shape != expected:
             raise ValueError(
@@ -56,6 +70,13 @@ class Custom:
                 f"{tuple(expected)}, but it returned {tuple(value.shape)}. Index the outputs as f[..., 0], f[..., 1], …"
             )
         return value
+
+    def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
+        """In the middle of a block of counts: log p interpolated, because log_prob need not have a value there."""
+        below = y.floor()
+        low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
+        impossible = (low == -torch.inf) | (high == -torch.inf)
+        return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no digit of a small Δ is lost, and the rule's
@@ -109,6 +130,19 @@ class Custom:
             total[rows] = torch.einsum("nk,nka,nkb->nab", share, g, g)
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
+    def straight(self, f: Tensor) -> bool:
+        """Whether log p has a slope in f and no curvature, whatever y is: it has kinks, as |y − f| has. By the first row of f."""
+        if not self._straight:
+            first = f.reshape(-1, f.shape[-1])[:1].double()
+            found = [self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)]
+            self._straight.append(not any(bool(d.precision.any()) for d in found) and any(bool(d.score.any()) for d in found))
+        return self._straight[0]
+
+    @cached_property
+    def _straight(self) -> list[bool]:
+        """Found once."""
+        return []
+
     def mean(self, f: Tensor) -> Tensor:
         return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
@@ -118,15 +152,25 @@ class Custom:
     def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         flat = f.reshape(-1, f.shape[-1]).double()
         if isinstance(self.support, Classes):  # of the class indicators, as Categorical has them
-            p = self._table(flat)[1].exp().reshape(*f.shape[:-1], -1).to(f.dtype)
+            p = self._nodes(flat)[0][2]
+            p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
-        mean = torch.zeros(flat.shape[0], dtype=torch.float64)
-        variance = torch.zeros_like(mean)
-        for rows, y, share in self._nodes(flat):
-            share = share / share.sum(1, keepdim=True)
-            centre = (share * y).sum(1)
-            mean[rows] = centre
-            variance[rows] = (share * (y - centre[:, None]) ** 2).sum(1)
+        mean, variance = torch.zeros(2, flat.shape[0], dtype=torch.float64).unbind(0)
+        if isinstance(self.support, Real):
+            for rows, grid in self._grids(flat):
+                mean[rows], variance[rows] = grid.moments
+        elif isinstance(self.support, Continuous):
+            mean, variance = quadrature.mapped_moments(
+                self._log_density(flat), self._grids(flat), self.support.from_real, ACCURACY
+            )
+        elif isinstance(self.support, Circular):
+            for rows, circle in self._circles(flat):
+                mean[rows], variance[rows] = circle.mean, circle.variance
+        else:
+            for rows, y, share in self._nodes(flat):
+                share = share / share.sum(1, keepdim=True)
+                mean[rows] = (share * y).sum(1)
+                variance[rows] = (share * (y - mean[rows, None]) ** 2).sum(1)
         return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
 
     @property
@@ -136,27 +180,72 @@ class Custom:
 
     def _nodes(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(rows, y (m, k), probability share (m, k)) with Σ h(y)·share ≈ E h(y)."""
-        if isinstance(self.support, Counts | Classes):
-            y, logs = self._table(f)
-            return [(torch.arange(f.shape[0]), y, logs.exp())]
-        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in self._grids(f)]
+        if isinstance(self.support, Classes):
+            y = torch.arange(self.support.count, dtype=f.dtype, device=f.device).expand(f.shape[0], -1)
+            return [(torch.arange(f.shape[0]), y, self._normalised(self.log_prob(y, f.unsqueeze(1)).exp()))]
+        if isinstance(self.support, Counts):
+            return self._counts(f)
+        if isinstance(self.support, Circular):
+            circles = self._circles(f)
+            self._warn_mass([c.log_mass[c.accurate] for _, c in circles])
+            return [(rows, c.angles.expand_as(c.shares), c.shares) for rows, c in circles]
+        grids = self._grids(f)
+        self._warn_mass([grid.log_mass[grid.accurate] for _, grid in grids])
+        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
 
-    def _table(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """All y that matter, with their log probabilities: (N, k)."""
-        count = self.support.count if isinstance(self.support, Classes) else 64
-        while True:
-            y = torch.arange(count, dtype=f.dtype, device=f.device).expand(f.shape[0], -1)
-            logs = self.log_prob(y, f.unsqueeze(1))
-            missing = 1 - logs.exp().sum(1)
-            if isinstance(self.support, Classes) or bool((missing.abs() < 1e-9).all()):
-                return y, logs
-            if count >= MOST_COUNTS:
-                raise ValueError(
-                    f"The custom count likelihood's probabilities over 0 … {count - 1} sum to "
-                    f"{float(1 - missing.abs().max()):.6g} in the worst row, not 1. Normalise log_prob over y, or pass "
-                    "fisher=, mean= and variance= for such large counts."
-                )
-            count *= 4
+    def _warn_mass(self, log_masses: list[Tensor]) -> None:
+        """A warning where the integral of the density depends on f. (A constant factor is seen in `mass` and does no harm.)"""
+        masses = torch.cat(log_masses).exp()
+        if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
+            warnings.warn(
+                f"log_prob must be normalised over y, but the density integrates to {float(masses.min()):.4g} … "
+                f"{float(masses.max()):.4g}, depending on f: the fit will be wrong. Add the normalising constant.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """One by one to 65,535; the sum over larger counts, where a row has them, as an integral of the interpolated log p."""
+        found, pending, count = [], torch.arange(f.shape[0]), 64
+        while pending.numel():
+            y = torch.arange(count, dtype=f.dtype, device=f.device)
+            rest = []
+            for rows in pending.split(max(COUNTS_AT_ONCE // count, 1)):
+                share = self.log_prob(y.expand(rows.numel(), -1), f[rows].unsqueeze(1)).exp()
+                done = (share.sum(1) - 1).abs() < 1e-9
+                if count >= MOST_COUNTS and not bool(done.all()):
+                    found += self._with_large_counts(f, rows[~done], y, share[~done])
+                elif not bool(done.all()):
+                    rest.append(rows[~done])
+                found.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
+            pending, count = torch.cat(rest) if rest else pending[:0], 4 * count
+        return found
+
+    def _with_large_counts(self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The counts y with their shares (m, k), and nodes for the counts beyond them: y = k − ½ + e^z."""
+        first, beyond = len(y) - 0.5, Positive()
+
+        def log_density(z: Tensor, index: Tensor) -> Tensor:
+            large = (first + beyond.from_real(z)).clamp_max(LARGEST_COUNT)
+            return self.log_prob(large, f[rows[index]].unsqueeze(1)) + beyond.log_slope(z)
+
+        found = []
+        for part, grid in quadrature.build(log_density, *quadrature.locate(log_density, rows.numel()), LARGE_COUNTS):
+            large = first + beyond.from_real(grid.nodes)
+            shares = torch.cat([share[part], grid.log_terms.exp()], 1)
+            found.append((rows[part], torch.cat([y.expand(len(part), -1), large], 1), self._normalised(shares)))
+        return found
+
+    def _normalised(self, share: Tensor) -> Tensor:
+        """The probabilities (m, k) of all y, or ValueError."""
+        total = share.sum(1)
+        off = ~((total - 1).abs() <= NORMALISED)
+        if bool(off.any()):
+            raise ValueError(
+                f"log_prob must be normalised over y, but its probabilities sum to {float(total[off][0]):.6g} in the first of "
+                f"{int(off.sum())} rows of f, and not to 1. Add the normalising constant, which may depend on f."
+            )
+        return share
 
     def _log_density(self, f: Tensor) -> quadrature.LogDensity:
         """log p(y|f) of the rows of f, in the support's real coordinate."""
@@ -172,20 +261,26 @@ class Custom:
             return self.mean_function(f), self.variance_function(f).sqrt()
         return quadrature.locate(self._log_density(f), f.shape[0])
 
+    def _circles(self, f: Tensor) -> list[quadrature.Around]:
+        return quadrature.build_circles(lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0])
+
     def _grids(self, f: Tensor) -> list[quadrature.Built]:
-        accuracy = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
-        return quadrature.build(self._log_density(f), *self.guess(f, f), accuracy)
+        return quadrature.build(self._log_density(f), *self.guess(f, f), ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """By inversion of the distribution function."""
         flat = f.reshape(-1, f.shape[-1]).double()
         u = uniform(flat[:, 0], n, generator)
+        draws = torch.empty_like(u)
         if isinstance(self.support, Counts | Classes):
-            _, logs = self._table(flat)
-            cumulative = logs.exp().cumsum(1)
-            draws = torch.searchsorted(cumulative / cumulative[:, -1:], u.mT.contiguous()).mT.to(f.dtype)
+            for rows, y, share in self._nodes(flat):
+                cumulative = share.cumsum(1)
+                place = torch.searchsorted(cumulative / cumulative[:, -1:], u[:, rows].mT.contiguous())
+                draws[:, rows] = y.gather(1, place.clamp_max(y.shape[1] - 1)).round().mT
+        elif isinstance(self.support, Circular):
+            for rows, circle in self._circles(flat):
+                draws[:, rows] = circle.icdf(u[:, rows].mT).mT
         else:
-            draws = torch.empty_like(u)
             for rows, grid in self._grids(flat):
                 draws[:, rows] = self._continuous.from_real(grid.icdf(u[:, rows].mT)).mT
         return draws.reshape(n, *f.shape[:-1]).to(f.dtype)
@@ -214,9 +309,12 @@ def custom(
     ----------
     log_prob:
         log_prob(y, f) with y (...) and f (..., C), broadcasting, normalised over y, twice
-        differentiable in f by autograd. Index outputs as `f[..., 0]`.
+        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of a density changes
+        `mass` and the evidence alone; one that depends on f makes the fit wrong and is a warning; counts and classes are
+        refused. Where log_prob has kinks and no curvature in f, as |y − f|, `fit` uses mode="tilt" and says so.
     support:
-        What y may be: "real", "positive", "unit_interval", "counts" or "classes" (with `classes=`).
+        What y may be: "real", "positive", "unit_interval", "circular" (angles in radians, taken to [−π, π)), "counts" or
+        "classes" (with `classes=`).
     outputs:
         How many outputs the network must have, if that should be checked.
     fisher, mean, variance:
@@ -241,6 +339,7 @@ def custom(
         "real": Real(),
         "positive": Positive(),
         "unit_interval": UnitInterval(),
+        "circular": Circular(),
         "counts": Counts(),
         "classes": Classes(classes or 0),
     }

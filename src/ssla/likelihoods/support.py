@@ -16,7 +16,7 @@ class Support(Protocol):
 
     @property
     def kind(self) -> str:
-        """ "real" (one number), "vector" (several), "count" or "class"."""
+        """ "real" (one number), "vector" (several), "circular" (an angle), "count" or "class"."""
         ...
 
     def check(self, y: Tensor, outputs: int) -> None:
@@ -33,7 +33,7 @@ class Continuous(Support, Protocol):
     def from_real(self, z: Tensor) -> Tensor: ...
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """log dy/dz."""
+        """log dy/dz, with a finite integral also where `from_real` stays at the largest or the smallest number."""
         ...
 
 
@@ -75,7 +75,7 @@ class Positive:
         return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        return z
+        return 700 - (z - 700).abs()  # y ends at e^700: it must fall beyond, or that y would be counted without end
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,17 @@ class UnitInterval:
 
     def log_slope(self, z: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
+
+
+@dataclass(frozen=True)
+class Circular:
+    """Angles in radians, period 2π. Every finite number is one; it counts as the same angle in [−π, π)."""
+
+    kind = "circular"
+
+    def check(self, y: Tensor, outputs: int) -> None:
+        _scalar(y)
+        _finite(y)
 
 
 @dataclass(frozen=True)
@@ -163,5 +174,5 @@ def _refuse(bad: Tensor, y: Tensor, expected: str) -> None:
         row = int(bad.nonzero()[0, 0])
         raise ValueError(
             f"y must hold {expected}, but {int(bad.sum())} of {y.numel()} values are outside: "
-            f"the first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or mend y."
+            f"the first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or correct y."
         )

@@ -6,22 +6,37 @@ pass by, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan
-from ssla.network.base import Network
+from ssla.network.base import Network, Output, checked_output
+from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
 from ssla.network.last_layer import LastLayer
-from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network
-from ssla.network.reopening import Opening, describe, module_of, reopen
+from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
+from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
+from ssla.network.watch import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 
 __all__ = [
     "ALL",
+    "EXP",
     "LAST_LAYER",
+    "SIGMOID",
+    "SOFTMAX",
+    "SOFTPLUS",
+    "VALUES",
     "AnyParameters",
     "LastLayer",
     "LayerPlan",
     "Network",
     "Opening",
+    "Output",
     "check_mode",
+    "checked_output",
     "describe",
+    "difference",
+    "fingerprint",
+    "marks",
     "module_of",
     "open_network",
+    "output_of",
+    "output_words",
     "reopen",
+    "trainable",
 ]

@@ -8,6 +8,7 @@ columns of J by batched reverse-mode differentiation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla.batches import Inputs, map_inputs, row_count, slice_inputs
 from ssla.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.network.base import Frozen, as_outputs, in_chunks, rows_within
+from ssla.network.base import Frozen, in_chunks, rows_within
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
 from ssla.parameters import Layout, contiguous_layout
 
 CHECKED_ROWS = 4
+UNLIKE_LAYERS = (
+    "derivatives layer by layer do not agree with backpropagation through the whole network, so no layer is given a Kronecker "
+    "form (structure='kfac' is a diagonal)"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class AnyParameters:
     layers: tuple[LayerPlan, ...]
     others: tuple[str, ...]  # free parameters without a Kronecker form
     extra_per_row: int  # bytes
+    notes: tuple[str, ...] = ()
 
     linear = False
     offset = None
@@ -86,10 +92,12 @@ class AnyParameters:
 
     def run(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
         wrapped = lambda *a, **k: functional_call(self.frozen.module, {**self.rest, **free}, a, k)  # noqa: E731
-        return as_outputs(self.frozen.call(wrapped, x), row_count(x))  # type: ignore[arg-type]
+        with _plain_attention():
+            result = self.frozen.call(wrapped, x)  # type: ignore[arg-type]
+        return self.frozen.outputs(result, row_count(x))
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), self.frozen.worded(x):
             return self.run(self._free(theta), x).to("cpu")
 
     def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
@@ -102,7 +110,7 @@ class AnyParameters:
         plans = {plan.weight: plan for plan in self.layers}
         named = {**self.rest, **free}
         watch = Layers({id(named[name]): name for name in plans})
-        with torch.enable_grad(), watch:
+        with torch.enable_grad(), self.frozen.worded(x), watch:
             f = self.run(free, x)
         if not plans:
             return f.detach(), []
@@ -137,14 +145,25 @@ class AnyParameters:
             return self.run({**free, **parameters}, map_inputs(lambda part: part.unsqueeze(0), row)).squeeze(0)
 
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
-                parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
+            parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
         except RuntimeError:  # a layer without a batching rule (recurrent ones): row by row
             rows = [jacrev(one)(chosen, _row(x, i)) for i in range(row_count(x))]
             parts = {name: torch.stack([row[name] for row in rows]) for name in self.others}
         values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
         index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
         return RestBlock(index, values.detach().to("cpu"))
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """The fused attention kernels have no batching rule, a transformer layer's fused path has no derivative."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _row(x: Inputs, i: int) -> Inputs:
@@ -156,7 +175,9 @@ def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if name not in names} | dict(module.named_buffers())
 
 
-def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool) -> AnyParameters:
+def open_any(
+    frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool, note: str | None
+) -> AnyParameters:
     """Plan the layers, and check the plan against plain backpropagation on a few rows."""
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
@@ -173,10 +194,12 @@ def open_any(frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe
     rest_size = sum(layout.positions[name].numel() for name in others)
     whole = layout.size if materialise else 0
     extra = 8 * (2 * seen + outputs * (2 * rest_size + 3 * whole))
-    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra)
+    notes = () if note is None else (note,)
+    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra, notes)
     few = frozen.cast(slice_inputs(x, slice(0, CHECKED_ROWS)))
     if not _agrees(network, few) and plans:
-        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size)
+        notes = (*notes, UNLIKE_LAYERS)
+        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size, notes)
     return network
 
 
@@ -223,4 +246,5 @@ def _agrees(network: AnyParameters, x: Inputs) -> bool:
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
     found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
-    return bool((found - expected).abs().max() <= 1e-3 * (1e-12 + expected.abs().max()))
+    enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision rounds more than that in one product
+    return bool((found - expected).abs().max() <= enough * (1e-12 + expected.abs().max()))

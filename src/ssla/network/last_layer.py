@@ -26,6 +26,7 @@ class LastLayer:
     outputs: int
     fold_bias: bool
     offset: Tensor | None  # a bias that is not free (C,)
+    notes: tuple[str, ...] = ()
 
     linear = True
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from ssla._checks import finite, unknown_name
 from ssla.batches import Inputs, leaves, row_count, slice_inputs
 from ssla.network.any_parameters import open_any
-from ssla.network.base import Frozen, Network, as_outputs, by_keyword, by_position, row_shapes, whole
+from ssla.network.base import Frozen, Network, Output, by_keyword, by_position, kept_integers, row_shapes, whole
+from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
-from ssla.network.watch import Probe
+from ssla.network.watch import SOFTMAX, Probe
 from ssla.parameters import last_layer_layout
 
 LAST_LAYER = "last_layer"
@@ -24,21 +24,66 @@ RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
 BATCH_DEPENDENT = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def open_network(model: nn.Module, weights: str | list[str] | tuple[str, ...], x: Inputs, materialise: bool = True) -> Network:
+def open_network(
+    model: nn.Module,
+    weights: str | list[str] | tuple[str, ...],
+    x: Inputs,
+    materialise: bool = True,
+    output: Output = None,
+    links: tuple[str, ...] = (),
+) -> Network:
     """Copy the module, check it on the first batch x, and choose how to see its free parameters.
 
     materialise: whether the curvature structure will ask for J as a matrix (it decides how many rows fit a budget).
+    output: which part of the module's answer holds the outputs (see `ssla.fit`).
+    links: functions that the likelihood applies itself, so that the network must not end in them.
     """
-    frozen, watch, f = _freeze(model, x)
+    frozen, watch, f = _freeze(model, x, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
     names = _scope(model, weights, parameters, head)
+    _refuse_links(watch, f, links)
+    note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
-        return _last_layer(frozen, head, head.bias in names, f.shape[1])
-    return open_any(frozen, names, x, f, watch, materialise)
+        return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
+    return open_any(frozen, names, x, f, watch, materialise, note)
 
 
-def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
+def trainable(model: nn.Module) -> tuple[str, ...]:
+    """What weights="all" stands for: the parameters that are not frozen; all of them where all are frozen, as for inference."""
+    floating = {name: p.requires_grad for name, p in model.named_parameters() if p.is_floating_point()}
+    return tuple(name for name, free in floating.items() if free or not any(floating.values()))
+
+
+def frozen_note(model: nn.Module) -> str | None:
+    """What a report says of frozen parameters under weights="all"."""
+    fixed = {name: p.numel() for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad}
+    if not fixed:
+        return None
+    if set(trainable(model)) & set(fixed):
+        return "weights='all': every parameter is frozen (requires_grad=False), so all of them were taken as free"
+    shown = ", ".join(list(fixed)[:4]) + (", …" if len(fixed) > 4 else "")
+    return (
+        f"weights='all': {sum(fixed.values()):,} frozen parameters (requires_grad=False: {shown}) were left out and have no "
+        "uncertainty; name them in weights=[…] to include them"
+    )
+
+
+def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
+    """ValueError where the output is already what the likelihood makes of it: probabilities, rates."""
+    found = [link for link, result in watch.links if result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)]
+    sums = f.double().sum(1)
+    if f.shape[0] > 1 and f.shape[1] > 1 and bool((f >= 0).all()) and bool(((sums - 1).abs() <= 1e-2).all()):
+        found.append(SOFTMAX)  # by another way: an average of several, say
+    twice = next((link for link in found if link in links), None)
+    if twice is not None:
+        raise ValueError(
+            f"The network's output has passed through a {twice} already, and this likelihood applies its own. Return the raw "
+            "outputs from before it (logits, log rates)."
+        )
+
+
+def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe, Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_mode(model)
@@ -48,7 +93,7 @@ def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
         raise ValueError("The network has no floating-point parameters, so there is nothing to be uncertain about.")
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         finite(f"Parameter or buffer {name!r}", value, "The network has diverged: train it again.")
-    probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1)
+    probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     frozen, watch, f = _first_forward(probe, x)
     inputs = frozen.cast(x)
@@ -64,18 +109,6 @@ def _freeze(model: nn.Module, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
     _check_rows(frozen, x, f)
     return frozen, watch, f
-
-
-def private_copy(model: nn.Module) -> nn.Module:
-    """The module's twin, without gradients."""
-    try:
-        module = copy.deepcopy(model)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
-            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
-        ) from error
-    return module.requires_grad_(False)
 
 
 def check_mode(model: nn.Module) -> None:
@@ -103,7 +136,7 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
     integers = any(not part.is_floating_point() for part in leaves(x))
     for keep in (True, False) if integers else (True,):
         for attempt in (0,) if isinstance(x, Tensor) else (0, 1):
-            frozen = Frozen(probe.module, probe.dtype, probe.device, _call_style(x, attempt), keep, 1)
+            frozen = replace(probe, call=_call_style(x, attempt), keep_integers=keep)
             inputs = frozen.cast(x)
             try:
                 with Probe() as watch:
@@ -111,10 +144,10 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
                 first = first or error
                 continue
-            f = as_outputs(result, row_count(inputs))
+            f = frozen.outputs(result, row_count(inputs))
             per_row = max(watch.bytes // row_count(inputs), 8)
-            shapes = row_shapes(inputs)
-            return Frozen(frozen.module, frozen.dtype, frozen.device, frozen.call, keep, per_row, shapes), watch, f
+            known = replace(frozen, bytes_per_row=per_row, shapes=row_shapes(inputs), integers=kept_integers(inputs))
+            return known, watch, f
     came = [tuple(part.shape) for part in leaves(x)]
     raise ValueError(
         f"The network refused the inputs (shapes {came}): {first}. Check the number of columns and how the forward takes "
@@ -126,8 +159,8 @@ def _check_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     if f.shape[0] < 2:
         return
     alone = frozen.forward(frozen.cast(slice_inputs(x, slice(0, 1))))
-    size = float(f.abs().max()) + 1e-30
-    if not torch.allclose(alone, f[:1], rtol=1e-2, atol=1e-3 * size):
+    size, rounding = float(f.abs().max()) + 1e-30, 4 * torch.finfo(f.dtype).eps
+    if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so rows have no predictive of their "
             "own. Take batch statistics out of its forward (model.eval() for norms)."
@@ -153,9 +186,10 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
     """The last linear layer, or the reason why there is none."""
     if not watch.linears:
         return "no linear layer was called in its forward"
-    _, phi, weight, bias, result, *_ = watch.linears[-1]
-    if result.numel() != f.numel() or not torch.equal(result.reshape(f.shape), f):
+    made = [c for c in watch.linears if c.result.numel() == f.numel() and torch.equal(c.result.reshape(f.shape), f)]
+    if not made:
         return "its output is not the output of its last linear layer (something comes after it: a softmax, an exp, a scale?)"
+    _, phi, weight, bias, *_ = made[-1]  # other parts of the answer may have linear layers that come later
     if phi.dim() != 2:
         return f"its last linear layer sees inputs of shape {tuple(phi.shape)}, not one row for each observation"
     names = {id(p): name for name, p in parameters.items()}
@@ -180,7 +214,7 @@ def _scope(
 ) -> tuple[str, ...]:
     """The names of the free parameters."""
     if weights == ALL:
-        return tuple(name for name, p in parameters.items() if p.is_floating_point())
+        return trainable(model)
     if weights == LAST_LAYER:
         if isinstance(head, str):
             raise ValueError(
@@ -211,7 +245,7 @@ def _scope(
     return tuple(name for name in parameters if name in set(weights))
 
 
-def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int) -> LastLayer:
+def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int, note: str | None) -> LastLayer:
     bias_name = head.bias if bias_free else None
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
@@ -221,4 +255,5 @@ def _last_layer(frozen: Frozen, head: _Head, bias_free: bool, outputs: int) -> L
         values[bias_name] = head.bias_tensor
     elif head.bias_tensor is not None:
         offset = head.bias_tensor.detach().to("cpu", torch.float64)
-    return LastLayer(frozen, head.tensor, layout, layout.pack(values), outputs, bias_name is not None, offset)
+    notes = () if note is None else (note,)
+    return LastLayer(frozen, head.tensor, layout, layout.pack(values), outputs, bias_name is not None, offset, notes)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, rest_of
-from ssla.network.base import CALLS, Frozen, Network
+from ssla.network.base import CALLS, Frozen, Network, Output
+from ssla.network.copying import private_copy
 from ssla.network.last_layer import LastLayer
-from ssla.network.opening import private_copy
 from ssla.parameters import contiguous_layout, last_layer_layout
+
+INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Opening:
     layers: tuple[LayerPlan, ...] = ()
     others: tuple[str, ...] = ()
     extra_per_row: int = 0
+    integers: Mapping[str, str] | None = None  # not known in older files
 
 
 def describe(network: Network) -> Opening:
@@ -48,8 +51,14 @@ def describe(network: Network) -> Opening:
         frozen.shapes,
     )
     if isinstance(network, LastLayer):
-        return Opening(*common, offset=network.offset)
-    return Opening(*common, layers=network.layers, others=network.others, extra_per_row=network.extra_per_row)
+        return Opening(*common, offset=network.offset, integers=frozen.integers)
+    return Opening(
+        *common,
+        layers=network.layers,
+        others=network.others,
+        extra_per_row=network.extra_per_row,
+        integers=frozen.integers,
+    )
 
 
 def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
@@ -58,8 +67,11 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
     if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
-    if min(opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1) < 1:
-        raise ValueError("sizes must be positive")
+    if not set((opening.integers or {}).values()) <= INTEGERS:
+        raise ValueError("the integer inputs have no integer type")
+    sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
+    if min(sizes) < 1 or max(sizes) >= 1 << 63:
+        raise ValueError("sizes must be positive and fit 64 bits")
     size = sum(parameters[name].numel() for name in names)
     planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
     covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)
@@ -82,12 +94,33 @@ def module_of(network: Network) -> nn.Module:
     return network.frozen.module
 
 
-def reopen(model: nn.Module, opening: Opening) -> Network:
+def output_of(network: Network) -> Output:
+    """Which part of the module's answer is f."""
+    return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
+
+
+def output_words(network: Network) -> str:
+    """The same for a report: 'logits', 0, a function's name; empty where the answer is f."""
+    output = output_of(network)
+    if output is None:
+        return ""
+    return getattr(output, "__qualname__", type(output).__name__) if callable(output) else repr(output)
+
+
+def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
     """The network as it was, on a private copy of the module."""
     module = private_copy(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(
-        module, first.dtype, first.device, CALLS[opening.call], opening.keep_integers, opening.bytes_per_row, opening.shapes
+        module,
+        first.dtype,
+        first.device,
+        CALLS[opening.call],
+        opening.keep_integers,
+        opening.bytes_per_row,
+        opening.shapes,
+        opening.integers,
+        output,
     )
     parameters = dict(module.named_parameters())
     _check(opening, parameters)

@@ -18,6 +18,15 @@ LINEAR = "linear"
 CONVOLUTION = "convolution"
 OTHER = "other"
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+SOFTMAX, SIGMOID, EXP, SOFTPLUS = "softmax", "sigmoid", "exp", "softplus"
+LINKS = {
+    "softmax": SOFTMAX,
+    "special_softmax": SOFTMAX,
+    "sigmoid": SIGMOID,
+    "special_expit": SIGMOID,
+    "exp": EXP,
+    "softplus": SOFTPLUS,
+}
 ARGUMENTS = {
     LINEAR: ("input", "weight", "bias"),
     CONVOLUTION: ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
@@ -54,6 +63,7 @@ class Probe(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.links: list[tuple[str, Tensor]] = []  # results of functions that a likelihood may apply itself
         self.uses: dict[int, list[str]] = {}  # by id of a tensor
         self.bytes = 0
 
@@ -71,6 +81,9 @@ class Probe(TorchFunctionMode):
         call = read(func, args, kwargs, result)
         if call is not None:
             self.calls.append(call)
+        link = LINKS.get(getattr(func, "__name__", ""))
+        if link is not None and isinstance(result, Tensor):
+            self.links.append((link, result))
         for place, value in enumerate([*args, *kwargs.values()]):
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(tensor, torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""The directory: written whole or not at all, checked before it is believed."""
+"""The directory of a saved model: written whole or not at all, and checked before it is used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssla.replacing import new_folder, surviving
+
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 LARGEST_MANIFEST = 256 << 20
+MOST_TRIES = 20
 
 
 class FileError(ValueError):
@@ -41,7 +44,9 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
     manifest["sha256"] = _digest(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
     try:
-        _place(target, data, text.encode())
+        with new_folder(target) as fresh:
+            _write_bytes(fresh / TENSORS, data)
+            _write_bytes(fresh / MANIFEST, text.encode())
     except OSError as error:
         raise FileError(
             f"{target} cannot be written ({error}). Nothing was changed. Give a folder that you may write to."
@@ -49,28 +54,13 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
     return target
 
 
-def _place(target: Path, data: bytes, text: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as room:
-        fresh, old = Path(room) / "new", Path(room) / "old"
-        fresh.mkdir()
-        _write_bytes(fresh / TENSORS, data)
-        _write_bytes(fresh / MANIFEST, text)
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
-
-
 def check_target(target: Path) -> None:
     if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
         raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
     if target.exists() and not target.is_dir():
         raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.")
+    if target.exists() and target.samefile("."):
+        raise FileError(f"{target} is the current directory, which is not replaced. Give another place.")
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -81,8 +71,41 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content and tensors of a directory, after every check that needs no network."""
-    source = Path(path)
+    """The content and tensors of a directory, after every check that needs no network.
+
+    A save may replace the directory between two of its files: then it is read again.
+    """
+    for _ in range(MOST_TRIES):
+        source, interrupted = surviving(Path(path))
+        before = _generation(source)
+        try:
+            found = _read(source, kind)
+        except FileError as error:
+            fault = error
+            if _generation(surviving(Path(path))[0]) == before:
+                break
+            continue
+        if interrupted:
+            warnings.warn(
+                f"The last save to {path} was interrupted. The model that was there before is read from {source}. Save the model "
+                "again, or move that directory back.",
+                UserWarning,
+                stacklevel=3,
+            )
+        return found
+    raise fault
+
+
+def _generation(source: Path) -> tuple[Path, int, int] | None:
+    """What differs once a save has replaced the directory."""
+    try:
+        state = source.stat()
+    except OSError:
+        return None
+    return source, state.st_ino, state.st_ctime_ns
+
+
+def _read(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with guarded(source):
         manifest = _manifest(source)
         found = manifest.get("kind")

@@ -107,8 +107,8 @@ class Decoder:
                 return tuple(self._decode(item) for item in items)
             case {"list": list(items)}:
                 return [self._decode(item) for item in items]
-            case {"dict": list(items)}:
-                return {str(key): self._decode(item) for key, item in items}
+            case {"dict": list(items)} if all(isinstance(key, str) for key, _ in items):
+                return {key: self._decode(item) for key, item in items}
             case {"class": str(name), "fields": dict(parts)}:
                 return self._object(CLASSES[name], {str(key): self._decode(item) for key, item in parts.items()})
         raise ValueError(f"{str(value)[:60]} stands for nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +13,27 @@ from torch import Tensor, nn
 
 from ssla._checks import one_of
 from ssla.likelihoods import Likelihood
-from ssla.network import Opening, check_mode, describe, module_of, reopen
+from ssla.network import (
+    VALUES,
+    Opening,
+    Output,
+    check_mode,
+    checked_output,
+    describe,
+    difference,
+    fingerprint,
+    module_of,
+    output_of,
+    reopen,
+)
 from ssla.persistence.container import FileError, guarded, read, write
-from ssla.persistence.encoding import Decoder, Encoder, NotStorableError
-from ssla.persistence.fingerprint import compare, fingerprint
-from ssla.posterior import DEFAULT_BUDGET, Posterior, Report, Statistics
+from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
+from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import CONVENTIONS, Prior
 
 KIND = "posterior"
+MODES = (POLISH, TILT, AS_IS)
+LARGEST = 1e100  # of a number in a file: squares and products of such numbers do not overflow
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
@@ -30,12 +44,18 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
 
 
 def load(
-    path: str | os.PathLike[str], model: nn.Module, *, likelihood: Likelihood | None = None, prior: Prior | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    prior: Prior | None = None,
+    output: Output = None,
 ) -> Posterior:
     """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
 
     model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
-    likelihood, prior: needed only where the saved one was your own code (`likelihoods.custom(…)`), which a file cannot hold.
+    likelihood, prior, output: needed only where the saved one was your own code (`likelihoods.custom(…)`, a function as output=),
+    which a file cannot hold.
 
     >>> post.save("posterior")                                       # doctest: +SKIP
     >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
@@ -45,7 +65,7 @@ def load(
             f"load needs the network itself, a torch.nn.Module, as its second argument, but got {type(model).__name__}."
         )
     content, tensors = read(path, KIND)
-    return unpack(content, tensors, model, Path(path), likelihood, prior)
+    return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
 
 
 def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
@@ -53,7 +73,9 @@ def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
-    for name, value in (("likelihood", posterior.likelihood), ("prior", posterior.prior)):
+    part = output_of(posterior.network)
+    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | ({} if part is None else {"output": part})
+    for name, value in own.items():
         content[name] = _or_own(encoder, value, f"{place}{name}")
     content["memory_budget"] = posterior.memory_budget
     content["convention"] = posterior.convention
@@ -68,6 +90,7 @@ def unpack(
     source: Path,
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
+    output: Output = None,
 ) -> Posterior:
     """The posterior again, checked and factorised."""
     decoder = Decoder(tensors)
@@ -79,8 +102,12 @@ def unpack(
             raise TypeError("the network has no fingerprint")
     check_mode(model)  # the module's own faults are not the file's
     with guarded(source):
-        compare(stated, model, source)
-        network = reopen(model, opening)
+        _compare(stated, model, source)
+        stored = content.get("output")  # where the answer is f: none
+        if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
+            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
+        part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
+        network = reopen(model, opening, checked_output(part))
         posterior = Posterior(
             network,
             _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
@@ -93,6 +120,20 @@ def unpack(
         )
         _check(posterior)
     return posterior
+
+
+def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
+    """Refuse a module that is not the one that was saved, and say in what it differs."""
+    unlike = difference(stated, fingerprint(model))
+    if unlike == VALUES:
+        raise FileError(
+            f"{source} belongs to other weights of this network: it was trained further, or not loaded. Load the state_dict of "
+            "the network that was fitted, then load the posterior."
+        )
+    if unlike:
+        raise FileError(
+            f"{source} belongs to another network: {unlike}. Build the module as it was when the posterior was saved."
+        )
 
 
 def _or_own(encoder: Encoder, value: object, place: str) -> Any:
@@ -120,17 +161,42 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
 
 
 def _check(posterior: Posterior) -> None:
-    """What a forged file could have wrong beside the types: sizes, finiteness, a curvature that cannot be factorised."""
+    """What a forged file could have wrong beside the types: sizes, ranges, a curvature that cannot be factorised."""
     layout, sums = posterior.network.layout, posterior.statistics
     size = layout.size
     for what, tensor in (("θ̂", posterior.theta), ("gradient", sums.gradient)):
-        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{what} is not {size} finite numbers in float64")
+        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool((tensor.abs() <= LARGEST).all()):
+            raise ValueError(f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}")
+    _check_report(posterior)
     posterior.likelihood.support_for(posterior.network.outputs)
+    if type(posterior.likelihood) in NAMES and posterior.likelihood.linear_domain:  # every f is allowed, 0 too
+        fisher = posterior.likelihood.fisher(torch.zeros(1, posterior.network.outputs, dtype=torch.float64))
+        if not bool(torch.isfinite(fisher).all()) or not bool((fisher.diagonal(dim1=-2, dim2=-1) > 0).all()):
+            raise ValueError("the likelihood has no finite positive curvature")
+    prior = posterior.bound_prior
+    if not all(bool(torch.isfinite(part(posterior.theta)).all()) for part in (prior.log_prob, prior.gradient, prior.precision)):
+        raise ValueError("the prior has no density at θ̂")
+    if getattr(sums.curvature, "size", size) != size:
+        raise ValueError("the curvature does not belong to these parameters")
     ones = torch.ones_like(sums.gradient)
-    pushed = sums.curvature.push(ones)
-    parts = (pushed, posterior.operator.solve(ones), posterior.operator.variances())
-    if any(part.shape != (size,) or not bool(torch.isfinite(part).all()) for part in parts):
+    pushed, variances = sums.curvature.push(ones), posterior.operator.variances()
+    parts = (pushed, posterior.operator.solve(ones), variances)
+    if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
         raise ValueError("it has seen no data")
+    if not 0 < sums.weight < math.inf or not math.isfinite(sums.log_likelihood):
+        raise ValueError("the sums over the data are not finite, or have no weight")
+
+
+def _check_report(posterior: Posterior) -> None:
+    """Ranges of what `print(report)` shows, and sizes that are those of the network."""
+    report, network = posterior.report, posterior.network
+    one_of("mode", report.mode, MODES)
+    one_of("convention", report.convention, CONVENTIONS)
+    if (report.parameters, report.names, report.outputs) != (network.layout.size, network.layout.names, network.outputs):
+        raise ValueError("its report is of other parameters")
+    counts = (report.n - 1, report.steps, report.passes, report.memory)
+    numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
+    if not all(0 <= count < 1 << 63 for count in counts) or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError("a number in its report is negative or not finite")

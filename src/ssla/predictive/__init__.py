@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ssla._checks import finite
+from ssla._checks import covariances, finite
 from ssla.batches import Inputs, as_tensor
 from ssla.expansion import EMPIRICAL
 from ssla.likelihoods import Gaussian, Likelihood
@@ -16,6 +16,7 @@ from ssla.likelihoods.support import Classes, Continuous
 from ssla.posterior import Posterior
 from ssla.predictive.affine import AffinePredictive, affine
 from ssla.predictive.base import Diagnostics, Predictive, kind_of
+from ssla.predictive.circular import CircularPredictive, circular_predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive, additive_law
@@ -42,6 +43,7 @@ from ssla.refit import (
 
 __all__ = [
     "AffinePredictive",
+    "CircularPredictive",
     "ClassMixture",
     "ClassPredictive",
     "CountPredictive",
@@ -75,7 +77,11 @@ def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> P
         weights = rung(posterior, x)
         output = _answer(weights.output, OutputRefit(), warn=False)
         reasons = doubts(rung, weights, output) if isinstance(rung, AutoRefit) else None
-        return _warned(refitted(weights, output, rung.name, reasons))
+        answer = refitted(weights, output, rung.name, reasons)
+        wanted = [reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))]
+        failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
+        weights.warn(sum(failed), len(failed), "inputs have refits of the weights that", stacklevel=4)
+        return _warned(answer)
     return _answer(rung(posterior, x), rung)
 
 
@@ -92,6 +98,7 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
         raise ValueError(f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and {tuple(K.shape)}.")
     finite("mean", f, "Give finite outputs.")
     finite("covariance", K, "Give finite covariances.")
+    K = covariances("covariance", K)
     likelihood.check_outputs(f)
     return _answer(on_marginal(rung, likelihood, f, K), rung)
 
@@ -121,6 +128,9 @@ def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
     if support.kind == "count":
         counts = count_predictive(expansion, rung.name)
         return told(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
+    if support.kind == "circular":
+        around = circular_predictive(expansion, rung.name)
+        return told(replace(around, diagnostics=replace(around.diagnostics, convention=convention)))
     assert isinstance(support, Continuous)
     grid = grid_predictive(expansion, support, rung.name)
     return told(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))

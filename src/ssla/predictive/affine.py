@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from ssla._checks import finite, positive
 from ssla.batches import as_tensor
 from ssla.expansion import Increments
+from ssla.posterior import COARSE
 from ssla.predictive.base import Diagnostics, Predictive, kind_of
 from ssla.predictive.gaussian import Ellipsoid
+from ssla.predictive.mixture import in_double
 from ssla.quadrature import Regions
 
 
@@ -120,8 +122,8 @@ class AffinePredictive:
 
     def increments(self, y: Any) -> Increments:
         """Those of the base; the change of units is counted with the likelihood."""
-        parts = self.base.increments(self._in(y))
-        return Increments(parts.likelihood - self._log_scale, parts.prior, parts.curvature)
+        parts: Increments = self.base.increments(self._in(y))
+        return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
 def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:
@@ -144,4 +146,7 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:
     if kind == "vector":
         size = predictive.mean.shape[1]
         a, b = a.expand(size), b.expand(size)
+    step = torch.finfo(predictive.mass.dtype).eps * a.abs()
+    if bool((step > COARSE * b * predictive.stddev.to("cpu", torch.float64)).any()):  # the sum needs digits that the base lacks
+        predictive = in_double(predictive)
     return AffinePredictive(predictive, a, b)

@@ -22,7 +22,7 @@ class Diagnostics:
     fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
-    convention: str = EXACT  # where the prior entered
+    convention: str = EXACT  # where the prior entered; a mixture of several names them all: "exact, paper"
     refits: Tensor | None = None  # (N,) refits of the weights that were made
     rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, as asked for
     reason: tuple[str, ...] | None = None  # why "auto" went on to the weights; empty where it did not
@@ -89,7 +89,7 @@ class Predictive(Protocol):
 
 
 def kind_of(predictive: Any) -> str:
-    """ "scalar", "vector", "count" or "class"."""
+    """ "scalar", "vector", "circular", "count" or "class"."""
     return str(getattr(predictive, "kind", None) or ("vector" if predictive.mean.dim() == 2 else "scalar"))
 
 

@@ -20,6 +20,8 @@ from ssla.refit import Expansion
 
 TAIL = 1e-8
 BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
+FINEST = 256  # times as many, where those do not resolve a peak
+ROUGH = 1e-6  # the mean square of the blocks' relative corrections above which they do not
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
 LARGEST_COUNT = 1e30
@@ -226,7 +228,7 @@ def _runs(table: Table, share: Tensor, level: float) -> Regions:
     edge = torch.zeros_like(inside[:, :1])
     starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
     stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = int(starts.sum(1).max())
+    most = int(starts.sum(1).max()) if len(starts) else 1
     lowers, uppers = [], []
     for r in range(1, most + 1):
         exists = starts.sum(1) >= r
@@ -258,17 +260,31 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
 
-    def tabulate(rows: Tensor, reach: float) -> Table:
-        edges = _edges(mean[rows, None], scale[rows, None], reach)
+    def tabulate(rows: Tensor, reach: float, finer: int = 1) -> Table:
+        edges = _edges(mean[rows, None], scale[rows, None], reach, BLOCKS_PER_UNIT * finer)
         frame = Table(rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool))
         density = expansion.density(frame.middles.clamp_min(0), rows)
         real = frame.widths > 0
         fallback[rows] |= (density.fallback & real).any(1)
         unconverged[rows] |= (~density.converged & real).any(1)
-        totals, centres = _blocks(frame, density.log)
-        return frame._replace(logs=torch.where(real, totals, NOTHING), centres=centres)
+        totals, centres, corrections = _blocks(frame, density.log)
+        totals = torch.where(real, totals, NOTHING).clamp_min(NOTHING)
+        accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
+        return frame._replace(logs=totals, centres=centres, accurate=accurate)
+
+    def resolved(table: Table, reach: float) -> list[Table]:
+        """With smaller blocks in the rows that need them: a peak may be narrow beside the scale, as of zeros and large counts."""
+        found, finer = [table], 1
+        while finer < FINEST and not bool(found[-1].accurate.all()):
+            rough, finer = found.pop(), 4 * finer
+            found.append(_some(rough, rough.accurate))
+            found.append(tabulate(rough.rows[~rough.accurate], reach, finer))
+        return found
 
     tables: list[Table] = []
+    if not f.shape[0]:  # no rows have a table too: an empty one
+        none = mean.new_empty(0, 1)
+        tables.append(Table(torch.arange(0), mean.new_empty(0, 2), none, none, fallback))
     pending, reach = torch.arange(f.shape[0]), FIRST_REACH
     while pending.numel():
         last = reach >= WIDEST_REACH
@@ -278,9 +294,11 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
             left, right = _tails(table)
             done = (left <= TAIL) & (right <= TAIL)
             endless = torch.isinf(right) & last
-            for chosen in (done, ~done & ~endless & last):
-                if bool(chosen.any()):
-                    tables.append(Table(*(part[chosen] for part in table))._replace(accurate=done[chosen]))
+            if bool(done.any()):
+                tables += resolved(_some(table, done), reach)
+            short = ~done & ~endless & last
+            if bool(short.any()):
+                tables.append(_some(table, short)._replace(accurate=done[short]))
             if bool(endless.any()):
                 tables.append(_cut_at_valley(tabulate(rows[endless], FIRST_REACH), mean[rows[endless]]))
             if not last:
@@ -302,35 +320,43 @@ def _groups(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Ten
     return [part for group in kinds if group.numel() for part in group.split(size)]
 
 
-def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
+def _some(table: Table, chosen: Tensor) -> Table:
+    return Table(*(part[chosen] for part in table))
+
+
+def _edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
     """(m, k + 1), for the rows of one group. A window that reaches down to small counts takes those one by one, and if its
     centre is far above them, blocks that grow with the count on the way up."""
-    t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
+    t = torch.linspace(-reach, reach, 2 * int(reach * by_unit) + 1, dtype=torch.float64)
     edges = (mean + scale * torch.sinh(t)).round().clamp(0, LARGEST_COUNT)
     if float(edges[0, 0]) >= SINGLE_COUNTS:
         return edges
     more = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)
     if float(mean[0]) > SINGLE_COUNTS:
-        steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * BLOCKS_PER_UNIT) + 1
-        growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / BLOCKS_PER_UNIT)
+        steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * by_unit) + 1
+        growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / by_unit)
         more = torch.cat([more, growing.round()])
     return torch.cat([edges, torch.minimum(more, edges[:, -1:])], 1).sort(1).values
 
 
-def _blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Log Σ p over each block and its mean count, from log p at its middle and p's slope and curvature there."""
+def _blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log Σ p over each block, its mean count and the relative correction that p's curvature made, from log p at the middles."""
     w, x = table.widths, table.middles
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
-    safe = (before > 0) & (after > 0)
+    logs = logs.clamp_min(NOTHING)
+    possible = logs > NOTHING
+    safe = (before > 0) & (after > 0) & possible[:, 2:] & possible[:, 1:-1] & possible[:, :-2]
     before, after = before.clamp_min(0.5), after.clamp_min(0.5)
-    left, right = (logs[:, 1:-1] - logs[:, :-2]) / before, (logs[:, 2:] - logs[:, 1:-1]) / after
+    near = torch.where(possible, logs, 0.0)
+    left, right = (near[:, 1:-1] - near[:, :-2]) / before, (near[:, 2:] - near[:, 1:-1]) / after
     slope = (left * after + right * before) / (before + after)
     bend = slope**2 + 2 * (right - left) / (before + after)
     square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))  # 12 × the variance in a block
-    factor = (square / 24 * bend).clamp(-0.5, 1.0)
+    correction = square / 24 * bend
+    factor = correction.clamp(-0.5, 1.0)
     shift = torch.maximum(torch.minimum(square / 12 * slope, w[:, 1:-1] / 2), -w[:, 1:-1] / 2)
     pad = torch.nn.functional.pad
-    return logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)), x + pad(shift, (1, 1))
+    return logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)), x + pad(shift, (1, 1)), pad(correction, (1, 1))
 
 
 def _by_pattern(tables: list[Table]) -> list[Table]:
@@ -357,6 +383,8 @@ def _tails(table: Table) -> tuple[Tensor, Tensor]:
     ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
     tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
+    impossible = (table.logs[:, -1] <= NOTHING) & (table.widths[:, -1] > 0)  # the counts have an end
+    right = torch.where(impossible, torch.zeros_like(right), right)
     first = heights[:, 0] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
     left = torch.where(table.edges[:, 0] > 0, first.exp(), torch.zeros_like(first))
     return left, right

@@ -66,7 +66,7 @@ class Corrected:
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         base = self.weights.output.density(y, rows)
         index = torch.arange(len(y)) if rows is None else rows
-        t = self.frame.take(index).inward(y.reshape(len(y), -1)).clamp(-1, 1)
+        t = self.frame.take(index).inward(y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)).clamp(-1, 1)
         return base._replace(log=base.log + _clenshaw(self.coefficients[index], t).reshape(base.log.shape))
 
     def __call__(self, y: Tensor) -> Increments:
@@ -122,7 +122,7 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
             task, slot, target = rows[who], place[who, which], y[who, which].unsqueeze(1)
             solved = weights.solve(target, task)
             weights.check(solved)
-            nodes[task, slot] = target.squeeze(1)
+            nodes[task, slot] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)  # untried: no refit
             values[task, slot] = solved.total - weights.output.density(target, task).log.squeeze(1)
             fallback[task[solved.fallback]] = True
             failed[task[~solved.converged]] = True

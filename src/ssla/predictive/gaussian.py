@@ -147,9 +147,9 @@ class GaussianPredictive:
         factor = torch.linalg.cholesky(self._covariance)
         extra = value.dim() - 2
         shape = (value.shape[0], *[1] * extra, *factor.shape[1:])
-        r = (value - self._mean.reshape(value.shape[0], *[1] * extra, -1)).unsqueeze(-1)
+        r = (value - self._mean.reshape(value.shape[0], *[1] * extra, self._mean.shape[1])).unsqueeze(-1)
         white = torch.linalg.solve_triangular(factor.reshape(shape).expand(*r.shape[:-2], *factor.shape[1:]), r, upper=False)
-        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(-1, *[1] * extra)
+        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(value), *[1] * extra)
         return self._out(-0.5 * ((white**2).sum((-2, -1)) + self._mean.shape[1] * LOG_2PI) - half_logdet)
 
     def cdf(self, y: Any) -> Tensor:

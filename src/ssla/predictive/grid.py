@@ -16,8 +16,10 @@ from ssla.likelihoods import Located
 from ssla.likelihoods.support import Continuous, Real
 from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance
-from ssla.quadrature import Built, Grid, Regions
+from ssla.quadrature import Built, Regions
 from ssla.refit import Expansion
+
+SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentially there, faster than a coarse spline follows
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +55,14 @@ class GridPredictive:
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        if isinstance(self.support, Real):
-            parts = [p.grid.moments for p in self.pieces]
-        else:
-            parts = [self._transformed_moments(p.grid) for p in self.pieces]
+        if not isinstance(self.support, Real):
+            return quadrature.mapped_moments(self._log_density, self.pieces, self.support.from_real)
+        parts = [p.grid.moments for p in self.pieces]
         return self._gather([m for m, _ in parts]), self._gather([v for _, v in parts])
 
-    def _transformed_moments(self, grid: Grid) -> tuple[Tensor, Tensor]:
-        y = self.support.from_real(grid.nodes)
-        share = grid.shares / grid.shares.sum(1, keepdim=True)
-        mean = (share * y).sum(1)
-        return mean, (share * (y - mean[:, None]) ** 2).sum(1)
+    def _log_density(self, z: Tensor, rows: Tensor) -> Tensor:
+        """Of the support's real coordinate."""
+        return self.expansion.density(self.support.from_real(z), rows).log + self.support.log_slope(z)
 
     @property
     def mean(self) -> Tensor:
@@ -168,7 +167,8 @@ def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> Gr
 
     located = expansion.likelihood
     assert isinstance(located, Located)
-    pieces = quadrature.build(log_density, *located.guess(f, K))
+    accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
+    pieces = quadrature.build(log_density, *located.guess(f, K), accuracy)
     inaccurate = torch.zeros_like(fallback)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate

@@ -23,7 +23,7 @@ from ssla.predictive.base import Diagnostics, Predictive, kind_of
 
 @dataclass(frozen=True, eq=False)
 class Blend:
-    """Members of the same kind and rows, in float64, with weights (M,) that sum to one."""
+    """Members of the same kind and rows, in float64, with weights (M,) or (M, N) that sum to one over the members."""
 
     members: tuple[Any, ...]
     weights: Tensor
@@ -45,13 +45,18 @@ class Blend:
         return self.weigh(self.each(ask))
 
     def weigh(self, values: Tensor) -> Tensor:
-        """(M, …) -> (…)."""
-        return (self.weights.reshape(-1, *[1] * (values.dim() - 1)) * values).sum(0)
+        """(M, N, …) -> (N, …)."""
+        return (self._beside(values) * values).sum(0)
+
+    def _beside(self, values: Tensor) -> Tensor:
+        """The weights in a shape that goes with values (M, N, …)."""
+        by_row = self.weights if self.weights.dim() == 2 else self.weights[:, None]
+        return by_row.reshape(*by_row.shape, *[1] * (values.dim() - 2))
 
     def log_average(self, ask: Callable[[Any], Tensor]) -> Tensor:
         """log Σ w_m exp(a_m)."""
         values = self.each(ask)
-        return (values + self.weights.log().reshape(-1, *[1] * (values.dim() - 1))).logsumexp(0)
+        return (values + self._beside(values).log()).logsumexp(0)
 
     @property
     def mean(self) -> Tensor:
@@ -78,18 +83,23 @@ class Blend:
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """A row is flagged where any member's is."""
+        """A row is flagged where any member's is. Different rungs or conventions are all named."""
         parts = [member.diagnostics for member in self.members]
 
         def any_of(flag: str) -> Tensor:
             return torch.stack([getattr(part, flag) for part in parts]).any(0)
 
-        names = ", ".join(dict.fromkeys(part.refit for part in parts))
-        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"))
+        names, conventions = (", ".join(dict.fromkeys(getattr(part, what) for part in parts)) for what in ("refit", "convention"))
+        return Diagnostics(names, any_of("fallback"), any_of("unconverged"), any_of("inaccurate"), conventions)
 
     def choose(self, n: int, draw: Callable[[Any], Tensor], generator: torch.Generator | None) -> Tensor:
         """n draws a row, each from a member taken with its weight: (n, N, …)."""
-        picks = torch.multinomial(self.weights, n * self.rows, replacement=True, generator=generator).reshape(n, self.rows)
+        if self.weights.dim() == 2:
+            picks = torch.multinomial(self.weights.mT, n, replacement=True, generator=generator).mT
+        else:
+            count = n * self.rows
+            picks = torch.multinomial(self.weights, max(count, 1), replacement=True, generator=generator)  # not less than one
+            picks = picks[:count].reshape(n, self.rows)
         draws = torch.stack([draw(member) for member in self.members])  # (M, n, N, …)
         index = picks.reshape(1, n, self.rows, *[1] * (draws.dim() - 3)).expand(1, *draws.shape[1:])
         return draws.gather(0, index.to(draws.device)).squeeze(0)
@@ -109,7 +119,8 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     """p(y) = Σ w_m p_m(y): the predictive of several models at the same inputs, for example an ensemble.
 
     All members must describe the same kind of target (a number, D numbers, counts, classes) at the same number of inputs.
-    weights: one number ≥ 0 for each member, in any unit; equal if not given. Members without weight are left out.
+    weights: one number ≥ 0 for each member, in any unit; equal if not given. Or (M, N): one for each member and input. Members
+    without weight are left out.
 
     >>> ssla.mixture([post.predict(x) for post in posteriors]).interval(0.95)      # doctest: +SKIP
     """
@@ -125,10 +136,11 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     if not predictives:
         raise ValueError("mixture needs at least one predictive, but the list is empty.")
     _check_alike(predictives)
-    w = _checked_weights(weights, len(predictives))
-    like = predictives[0].mass.new_empty(0)
-    members = tuple(_in_double(member) for member, share in zip(predictives, w.tolist(), strict=True) if share > 0)
-    blend = Blend(members, w[w > 0], like)
+    w = _checked_weights(weights, len(predictives), int(predictives[0].mass.shape[0]))
+    used = (w > 0).reshape(len(w), -1).any(1)
+    like = max((member.mass for member in predictives), key=lambda mass: mass.dtype.itemsize).new_empty(0)
+    members = tuple(in_double(member) for member, one in zip(predictives, used.tolist(), strict=True) if one)
+    blend = Blend(members, w[used], like)
     kind = kind_of(predictives[0])
     if kind == "class":
         return ClassMixture(blend)
@@ -139,38 +151,43 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
     kinds = [kind_of(member) for member in predictives]
     if len(set(kinds)) > 1:
         raise ValueError(f"Only predictives of the same kind of target can be mixed, but these are {', '.join(kinds)}.")
+    if kinds[0] == "circular":
+        raise TypeError("Predictives of angles cannot be mixed: the mean of a mixture of angles is not that of their means.")
     shapes = {tuple(m.probs.shape if kinds[0] == "class" else m.mean.shape) for m in predictives}  # type: ignore[attr-defined]
     if len(shapes) > 1:
         raise ValueError(f"The predictives must be at the same inputs, but their shapes differ: {sorted(shapes)}.")
 
 
-def _checked_weights(weights: Any, count: int) -> Tensor:
+def _checked_weights(weights: Any, count: int, rows: int) -> Tensor:
     if weights is None:
         return torch.full((count,), 1 / count, dtype=torch.float64)
     w = as_tensor(weights).to("cpu", torch.float64)
-    if w.shape != (count,):
-        raise ValueError(f"weights must be one number for each of the {count} predictives, but have shape {tuple(w.shape)}.")
+    if w.shape not in ((count,), (count, rows)):
+        raise ValueError(
+            f"weights must be one number for each of the {count} predictives, or ({count}, {rows}) with one for each input "
+            f"too, but have shape {tuple(w.shape)}."
+        )
     finite("weights", w, "Give finite numbers.")
-    if bool((w < 0).any()) or float(w.sum()) <= 0:
+    if bool((w < 0).any()) or bool((w.sum(0) <= 0).any()):
         raise ValueError(f"weights must not be negative, and one must be positive, but they are {w.tolist()}.")
-    return w / w.sum()
+    return w / w.sum(0)
 
 
-def _in_double(member: Any) -> Any:
+def in_double(member: Any) -> Any:
     """The same predictive, answering in float64: averages of rounded probabilities would lose the tails."""
     if hasattr(member, "blend"):
         return replace(member, blend=replace(member.blend, like=member.blend.like.double()))
     if hasattr(member, "base"):
-        return replace(member, base=_in_double(member.base))
+        return replace(member, base=in_double(member.base))
     expansion = getattr(member, "expansion", None)
     if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=_answering_in_double(expansion))  # type: ignore[type-var]
+        return replace(member, expansion=_answeringin_double(expansion))  # type: ignore[type-var]
     return member
 
 
-def _answering_in_double(expansion: Any) -> Any:
+def _answeringin_double(expansion: Any) -> Any:
     """A refit of weights answers in the dtype of the rung below, which it holds."""
     for below in ("weights", "output"):
         if hasattr(expansion, below):
-            return replace(expansion, **{below: _answering_in_double(getattr(expansion, below))})
+            return replace(expansion, **{below: _answeringin_double(getattr(expansion, below))})
     return replace(expansion, like=expansion.like.double())

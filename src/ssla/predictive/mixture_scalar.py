@@ -148,7 +148,8 @@ class ScalarMixture:
         ends = self._icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64))
         width = ends[:, 1] - ends[:, 0] + 1
         step = (width / MOST_COUNTS).ceil()
-        places = ends[:, :1] + step[:, None] * torch.arange(int((width / step).max().ceil()), dtype=torch.float64)
+        most = int((width / step).max().ceil()) if len(width) else 1
+        places = ends[:, :1] + step[:, None] * torch.arange(most, dtype=torch.float64)
         return places, self._log_prob(places)
 
     def _runs(self, level: float) -> Regions:
@@ -193,7 +194,7 @@ def _ends_of_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
     edge = torch.zeros_like(inside[:, :1])
     starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
     stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = max(int(starts.sum(1).max()), 1)
+    most = max(int(starts.sum(1).max()), 1) if len(starts) else 1
     found = []
     for marks in (starts, stops):
         rows, at = marks.nonzero(as_tuple=True)

@@ -123,7 +123,8 @@ class VectorMixture:
     def hdr(self, level: float = 0.95) -> DensityRegion:
         """The densest region of that probability; its threshold is a quantile over 4,096 fixed draws (level ± 0.01)."""
         draws = self.sample(REGION_DRAWS, torch.Generator().manual_seed(0)).movedim(0, 1)
-        return DensityRegion(self, self.log_prob(draws).quantile(1 - checked_level(level), dim=1))
+        logs, rest = self.log_prob(draws), 1 - checked_level(level)
+        return DensityRegion(self, logs.quantile(rest, dim=1) if len(logs) else logs[:, 0])
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, N, D)."""

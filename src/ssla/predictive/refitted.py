@@ -23,6 +23,10 @@ VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
     "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
+CIRCULAR = (
+    "A refit of the weights has no predictive for angles. For log densities at given y use ssla.ssla(posterior, x, y); for a "
+    "distribution use refit='output'."
+)
 MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
@@ -36,13 +40,15 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
-    chosen = torch.tensor([bool(reason) for reason in reasons]) if reasons is not None else torch.ones(rows, dtype=torch.bool)
+    chosen = torch.tensor([reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool)
     if is_exact(weights) and isinstance(output, GaussianPredictive):
         chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
         rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
         return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, rungs, reasons, None))
     if support.kind == "vector":
         raise ValueError(VECTOR)
+    if support.kind == "circular":
+        raise ValueError(CIRCULAR)
     if isinstance(support, Classes):
         return _classes(weights, output, support.count, chosen, name, reasons)
     assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
@@ -100,7 +106,7 @@ def _classes(
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, count, 0))
+    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, 0 if weights.stopped else count, 0))
     return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
 
 

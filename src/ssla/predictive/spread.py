@@ -25,7 +25,7 @@ def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor
         return _first_order(likelihood, f, K)
     nodes, weights = _nodes(f.shape[-1])
     parts = []
-    for start in range(0, f.shape[0], ROWS_AT_ONCE):
+    for start in range(0, max(f.shape[0], 1), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         points = f[part].unsqueeze(1) + nodes @ root(K[part]).mT  # (m, J, C)
         mean, variance = likelihood.mean(points), likelihood.variance(points)

@@ -14,10 +14,28 @@ pass are flagged `accurate = False`. A density that has no integral is cut where
 Between nodes log p is a not-a-knot cubic spline in z (exact for a Gaussian), integrated by four-point
 Gauss–Legendre in each panel. Beyond the last node log p goes on as a power law of its last slope.
 Fails for densities with jumps or poles: they end flagged, not smoothed over.
+Moments of a function of z (a target with a transformed support) have a rule of their own: see `mapped`.
 """
 
+from ssla.quadrature.circle import Around, Circle, build_circles, wrapped
 from ssla.quadrature.grid import Grid, Regions, Tail
+from ssla.quadrature.mapped import mapped_moments
 from ssla.quadrature.roots import bracketed_root
 from ssla.quadrature.search import Accuracy, Built, LogDensity, build, locate
 
-__all__ = ["Accuracy", "Built", "Grid", "LogDensity", "Regions", "Tail", "bracketed_root", "build", "locate"]
+__all__ = [
+    "Accuracy",
+    "Around",
+    "Built",
+    "Circle",
+    "Grid",
+    "LogDensity",
+    "Regions",
+    "Tail",
+    "bracketed_root",
+    "build",
+    "build_circles",
+    "locate",
+    "mapped_moments",
+    "wrapped",
+]

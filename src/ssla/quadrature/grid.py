@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
+LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: below it the difference is rounding
 RELEVANT = 25.0  # log p below the peak beyond which nothing matters
 
 
@@ -69,7 +70,7 @@ class Tail(NamedTuple):
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
         endless = torch.where(size > 1e-280, math.inf, 0.0)  # nothing goes on from nothing
-        return torch.where(margin > 0, size / margin.clamp_min(1e-300), endless)
+        return torch.where(margin > LEAST_MARGIN, size / margin.clamp_min(LEAST_MARGIN), endless)
 
     def radius(self, share: Tensor) -> Tensor:
         """The r beyond which `share` of the tail's mass lies.  (m, q)."""
@@ -80,6 +81,7 @@ def _tail(distance: Tensor, logs: Tensor) -> Tail:
     """From the last two nodes (inner, outer), each (m, 2)."""
     fall = logs[:, 0] - logs[:, 1]
     power = fall / (distance[:, 1].log() - distance[:, 0].log())
+    power = torch.where(logs[:, 1] == -math.inf, math.inf, power)  # no density there, so none beyond
     return Tail(distance[:, 1], logs[:, 1], power)
 
 
@@ -124,6 +126,11 @@ class Grid:
         left = self.scale[:, None] * (-x[:2]).flip(0)
         right = self.scale[:, None] * x[-2:]
         return _tail(left, self.logs[:, :2].flip(1)), _tail(right, self.logs[:, -2:])
+
+    @property
+    def log_terms(self) -> Tensor:
+        """log(p dz) (m, k): the terms of the rule."""
+        return self.logs + (pattern_of(self.logs.shape[1], self.reach)[1] * self.scale[:, None]).log()
 
     @cached_property
     def relative(self) -> Tensor:
@@ -218,6 +225,10 @@ class Grid:
         left = self.tails[0].moment(0, self.peak) / self.scale
         return torch.cat([left[:, None], panels], 1).cumsum(1)
 
+    def spline_error(self) -> Tensor:
+        """By how much the spline's mass differs from the rule's, relative (m,)."""
+        return ((self._total.log() + self.scale.log() + self.peak) - self.log_mass).expm1().abs()
+
     @cached_property
     def _total(self) -> Tensor:
         return self._cumulative[:, -1] + self.tails[1].moment(0, self.peak) / self.scale
@@ -297,30 +308,34 @@ class Grid:
         return self._above(fine, place, low)
 
     def _above(self, fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
-        """Where the fine density exceeds the threshold, ends by linear interpolation of log p."""
-        excess = fine - threshold[:, None]
-        inside = excess > 0
-        edge = torch.zeros_like(inside[:, :1])
-        starts = ~torch.cat([edge, inside[:, :-1]], 1) & inside
-        stops = ~torch.cat([inside[:, 1:], edge], 1) & inside
-        rank = starts.cumsum(1)
-        stop_rank = stops.cumsum(1)
-        most = max(int(rank[:, -1].max()), 1)
-        lowers: list[Tensor] = []
-        uppers: list[Tensor] = []
-        last = place.numel() - 1
-        for r in range(1, most + 1):  # over the intervals of a row: one, rarely two or three
-            exists = rank[:, -1] >= r
-            for marks, order, step, out in ((starts, rank, -1, lowers), (stops, stop_rank, 1, uppers)):
-                at = (marks & (order == r)).to(torch.uint8).argmax(1)
-                other = (at + step).clamp(0, last)
-                a = excess.gather(1, at[:, None]).squeeze(1)
-                b = excess.gather(1, other[:, None]).squeeze(1)
-                share = torch.where(a - b > 0, a / (a - b), torch.zeros_like(a)).clamp(0, 1)
-                x = place[at] + share * (place[other] - place[at])
-                z = self.centre + self.scale * x
-                out.append(torch.where(exists, z, torch.full_like(z, math.nan)))
-        return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
+        regions = regions_above(fine, place, threshold)
+        return Regions(*(self.centre[:, None] + self.scale[:, None] * ends for ends in regions))
+
+
+def regions_above(fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
+    """Where values (m, k) at places (k,) exceed a threshold (m,), ends by linear interpolation."""
+    excess = fine - threshold[:, None]
+    inside = excess > 0
+    edge = torch.zeros_like(inside[:, :1])
+    starts = ~torch.cat([edge, inside[:, :-1]], 1) & inside
+    stops = ~torch.cat([inside[:, 1:], edge], 1) & inside
+    rank = starts.cumsum(1)
+    stop_rank = stops.cumsum(1)
+    most = max(int(rank[:, -1].max()), 1) if len(rank) else 1
+    lowers: list[Tensor] = []
+    uppers: list[Tensor] = []
+    last = place.numel() - 1
+    for r in range(1, most + 1):  # over the intervals of a row: one, rarely two or three
+        exists = rank[:, -1] >= r
+        for marks, order, step, out in ((starts, rank, -1, lowers), (stops, stop_rank, 1, uppers)):
+            at = (marks & (order == r)).to(torch.uint8).argmax(1)
+            other = (at + step).clamp(0, last)
+            a = excess.gather(1, at[:, None]).squeeze(1)
+            b = excess.gather(1, other[:, None]).squeeze(1)
+            share = torch.where(a - b > 0, a / (a - b), torch.zeros_like(a)).clamp(0, 1)
+            x = place[at] + share * (place[other] - place[at])
+            out.append(torch.where(exists, x, torch.full_like(x, math.nan)))
+    return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
 
 
 def _spline_value(ends: tuple[Tensor, ...], part: Tensor) -> Tensor:

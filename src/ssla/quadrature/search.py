@@ -33,10 +33,11 @@ class Built(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """When a row is done: mass beyond the nodes, and disagreement of the half rule."""
+    """When a row is done: mass beyond the nodes, disagreement of the half rule and, if asked for, of the spline."""
 
     tail: float = TAIL_MASS
     half_rule: float = HALF_RULE_TOLERANCE
+    spline: float | None = None
 
 
 def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accuracy = Accuracy()) -> list[Built]:  # noqa: B008
@@ -75,6 +76,9 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
                 if bool(again.any()):
                     moved = verdict.centre[again], verdict.scale[again]
                     work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
+    if not centre.numel():  # no rows have a grid too: an empty one
+        none = torch.arange(0)
+        return [Built(none, _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES))]
     return [_join(parts) for parts in accepted.values()]
 
 
@@ -98,7 +102,7 @@ def _cut_at_valleys(grid: Grid) -> Grid:
 
 def _chunks(rows: int, count: int) -> Iterator[slice]:
     size = max(TASKS_AT_ONCE // count, 1)
-    for start in range(0, rows, size):
+    for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
@@ -127,11 +131,16 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     moments = share @ torch.stack([x, x * x], 1) / body[:, None]
     first = moments[:, 0]
     second = (moments[:, 1] - first * first).clamp_min(0).sqrt()
+    wide = (second > 3.0).nonzero().squeeze(-1)
+    if wide.numel():  # far tails have most of the second moment; the bulk is where most of the mass is
+        first[wide], second[wide] = _bulk(share[wide], x)
     spacing = float(x[x.numel() // 2 + 1])
     width = torch.maximum(second, torch.full_like(second, spacing))  # narrower than the nodes: zoom in
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
     coarse = ~((half / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
+    if accuracy.spline is not None:
+        coarse |= ~(grid.spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
     # a heavy tail drags mean and spread along; widen before moving, unless the peak is at the edge
     off = off & ~(heavy & (second > 3.0) & ~edge)
@@ -140,6 +149,13 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     heavy, coarse = heavy & ~off, coarse & ~off & ~heavy
     good = ~(off | heavy | coarse)
     return _Verdict(good, off, coarse, heavy, centre, scale)
+
+
+def _bulk(share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The median and half the distance between the 16% and the 84% quantile, from the mass (m, k) at nodes x.  (m,), (m,)."""
+    sums = share.cumsum(1)
+    low, middle, high = (x[(sums < level * sums[:, -1:]).sum(1).clamp_max(x.numel() - 1)] for level in (0.16, 0.5, 0.84))
+    return middle, (high - low) / 2
 
 
 def _join(parts: list[Built]) -> Built:
@@ -162,7 +178,7 @@ def _join(parts: list[Built]) -> Built:
 def locate(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
     """A first centre and scale for densities of which nothing is known: from 1e-6 to 1e12 around zero.
 
-    Looks on a logarithmic ladder of nodes for the highest one, then takes mean and spread around it
+    Looks on a logarithmic ladder of nodes for the highest one, then takes median and spread around it
     a few times. A density with two far modes is found at the higher one and widened by `build`.
     """
     index = torch.arange(rows)
@@ -175,10 +191,8 @@ def locate(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
         logs = torch.nan_to_num(logs.double(), nan=-math.inf, neginf=-1e300)
         best = logs.argmax(1).clamp(1, count - 2)
         share = (logs - logs.max(1, keepdim=True).values).exp() * pattern_of(count, reach)[1]
-        share = share / share.sum(1, keepdim=True)
-        mean = (share * x).sum(1)
-        spread = ((share * x * x).sum(1) - mean * mean).clamp_min(0).sqrt()
+        middle, spread = _bulk(share, x)
         near = (x[best + 1] - x[best - 1]) / 2
-        centre, scale = centre + scale * mean, scale * torch.maximum(spread, near)
+        centre, scale = centre + scale * middle, scale * torch.maximum(spread, near)
         reach, count = 6.0, 129
     return centre, scale

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla import linalg
 from ssla.batches import Inputs, as_inputs, map_inputs, row_count
@@ -24,11 +23,13 @@ from ssla.likelihoods import Likelihood
 from ssla.network.any_parameters import AnyParameters
 from ssla.posterior import AS_IS, Posterior
 from ssla.refit.all_weights_determinant import SMALL, Determinants
-from ssla.refit.ascent import SHARED_STEPS, Found, Slope, ascend, finished, saddle_free
+from ssla.refit.ascent import SHARED_STEPS, Found, Slope, Tell, ascend, finished, saddle_free
 from ssla.refit.solved import HESSIAN, Options, Solved, own_pull
 from ssla.refit.training import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
 
 MOST_TASKS = 256
+TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
+PROGRESS = 0.1  # a trial that comes nearer than this part of the way is not stuck
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +53,7 @@ class ManyNetworks:
     @staticmethod
     def _mapped(function: Callable[..., Tensor], *values: Any) -> Tensor:
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no batching rule
-                result: Tensor = torch.func.vmap(function)(*values)
+            result: Tensor = torch.func.vmap(function)(*values)
         except RuntimeError:  # a layer without a batching rule (recurrent ones): task by task
             index = torch.arange(len(values[0]))
             result = torch.stack([function(*(take(value, i) for value in values)) for i in index])
@@ -99,27 +99,40 @@ class AllWeightsRefit:
         each = 8 * self.gradient.numel() * (3 * self.options.memory + 16) + 6 * frozen.bytes_per_row * rows
         return max(min(self.posterior.memory_budget // 2 // each, MOST_TASKS), 1)
 
-    def solve(self, where: Tensor, y: Tensor) -> Solved:
+    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         group = _Group(self, where, y)
-        found = self._ascend(group)
+        found = self._ascend(group, self.options.max_steps, tell)
         likelihood, prior, own = group.values(found.point)
         curvature, fallback, positive = self.determinants(found.point, own, y, group.x, group.root)
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
 
-    def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        return self.posterior.theta + self._ascend(_Group(self, where, y)).point
+    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
+        """Whether √(gᵀP⁻¹g) has not fallen to a tenth of its value at θ̂ after TRIAL_STEPS gradients.
 
-    def _ascend(self, group: _Group) -> Found:
+        At a mode each few gradients bring a digit. At a saddle the objective rises without bound along some direction, or to a
+        mode far away.
+        """
+        group = _Group(self, where, y)
+        at_start = group.evaluate(torch.zeros(len(where), self.gradient.numel(), dtype=torch.float64), torch.arange(len(where)))
+        before = (at_start.gradient * at_start.step).sum(-1).clamp_min(0).sqrt()
+        found = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps))
+        return ~(found.converged | (found.norm <= PROGRESS * before))
+
+    def modes(self, where: Tensor, y: Tensor) -> Tensor:
+        return self.posterior.theta + self._ascend(_Group(self, where, y), self.options.max_steps).point
+
+    def _ascend(self, group: _Group, most: int, tell: Tell | None = None) -> Found:
         """With the shared preconditioner; few weights that it does not bring home go on with their own Hessians."""
-        tolerance, most = self.options.tolerance, self.options.max_steps
+        tolerance = self.options.tolerance
         small = self.gradient.numel() <= SMALL
         first = min(most, SHARED_STEPS) if small else most
         guess, memory = group.start(), self.options.memory  # of a linearised network: a direction, perhaps too long
         zero = torch.zeros_like(guess)
-        found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess)
-        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=tolerance, max_steps=most - first)
+        found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess, tell=tell)
+        own = lambda rest: group.take(rest).evaluate_newton  # noqa: E731
+        return finished(found, own, tolerance=tolerance, max_steps=most - first, tell=tell)
 
 
 @dataclass(frozen=True, eq=False)

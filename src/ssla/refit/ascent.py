@@ -49,10 +49,19 @@ class Found:
 
 Evaluate = Callable[[Tensor, Tensor], Slope]
 """(points (m, P), which tasks (m,)) -> Slope; NaN where a point is outside the domain."""
+Tell = Callable[[int], None]
+"""Called after each round of evaluations with the number of tasks that ended in it."""
 
 
 def ascend(
-    evaluate: Evaluate, start: Tensor, *, tolerance: float, max_steps: int, memory: int, toward: Tensor | None = None
+    evaluate: Evaluate,
+    start: Tensor,
+    *,
+    tolerance: float,
+    max_steps: int,
+    memory: int,
+    toward: Tensor | None = None,
+    tell: Tell | None = None,
 ) -> Found:
     """Preconditioned ascent with Anderson mixing over `memory` rounds; a task leaves when it is done.
 
@@ -60,6 +69,7 @@ def ascend(
     the same round, those that halve and those that go on, so no task waits for another's line search.
 
     toward: a first direction from `start` in place of the preconditioned gradient, for a guess that may be too far.
+    tell: hears of the tasks that converge (see `Tell`).
 
     Fails (converged = False, the best point seen is kept) after max_steps evaluations, or where no step helps.
     """
@@ -73,6 +83,8 @@ def ascend(
     norm[:] = torch.where(alive, state.norm, norm)
     steps += 1
     keep = (alive & (norm > tolerance)).nonzero().squeeze(-1)
+    if tell is not None:
+        tell(int((norm <= tolerance).sum()))
     rows, state = rows[keep], state.take(keep)
     direction, slope = state.mixed()
     if toward is not None:
@@ -94,6 +106,8 @@ def ascend(
         factor = torch.where(good, torch.ones_like(factor), factor / 2)
         point[rows], norm[rows] = state.point, state.norm
         keep = ((state.norm > tolerance) & (factor >= SHORTEST)).nonzero().squeeze(-1)
+        if tell is not None:
+            tell(int((state.norm <= tolerance).sum()))
         rows, state, factor = rows[keep], state.take(keep), factor[keep]
         fresh, fresh_slope = state.mixed()
         again = good[keep]
@@ -102,12 +116,15 @@ def ascend(
     return Found(point, norm, steps, norm <= tolerance)
 
 
-def finished(found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int) -> Found:
+def finished(
+    found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int, tell: Tell | None = None
+) -> Found:
     """Tasks that a shared preconditioner did not bring home go on by `newton(which tasks)`: with their own Hessians."""
     rest = (~found.converged).nonzero().squeeze(-1)
     if not rest.numel() or max_steps < 1:
         return found
-    return found.followed_by(rest, ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0))
+    later = ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0, tell=tell)
+    return found.followed_by(rest, later)
 
 
 def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:

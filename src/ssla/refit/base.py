@@ -115,7 +115,7 @@ class OutputExpansion:
         shape = self._shape(y)
         log = _cat([p.total for p in parts]).reshape(shape)
         if self.convention == ADDITIVE:
-            log = log + self._prior_increment(_cat([p.pull for p in parts]).reshape(*shape, -1), rows)
+            log = log + self._prior_increment(_cat([p.pull for p in parts]).reshape(*shape, self._outputs), rows)
         return Density(
             log,
             _cat([p.fallback for p in parts]).reshape(shape),
@@ -126,7 +126,7 @@ class OutputExpansion:
         parts = self._run(y, None)
         shape = self._shape(y)
         fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
-        prior = self._prior_increment(pull.reshape(*shape, -1), None)
+        prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
         likelihood = (fit + shift).reshape(shape)
         # −½‖v‖² is what data and prior lose together, but under the additive convention it is what the data alone lose
         likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
@@ -160,8 +160,12 @@ class OutputExpansion:
         return y.shape[:-1] if self._vector else y.shape
 
     @property
+    def _outputs(self) -> int:
+        return self.marginal.mean.shape[1]
+
+    @property
     def _vector(self) -> bool:
-        return self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector"
+        return self.likelihood.support_for(self._outputs).kind == "vector"
 
     def _run(self, y: Tensor, rows: Tensor | None) -> list[Expanded]:
         """All tasks, component-major, in pieces that bound the memory."""
@@ -182,7 +186,7 @@ class OutputExpansion:
                 _spread(R[start : start + size], per_row),
                 None if D is None else _spread(D[start : start + size], per_row),
             )
-            for start in range(0, shape[0], size)
+            for start in range(0, max(shape[0], 1), size)
         ]
 
 
@@ -192,14 +196,14 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
     """Stage one: f̂ and K at x."""
-    network = posterior.network
+    marginal = posterior.outputs_at(x)
     return OutputExpansion(
         likelihood=posterior.likelihood.predictive,
-        marginal=posterior.outputs_at(x),
+        marginal=marginal,
         prior=lambda: posterior.prior_response(x),
         rule=rung.rule,
         moves=rung.moves,
-        like=torch.empty(0, dtype=network.dtype, device=network.device),
+        like=posterior.like(marginal),
         convention=posterior.convention,
         determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
     )

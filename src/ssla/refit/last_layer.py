@@ -24,11 +24,11 @@ from ssla.expansion import FISHER, OBSERVED
 from ssla.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
-from ssla.refit.ascent import SHARED_STEPS, Found, ascend, finished
+from ssla.refit.ascent import SHARED_STEPS, Found, Tell, ascend, finished
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.solved import Options, Solved
 from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
-from ssla.structures.base import SINGULAR
+from ssla.structures.base import no_factor
 from ssla.structures.dense import DenseOperator
 
 CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
@@ -109,11 +109,11 @@ class LastLayerRefit:
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, where: Tensor, y: Tensor) -> Solved:
+    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         base = self.bases[0]
         group = Group(self, base, where, y)
-        found = self._ascend(group)
+        found = self._ascend(group, tell)
         likelihood, prior = group.values(found.point)
         curvature, positive = group.curvature(found.point, base)
         bad = (~positive).nonzero().squeeze(-1)
@@ -124,16 +124,20 @@ class LastLayerRefit:
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
 
+    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
+        """Never: f is linear in a last layer, and refits of it are quick."""
+        return torch.zeros(len(where), dtype=torch.bool)
+
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
         return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
 
-    def _ascend(self, group: Group) -> Found:
+    def _ascend(self, group: Group, tell: Tell | None = None) -> Found:
         """With the shared preconditioner; tasks that it does not bring home go on with their own Hessians."""
         o = self.options
         first = min(o.max_steps, SHARED_STEPS)
-        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory)
+        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory, tell=tell)
         left = o.max_steps - first
-        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left)
+        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, tell=tell)
 
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
@@ -162,11 +166,11 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     believed = square(posterior.bound_prior.precision(posterior.theta))
     whole = {kind: total + believed for kind, total in sums.items()}
     middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
-    basis = torch.linalg.cholesky(middle)
-    bases = [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
+    basis, info = torch.linalg.cholesky_ex(middle)
+    bases = [] if int(info) else [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
-        raise ValueError(SINGULAR.format(detail=" on the data to refit on"))
+        raise ValueError(no_factor(believed, " on the data to refit on"))
     parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
     return LastLayerRefit(
         posterior=posterior,

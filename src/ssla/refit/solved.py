@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ssla import linalg
 from ssla.likelihoods import Likelihood
+from ssla.refit.ascent import Tell
 
 EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
 HESSIAN = "hessian"
@@ -44,6 +45,12 @@ class Solved(NamedTuple):
         return self.likelihood + self.prior + self.curvature
 
     @staticmethod
+    def untried(count: int) -> Solved:
+        """Tasks that were not solved."""
+        nothing, no = torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+        return Solved(nothing, nothing, nothing, no, no, no.long(), nothing)
+
+    @staticmethod
     def joined(parts: list[Solved]) -> Solved:
         return Solved(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -54,7 +61,13 @@ class Engine(Protocol):
     @property
     def tasks_at_once(self) -> int: ...
 
-    def solve(self, where: Tensor, y: Tensor) -> Solved: ...
+    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
+        """tell: hears of tasks as they converge."""
+        ...
+
+    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
+        """Which tasks come no nearer to a mode in a few gradients (M,): there is none near θ̂. For a trial before many tasks."""
+        ...
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
         """θ̃ (M, P)."""

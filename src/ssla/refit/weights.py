@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,15 +17,18 @@ from ssla._checks import one_of
 from ssla.batches import Inputs
 from ssla.expansion import FISHER, OBSERVED, Increments
 from ssla.likelihoods import Likelihood
-from ssla.posterior import Marginal, Posterior
+from ssla.posterior import POLISH, Marginal, Posterior
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_determinant import SMALL
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
+from ssla.refit.ascent import Tell
 from ssla.refit.base import Density, OutputExpansion
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 
+AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
+TRIALS = 3  # refits that are tried before many
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
@@ -37,7 +42,8 @@ class WeightRefit:
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end: there is no mode near it to
-    find (docs/refits.md), and refits fall back as `on_failure` says.
+    find (docs/refits.md), and refits fall back as `on_failure` says, with a warning that counts them. Of many refits of a network
+    the three easiest are tried first: if none of them makes progress, the others are not tried.
 
     Parameters
     ----------
@@ -62,7 +68,7 @@ class WeightRefit:
         The error allowed in log density, before normalisation, when a whole predictive is drawn from few refits (inside its
         99.9% region).
     progress:
-        Show a bar over the tasks (needs tqdm).
+        Show a bar over the tasks, with the gradients taken so far (needs tqdm).
     """
 
     tolerance: float = 1e-8
@@ -143,6 +149,28 @@ def _within_budget(what: str, need: int, posterior: Posterior, instead: str) -> 
         )
 
 
+@contextmanager
+def _progress(count: int, show: bool) -> Iterator[Tell | None]:
+    """A bar over tasks, if it is to be shown: it moves as they converge, and shows how many gradients were taken so far."""
+    if not show:
+        yield None
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
+    with tqdm(total=count, desc=f"{count:,} refits", unit="refit") as bar:
+        rounds = 0
+
+        def tell(done: int) -> None:
+            nonlocal rounds
+            rounds += 1
+            bar.set_postfix_str(f"{rounds:,} gradients", refresh=False)
+            bar.update(done)
+
+        yield tell
+
+
 @dataclass(frozen=True, eq=False)
 class WeightExpansion:
     """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
@@ -173,7 +201,31 @@ class WeightExpansion:
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
         """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
         where, flat = self._tasks(y, rows)
-        return Solved.joined([self._engine.solve(where[part], flat[part]) for part in self._groups(len(where))])
+        if not len(where) or self._hopeless(where, flat, y, rows):
+            return Solved.untried(len(where))
+        with _progress(len(where), self.refit.progress) as tell:
+            return Solved.joined([self._engine.solve(where[part], flat[part], tell) for part in self._groups(len(where))])
+
+    @cached_property
+    def _verdict(self) -> dict[str, bool]:
+        """Whether the refits are hopeless, once that was tried."""
+        return {}
+
+    @property
+    def stopped(self) -> bool:
+        """Whether refits were given up after the easiest ones made no progress."""
+        return self._verdict.get("hopeless", False)
+
+    def _hopeless(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
+        """Before many refits of a network: the task that moves the weights least is tried; if it is stuck, the next ones of
+        other inputs. All stuck: no refit has a mode near θ̂."""
+        if "hopeless" not in self._verdict and len(where) > TRIALS and not self.posterior.network.linear:
+            steps = (self.output if rows is None else self.output.take(rows)).step(y).flatten()
+            first, *rest = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True).split([1, len(where) - 1])
+            elsewhere = rest[0][where[rest[0]] != where[first]]
+            trials = (first, (elsewhere if len(elsewhere) else rest[0])[: TRIALS - 1])
+            self._verdict["hopeless"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
+        return self.stopped
 
     def modes(self, y: Tensor) -> Tensor:
         """θ̃(y): where each refit ends, of y's shape and P."""
@@ -189,17 +241,9 @@ class WeightExpansion:
         classes = self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class"
         return index.repeat_interleave(per_row), flat.long() if classes else flat
 
-    def _groups(self, count: int) -> Iterable[slice]:
+    def _groups(self, count: int) -> list[slice]:
         size = self._engine.tasks_at_once
-        groups = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        if not self.refit.progress:
-            return groups
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
-        bar: Iterable[slice] = tqdm(groups, desc=f"{count:,} refits", unit="group")
-        return bar
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     @property
     def _vector(self) -> int:
@@ -215,11 +259,32 @@ class WeightExpansion:
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
             raise RuntimeError(
                 f"{int(failed.sum())} of {failed.numel()} refits did not reach their mode in {self.refit.max_steps} steps (the "
-                f"worst is {worst:.2g} posterior standard deviations from it). Likely causes: (a) y far outside what the model "
-                "expects; (b) a network whose trained weights are no mode under this prior. Remedy: more max_steps, a larger "
-                "tolerance, a stronger prior, or on_failure='fallback', which takes the output refit's answer there."
+                f"worst is {worst:.2g} posterior standard deviations from it). {self._cause} Or use on_failure='fallback', which "
+                "takes the output refit's answer there."
             )
         return failed
+
+    @property
+    def _cause(self) -> str:
+        """Why refits fail, with the figure of the report, and what to do."""
+        report = self.posterior.report
+        each = report.residual_after / math.sqrt(report.parameters)
+        tried = f"The {TRIALS} easiest made no progress, so the others were not tried. " if self.stopped else ""
+        train = "train the network to convergence under this prior, " + ("mode='polish', " if report.mode != POLISH else "")
+        train = train if each > AT_MODE else ""
+        return (
+            f"{tried}The weights are {report.residual_after:.3g} posterior standard deviations from the mode ({each:.2g} per "
+            "parameter). Likely causes: (a) they are no maximum under this prior (not trained to the end, or a saddle); (b) y is "
+            f"far outside what the model expects. Remedy: {train}a stronger prior, more max_steps or a larger tolerance in "
+            "ssla.WeightRefit, or refit='output'."
+        )
+
+    def warn(self, failed: int, count: int, what: str, stacklevel: int) -> None:
+        """Count aloud what the output rung answered in place of the weights."""
+        if failed and (self.refit.on_failure == FALLBACK or self.stopped):
+            instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
+            message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
+            warnings.warn(message, RuntimeWarning, stacklevel)
 
     def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
@@ -237,6 +302,7 @@ class WeightExpansion:
         """Of real refits, for some rows only: y (m, …) belongs to rows (m,)."""
         solved = self.solve(y, rows)
         failed = self.check(solved)
+        self.warn(int(failed.sum()), failed.numel(), "refits of the weights", stacklevel=6)
         parts = [solved.likelihood, solved.prior, solved.curvature]
         if bool(failed.any()):
             if self.refit.on_failure == FALLBACK:

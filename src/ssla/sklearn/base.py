@@ -12,7 +12,6 @@ import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-from torch import Tensor
 
 from ssla._checks import one_of
 from ssla.ensemble import Ensemble, Settings, fit_ensemble
@@ -46,7 +45,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if self.batch_size is None:
             batch = None
         elif self.batch_size == AUTO:
-            batch = min(256, max(16, rows // 16))
+            batch = auto_batch(rows)
         else:
             batch = _number(self, "batch_size", int, 1)
         return Settings(
@@ -62,14 +61,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
 
-    def _fit_rows(self, X: Any, y: Tensor, sample_weight: Any, likelihood: str, classes: int = 0) -> Ensemble:
+    def _present(self, X: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows have a positive weight (n,) bool, and the weights of these. The others count as not there."""
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        kept = weights > 0
-        if int(kept.sum()) < 2:
-            raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(kept.sum())}.")
-        x, w = torch.from_numpy(X[kept].copy()), torch.from_numpy(weights[kept])
+        present = weights > 0
+        if int(present.sum()) < 2:
+            raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(present.sum())}.")
+        return present, weights[present]
+
+    def _fit_rows(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, classes: int = 0) -> Ensemble:
+        x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
-        return fit_ensemble(x, y[torch.from_numpy(kept)], w, settings, classes, self._on_epoch(settings))
+        return fit_ensemble(x, target, w, settings, classes, self._on_epoch(settings))
 
     def _on_epoch(self, settings: Settings) -> Any:
         """Hook for progress: called with the number of each finished epoch."""
@@ -92,6 +95,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = False
         return tags
+
+
+def auto_batch(rows: int) -> int:
+    """batch_size="auto": a sixteenth of the rows, between 16 and 256."""
+    return min(256, max(16, rows // 16))
 
 
 def _number(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:

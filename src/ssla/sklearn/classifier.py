@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
@@ -65,7 +64,8 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
-        self.ensemble_ = self._fit_rows(X, torch.from_numpy(codes), sample_weight, "classes", len(self.classes_))
+        present, weights = self._present(X, sample_weight)
+        self.ensemble_ = self._fit_rows(X[present], codes[present], weights, "classes", len(self.classes_))
         self.n_iter_ = self.ensemble_.epochs
         return self
 

@@ -10,35 +10,53 @@ from typing import Any
 import numpy as np
 
 from ssla.predictive import Predictive, kind_of
+from ssla.refit import resolve
+
+ROUNDING = 1e-12  # (n + 1)·level may be a whole number but for its last digits
 
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Sorted scores |y − mean| / stddev of rows kept aside (n, D).
+    """Scores |y − mean| / stddev (n, D) of rows kept aside, sorted, with the weights of their rows (n, D) in the same order.
 
-    With k = ⌈(n + 1)·level⌉ the k-th smallest score q gives P(|y − mean| ≤ q·stddev) ≥ level for a row exchangeable with them,
-    and at most level + 1/(n + 1) where scores have no ties.
+    q is the smallest score at which the weights of the scores up to it sum to at least (W + 1)·level, where W is the sum of all
+    weights and the 1 is the new row. Then P(|y − mean| ≤ q·stddev) ≥ level for a row exchangeable with them. With weights of one,
+    q is the k-th smallest score, k = ⌈(n + 1)·level⌉, and the probability is at most level + 1/(n + 1) where scores have no ties.
+
+    Weights are frequencies: a row of weight 3 equals three rows. They do not correct for a new row from another distribution, and
+    their scale matters: weights that sum to one count as one row.
     """
 
     scores: np.ndarray
+    weights: np.ndarray
+    refit: Any  # of the predictives that were scored: the scores hold for no other
 
     @staticmethod
-    def of(predictive: Predictive, y: np.ndarray) -> Conformal:
+    def of(predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any) -> Conformal:
+        """y (n,) or (n, D), weights (n,)."""
         mean, spread = (_columns(part.numpy()) for part in (predictive.mean, predictive.stddev))
-        return Conformal(np.sort(np.abs(_columns(y) - mean) / spread, axis=0))
+        scores = np.abs(_columns(y) - mean) / spread
+        order = np.argsort(scores, axis=0, kind="stable")
+        return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
+
+    def holds_for(self, refit: Any) -> bool:
+        """Whether predictives of that refit are the ones that were scored."""
+        return resolve(refit) == resolve(self.refit)
 
     def factor(self, level: float) -> np.ndarray:
         """q for each target; infinite where the rows are too few for the level."""
-        rank = math.ceil((len(self.scores) + 1) * level - 1e-9)
-        if rank > len(self.scores):
+        sums = np.cumsum(self.weights, axis=0)
+        reached = sums >= (sums[-1] + 1) * level * (1 - ROUNDING)
+        if not reached[-1].all():
+            total, least = float(sums[-1, 0]), math.ceil(level / (1 - level) * (1 - ROUNDING))
+            weighted = "" if math.isclose(total, len(sums)) else f" with a total weight of {total:g}"
             warnings.warn(
-                f"A conformal interval of {level:g} needs at least {math.ceil(level / (1 - level))} calibration rows, but there "
-                f"are {len(self.scores)}: the interval is infinite. Use a larger calibration_fraction or a lower level.",
+                f"A conformal interval of {level:g} needs at least {least} calibration rows, but there are "
+                f"{len(sums)}{weighted}: the interval is infinite. Use a larger calibration_fraction or a lower level.",
                 UserWarning,
                 stacklevel=3,
             )
-            return np.full(self.scores.shape[1], np.inf)
-        factor: np.ndarray = self.scores[rank - 1]
+        factor: np.ndarray = np.where(reached[-1], np.take_along_axis(self.scores, reached.argmax(0)[None], axis=0)[0], np.inf)
         return factor
 
     def interval(self, predictive: Any, level: float) -> np.ndarray:

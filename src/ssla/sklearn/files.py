@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.ensemble import Ensemble, Scaling, Settings
-from ssla.ensemble.model import Component
+from ssla.ensemble import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
+from ssla.ensemble.model import CLASSES, GAUSSIAN, Component
+from ssla.likelihoods import Gaussian
 from ssla.persistence import Decoder, Encoder, FileError, pack, read, unpack, write
 from ssla.persistence.container import guarded
+from ssla.persistence.posteriors import LARGEST
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.regressor import SSLARegressor
@@ -39,7 +42,8 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
     }
     conformal = getattr(estimator, "conformal_", None)
     if conformal is not None:
-        content["conformal"] = encoder.encode(torch.from_numpy(conformal.scores.copy()), "conformal")
+        arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
+        content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
     return write(path, KIND, content, encoder.tensors)
 
 
@@ -60,7 +64,7 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         if content["estimator"] not in ESTIMATORS:
             raise FileError(f"{source} holds a {content['estimator']!r}, which this ssla does not know.")
         estimator = ESTIMATORS[content["estimator"]](**decoder.decode(content["parameters"], dict))
-        estimator.n_features_in_ = int(content["columns"])
+        estimator.n_features_in_ = content["columns"]
         if content["names"]:
             estimator.feature_names_in_ = np.array([str(name) for name in content["names"]], dtype=object)
         if content["classes"] is not None:
@@ -68,10 +72,65 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
         estimator.n_iter_ = estimator.ensemble_.epochs
         if isinstance(estimator, SSLARegressor):
-            scores = decoder.decode(content["conformal"], Tensor).numpy() if "conformal" in content else None
-            estimator.conformal_ = None if scores is None else Conformal(scores)
+            estimator.conformal_ = _unpack_conformal(content, decoder, estimator.refit)
+        _check(estimator)
         extra = dict(content["extra"])
     return estimator, extra
+
+
+def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> Conformal | None:
+    if "conformal" not in content:
+        return None
+    found = decoder.decode(content["conformal"])
+    if isinstance(found, Tensor):  # of an ssla without row weights: the scores alone
+        found = {"scores": found, "weights": torch.ones_like(found), "refit": refit}
+    return Conformal(found["scores"].numpy(), found["weights"].numpy(), found["refit"])
+
+
+def _check(estimator: Any) -> None:
+    """What a forged file could have wrong beside the posteriors: settings, sizes, classes, weights and scales."""
+    ensemble: Ensemble = estimator.ensemble_
+    width, outputs = ensemble.architecture.inputs, ensemble.architecture.outputs
+    settings: Settings = ensemble.settings
+    classes: Any = getattr(estimator, "classes_", None)
+    estimator._settings(settings.likelihood, 1)  # refuses unknown names and settings out of range
+    is_classifier = isinstance(estimator, SSLAClassifier)
+    if settings.likelihood not in LIKELIHOODS or settings.likelihood != (CLASSES if is_classifier else estimator.likelihood):
+        raise ValueError(f"the likelihood {settings.likelihood!r} is not that of the estimator")
+    if (classes is not None) != is_classifier:
+        raise ValueError("the classes do not fit the estimator")
+    if is_classifier and (len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes)):
+        raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one is there twice")
+    if estimator.n_features_in_ != width or len(getattr(estimator, "feature_names_in_", range(width))) != width:
+        raise ValueError(f"the columns are not the {width} inputs of the network")
+    targets = outputs if settings.likelihood == GAUSSIAN else 1
+    if (ensemble.target is not None) != (settings.likelihood in CONTINUOUS) or ensemble.one_target != (targets == 1):
+        raise ValueError("the scaling of the target does not fit the likelihood")
+    for scaling, size in ((ensemble.inputs, width), (ensemble.target, targets)):
+        if scaling is not None:
+            _check_numbers("the shift of a scaling", scaling.shift, (size,))
+            _check_numbers("the scale of a scaling", scaling.scale, (size,), least=1 / LARGEST)
+    made = LIKELIHOODS[settings.likelihood](len(classes) if is_classifier else targets)[0]
+    expected = Gaussian if made is None else type(made)
+    weights = torch.tensor([component.weight for component in ensemble.components], dtype=torch.float64)
+    if not len(weights) or not bool((weights > 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
+        raise ValueError("the weights of the components are not positive with sum 1")
+    if any(type(component.posterior.likelihood) is not expected for component in ensemble.components):
+        raise ValueError(f"a component has another likelihood than {settings.likelihood!r}")
+    conformal = getattr(estimator, "conformal_", None)
+    if conformal is not None:
+        scores = torch.from_numpy(conformal.scores)
+        _check_numbers("the conformal scores", scores, (max(len(scores), 1), targets), least=0.0)
+        if not bool((scores.diff(dim=0) >= 0).all()):
+            raise ValueError("the conformal scores are not sorted")
+        _check_numbers("the conformal weights", torch.from_numpy(conformal.weights), tuple(conformal.weights.shape), least=0.0)
+        if conformal.weights.shape[0] != len(scores) or not isinstance(conformal.refit, str):
+            raise ValueError("the conformal weights do not fit the scores")
+
+
+def _check_numbers(what: str, values: Tensor, shape: tuple[int, ...], least: float = -LARGEST) -> None:
+    if values.dtype != torch.float64 or values.shape != shape or not bool(((values >= least) & (values <= LARGEST)).all()):
+        raise ValueError(f"{what}: {shape} numbers in float64 between {least:g} and {LARGEST:g} were expected")
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
@@ -100,8 +159,14 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
 def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[str, Tensor], source: Path) -> Ensemble:
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
+    widths = (architecture.inputs, *architecture.hidden, architecture.outputs)
+    shapes = [tuple(tensors[f"network.0.{2 * i}.weight"].shape) for i in range(len(widths) - 1)]
+    if shapes != [(following, width) for width, following in pairwise(widths)]:  # before memory for other sizes is taken
+        raise ValueError(f"the networks do not have the widths {widths}")
+    if settings["members"] != len({name.split(".")[1] for name in tensors if name.startswith("network.")}):
+        raise ValueError(f"there are no networks of {settings['members']} members")
     modules = []
-    for m in range(int(settings["members"])):
+    for m in range(settings["members"]):
         module = architecture.build().double()
         prefix = f"network.{m}."
         module.load_state_dict({name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)})
@@ -113,9 +178,13 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     if scalings[0] is None:
         raise ValueError("the inputs have no scaling")
     components = tuple(
-        Component(unpack(c["posterior"], tensors, modules[c["member"]], source), int(c["member"]), float(c["weight"]))
+        Component(unpack(c["posterior"], tensors, modules[c["member"]], source), c["member"], float(c["weight"]))
         for c in content["components"]
     )
+    if any(component.member not in range(len(modules)) for component in components):
+        raise ValueError("a component belongs to no member")
+    if type(content["one_target"]) is not bool or type(content["epochs"]) is not int or content["epochs"] < 0:
+        raise ValueError("epochs must be a count, and one_target true or false")
     settings["schedule"] = Schedule(**settings["schedule"])
     return Ensemble(
         Settings(**settings),
@@ -124,8 +193,8 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         components,
         scalings[0],
         scalings[1],
-        int(content["epochs"]),
-        bool(content["one_target"]),
+        content["epochs"],
+        content["one_target"],
     )
 
 

@@ -9,11 +9,12 @@ import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
 from ssla.ensemble import CONTINUOUS
+from ssla.predictive import Predictive
 from ssla.predictive.base import probabilities
 from ssla.sklearn.base import AUTO, TableEstimator
 from ssla.sklearn.conformal import Conformal
@@ -43,6 +44,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         batch_size="auto" is a sixteenth of the rows, between 16 and 256; None takes all at once.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, kept aside: coverage of at least the level for exchangeable rows.
+        Row weights are frequencies there too; rows of weight 0 are in neither part.
     random_state:
         Seed. The same seed and data give the same fit.
 
@@ -105,16 +107,16 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
+        present, weights = self._present(X, sample_weight)
+        X, y = X[present], y[present]
         self._check_target(y)
-        kept, aside = np.arange(len(X)), np.arange(0)
-        if self.conformal:
-            kept, aside = self._set_aside(len(X))
-        weights = None if sample_weight is None else _check_sample_weight(sample_weight, X, dtype=np.float64)[kept]
-        self.ensemble_ = self._fit_rows(X[kept], torch.from_numpy(y[kept].copy()), weights, self.likelihood)
+        kept, aside = self._set_aside(len(X)) if self.conformal else (np.arange(len(X)), np.arange(0))
+        self.ensemble_ = self._fit_rows(X[kept], y[kept], weights[kept], self.likelihood)
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
-            self.conformal_ = Conformal.of(self.ensemble_.predict(torch.from_numpy(X[aside].copy()), self.refit), y[aside])
+            predictive = self.ensemble_.predict(torch.from_numpy(X[aside].copy()), self.refit)
+            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit)
         return self
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -132,6 +134,11 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             raise ValueError(f"calibration_fraction must lie between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         kept, aside = train_test_split(np.arange(rows), test_size=self.calibration_fraction, random_state=seed)
+        if len(kept) < 2:
+            raise ValueError(
+                f"conformal=True leaves {len(kept)} of n_samples={rows} for the fit, which needs at least two. "
+                "Use more rows or a smaller calibration_fraction."
+            )
         return np.sort(kept), np.sort(aside)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -141,10 +148,18 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
         """Central interval (N, 2), or (N, D, 2); with conformal=True one that covers with at least that probability."""
-        p = self.predict_dist(X)
-        if self.conformal_ is not None:
-            return self.conformal_.interval(p, checked_level(level))
-        return p.interval(level).numpy()
+        return self.interval_of(self.predict_dist(X), level)
+
+    def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
+        """`predict_interval` from a predictive that is there already, as for several levels."""
+        if self.conformal_ is None:
+            return predictive.interval(level).numpy()
+        if not self.conformal_.holds_for(self.refit):
+            raise ValueError(
+                f"The conformal scores were computed with refit={self.conformal_.refit!r}, but refit is now {self.refit!r}, for "
+                "which their coverage does not hold. Fit again with that refit, or predict with the first one."
+            )
+        return self.conformal_.interval(predictive, checked_level(level))
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""

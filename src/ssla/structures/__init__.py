@@ -8,8 +8,9 @@ from ssla.structures.dense import Dense
 from ssla.structures.diagonal import Diagonal
 from ssla.structures.kfac import Kfac
 from ssla.structures.low_rank import LowRank
+from ssla.structures.woodbury import WoodburyOperator
 
-__all__ = ["STRUCTURES", "Dense", "Diagonal", "Extent", "Kfac", "LowRank", "Operator", "Structure", "resolve"]
+__all__ = ["STRUCTURES", "Dense", "Diagonal", "Extent", "Kfac", "LowRank", "Operator", "Structure", "WoodburyOperator", "resolve"]
 
 STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac": Kfac(), "low_rank": LowRank()}
 

@@ -103,6 +103,18 @@ SINGULAR = (
     "independent rows than parameters; (b) a flat prior with a constant or repeated input column; (c) row weights of "
     "zero. Remedy: give a proper prior, for example prior=ssla.priors.Gaussian(precision=1.0)."
 )
+ILL_CONDITIONED = (
+    "The curvature of the log posterior cannot be factorised in double precision{detail}: its largest part is beyond 1e14 times "
+    "the prior's precision, which is proper (at least {least:.3g}). Likely causes: (a) inputs or features of very unequal scale; "
+    "(b) a noise far too small for the targets. Remedy: standardise the inputs and targets, or give a prior precision nearer to "
+    "the data's."
+)
+
+
+def no_factor(precision: Tensor, detail: str) -> str:
+    """The text of an error where S + prior has no factor. A proper prior is not the cause, and not the remedy."""
+    least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
+    return ILL_CONDITIONED.format(detail=detail, least=least) if least > 0 else SINGULAR.format(detail=detail)
 
 
 def mismatch(kind: str, other: object) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
-from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
+from ssla.structures.base import Extent, Structure, mismatch, no_factor
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 
@@ -122,11 +122,8 @@ class Dense:
         scale = H.diagonal().sqrt()
         improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding, not information
         if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
-            raise ValueError(
-                SINGULAR.format(
-                    detail=f" (parameter {int(info) or int((pivots / scale).argmin()) + 1} of {len(H)} is not determined)"
-                )
-            )
+            which = int(info) or int((pivots / scale).argmin()) + 1
+            raise ValueError(no_factor(precision, f" (parameter {which} of {len(H)} is not determined)"))
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:

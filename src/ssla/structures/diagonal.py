@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
-from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
+from ssla.structures.base import Extent, Structure, mismatch, no_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Diagonal:
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):
-            raise ValueError(SINGULAR.format(detail=f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
+            raise ValueError(no_factor(precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:

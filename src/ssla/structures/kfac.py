@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ssla._checks import one_of
 from ssla.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.structures.base import SINGULAR, Extent, Structure, mismatch
+from ssla.structures.base import Extent, Structure, mismatch, no_factor
 
 EXPAND, REDUCE = "expand", "reduce"
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -216,7 +216,7 @@ class Kfac:
         rest = self.rest + diagonal[self.rest_positions]
         singular = any(float(op.spectrum.min()) <= 1e-14 * float(op.spectrum.max()) for op in operators)
         if singular or not bool((rest > 0).all()):
-            raise ValueError(SINGULAR.format(detail=" (a Kronecker factor is singular)"))
+            raise ValueError(no_factor(precision, " (a Kronecker factor is singular)"))
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:

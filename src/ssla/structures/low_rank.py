@@ -80,6 +80,9 @@ class LowRank:
             raise ValueError(
                 f"Only low_rank sketches of one width can be merged, but these have {pair}. Give both LowRank(rank=…)."
             )
+        if (other.rank, other.tail) != (self.rank, self.tail):
+            pair = f"rank={self.rank}, tail={self.tail} and rank={other.rank}, tail={other.tail}"
+            raise ValueError(f"Only low_rank statistics of the same settings can be merged, but these have {pair}.")
         return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
 
     def scaled(self, factors: Tensor) -> LowRank:
@@ -114,6 +117,11 @@ class LowRank:
     def overstated(self, least: float) -> float:
         """d/τ: the largest share by which a variance may be too large under a prior whose smallest precision is `least`."""
         return float(self._dropped) / least
+
+    def note(self, least: float) -> str:
+        """What is left out, for a report."""
+        of = f"{self.directions:,} of {len(self.diagonal):,} directions"
+        return f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too large"
 
     def wider(self, least: float, most: int) -> LowRank | None:
         """An empty one with a sketch twice as wide (at most `most` columns), if this one overstates more than it may."""

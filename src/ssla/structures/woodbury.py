@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla.jacobians import Jacobian
-from ssla.structures.base import SINGULAR
+from ssla.structures.base import no_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal however unequal the directions are.
     """
     if not bool((precision > 0).all()):
-        raise ValueError(SINGULAR.format(detail=f" ({len(rows)} directions of data for {len(precision)} parameters)"))
+        raise ValueError(no_factor(precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"))
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
     keep = singular > 1e-15 * singular.max() if singular.numel() else singular > 0

@@ -1,140 +1,348 @@
-"""How columns become numbers: decided once on the training table, applied to every later one, and reported."""
+"""How columns become numbers: decided once on the training table, applied to every later one, and reported.
+
+A later row may lack a value, or have a category that training did not have. Where training had enough such rows, the network has
+learned what that means, and the row is encoded as those were. Elsewhere the plan gives several copies of the row with values of
+the training table in the gap, so that the prediction can be mixed over them (`Encoded.copies`).
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ssla.tables.reading import BOOLEAN, NUMBER, TEXT, Column, Table, TableError
+from ssla.tables.columns import BOOLEAN, DATE, EPOCH, NUMBER, TEXT, Column, Style, TableError
+from ssla.tables.reading import Table
 
 MOST_LEVELS = 50
 FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is no category
 FEW_LEVELS = 20
+LARGEST_FILL = 1e300
+ENOUGH = 20  # training rows from which the network can learn what a gap, or a rare category, means
+DRAWS = 16  # values of a column, and whole rows, that stand for the training table
+SETS = 200  # of rows, from which the one nearest in means and spreads is kept
+YEAR, DAY = 365.2425, 1.0
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: numbers and booleans with gaps filled by the mean (and a flag if there were any); categories one by one."""
+    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there were any); categories one by one,
+    the rare ones together. Dates are days since the first, with sine and cosine of each period that the table spans."""
 
     name: str
     kind: str
     fill: float = 0.0
     flag: bool = False
     levels: tuple[str, ...] = ()
+    rare: tuple[str, ...] = ()
+    rare_rows: int = 0
+    style: Style = field(default_factory=Style)
+    start: float = 0.0
+    periods: tuple[float, ...] = ()
+    gaps: int = 0  # training rows without a value
+    draws: tuple[float | str, ...] = ()  # values that stand for the training column, with their shares
+    shares: tuple[float, ...] = ()
+    said: str = ""  # how the column was understood, where that is not plain
 
     @property
     def width(self) -> int:
-        return len(self.levels) if self.kind == TEXT else 1 + self.flag
+        return len(self.levels) + bool(self.rare) if self.kind == TEXT else 1 + self.flag + 2 * len(self.periods)
 
-    def encode(self, column: Column) -> tuple[np.ndarray, int]:
-        """(n, width), and how many categories were unknown."""
+    def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        """(n, width), and which categories were unknown (n,)."""
         gaps = column.missing
-        if self.kind != TEXT:
-            values = np.where(gaps, self.fill, column.values.astype(float))
-            return (np.stack([values, gaps.astype(float)], 1) if self.flag else values[:, None]), 0
-        places = {level: i for i, level in enumerate(self.levels)}
-        block = np.zeros((len(gaps), len(self.levels)))
-        unknown = 0
+        if self.kind == TEXT:
+            return self._levels(column)
+        values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
+        parts = [values] + [gaps.astype(float)] * self.flag
+        for period in self.periods:
+            angle = 2 * np.pi * (values + self.start) / period
+            parts += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
+        return np.stack(parts, 1), np.zeros(len(gaps), dtype=bool)
+
+    def _levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        other = len(self.levels)
+        places = {level: i for i, level in enumerate(self.levels)} | dict.fromkeys(self.rare, other)
+        block, unknown = np.zeros((len(column.values), self.width)), np.zeros(len(column.values), dtype=bool)
         for row, value in enumerate(column.values):
             at = places.get(value)
+            if value is not None and at is None:
+                unknown[row] = True
+                at = other if self.rare_learned else None
             if at is not None:
                 block[row, at] = 1.0
-            elif value is not None:
-                unknown += 1
         return block, unknown
 
+    @property
+    def rare_learned(self) -> bool:
+        """Whether training had enough rare categories for a new one to count as another of them."""
+        return self.rare_rows >= ENOUGH
 
-@dataclass(frozen=True)
+    def unlearned(self, column: Column, unknown: np.ndarray) -> np.ndarray:
+        """Rows (n,) of whose kind training had too few: gaps, and unknown categories."""
+        return (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned))
+
+    def of_values(self, values: Sequence[float | str]) -> np.ndarray:
+        """(k, width)."""
+        return self.encode(Column(self.name, self.kind, np.array(values, dtype=object if self.kind == TEXT else float)))[0]
+
+
+@dataclass(frozen=True, eq=False)
 class Encoded:
-    """The numbers (n, d), and what was met on the way."""
+    """The numbers (n, d), and what was met on the way. The counts are those of the whole table."""
 
     values: np.ndarray
     missing: dict[str, int]
     unknown: dict[str, int]
+    notes: np.ndarray  # (n,) texts; empty where all inputs were known
+    unlearned: np.ndarray  # (n, features) bool
+    plan: Plan
+
+    def __getitem__(self, rows: np.ndarray) -> Encoded:
+        return Encoded(self.values[rows], self.missing, self.unknown, self.notes[rows], self.unlearned[rows], self.plan)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def marked(self) -> int:
+        """Rows with a missing or unknown input."""
+        return int((self.notes != "").sum())
+
+    @property
+    def mixed(self) -> np.ndarray:
+        """Rows (n,) bool to be mixed over the training values; none where the plan holds no such values."""
+        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
+        return rows
+
+    def copies(self) -> Iterator[np.ndarray]:
+        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several get those of whole rows."""
+        values, gaps = self.values[self.mixed], self.unlearned[self.mixed]
+        several = gaps.sum(1) > 1
+        for k in range(DRAWS):
+            filled = values.copy()
+            for f, place in enumerate(self.plan.places):
+                own, whole = self.plan.blocks[f]
+                filled[gaps[:, f] & ~several, place] = own[min(k, len(own) - 1)]
+                filled[gaps[:, f] & several, place] = whole[k]
+            yield filled
+
+    @property
+    def shares(self) -> np.ndarray:
+        """(DRAWS, A): of the versions."""
+        gaps = self.unlearned[self.mixed]
+        shares = np.full((DRAWS, len(gaps)), 1 / DRAWS)
+        for f, feature in enumerate(self.plan.features):
+            own = np.zeros(DRAWS)
+            own[: len(feature.shares)] = feature.shares
+            shares[:, gaps[:, f] & (gaps.sum(1) == 1)] = own[:, None]
+        return shares
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Features in their order, and the columns that were left out, with the reason."""
+    """Features in their order, the columns that were left out, with the reason, and rows that stand for the training table."""
 
     features: tuple[Feature, ...]
     left_out: dict[str, str]
+    rows: tuple[tuple[float | str, ...], ...] = ()  # (DRAWS, features); empty in plans of earlier versions
 
     @property
     def width(self) -> int:
         return sum(feature.width for feature in self.features)
 
+    @property
+    def said(self) -> dict[str, str]:
+        """How columns were understood, where that is not plain."""
+        return {feature.name: feature.said for feature in self.features if feature.said}
+
+    @cached_property
+    def places(self) -> list[slice]:
+        ends = np.cumsum([feature.width for feature in self.features]).tolist()
+        return [slice(end - feature.width, end) for end, feature in zip(ends, self.features, strict=True)]
+
+    @cached_property
+    def blocks(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each feature: its draws (k, width), and its part of the rows (DRAWS, width)."""
+        return [(f.of_values(f.draws), f.of_values([row[i] for row in self.rows])) for i, f in enumerate(self.features)]
+
     def encode(self, table: Table) -> Encoded:
-        """The columns of the plan; others are ignored. A missing column, or one of another kind, is refused."""
-        blocks, missing, unknown = [], {}, {}
+        """The columns of the plan; others are ignored. A missing column, or a cell of another kind, is refused."""
+        blocks, missing, unknown, unlearned = [], {}, {}, []
+        notes: list[list[str]] = [[] for _ in range(table.rows)]
         for feature in self.features:
-            column = table.column(feature.name)
-            if (column.kind == TEXT) != (feature.kind == TEXT):
-                if bool(column.missing.all()):  # no value at all: any kind
-                    column = Column(feature.name, feature.kind, _nothing(feature.kind, table.rows))
-                elif feature.kind == TEXT:  # categories that look like numbers
-                    texts = [None if cell is None or str(cell) == "" else str(cell) for cell in table.cells[feature.name]]
-                    column = Column(feature.name, TEXT, np.array(texts, dtype=object))
-                else:
-                    raise TableError(f"Column {feature.name!r} held numbers at training, but holds texts in {table.path}.")
+            column = table.column_as(feature.name, feature.kind, feature.style)
             block, new = feature.encode(column)
             blocks.append(block)
+            unlearned.append(feature.unlearned(column, new))
+            for row in column.missing.nonzero()[0]:
+                notes[row].append(f"{feature.name}: missing")
+            for row in new.nonzero()[0]:
+                rare = ", treated as a rare one" if feature.rare_learned else ""
+                notes[row].append(f"{feature.name}: unknown category {column.values[row][:40]!r}{rare}")
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
-            if new:
-                unknown[feature.name] = new
-        return Encoded(np.concatenate(blocks, 1), missing, unknown)
+            if new.any():
+                unknown[feature.name] = int(new.sum())
+        texts = np.array(["; ".join(parts) for parts in notes], dtype=object)
+        return Encoded(np.concatenate(blocks, 1), missing, unknown, texts, np.stack(unlearned, 1), self)
 
     def as_json(self) -> dict[str, Any]:
-        return {"features": [asdict(f) | {"levels": list(f.levels)} for f in self.features], "left_out": self.left_out}
+        return {"features": [asdict(feature) for feature in self.features], "left_out": self.left_out, "rows": self.rows}
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
-        features = tuple(
-            Feature(str(f["name"]), str(f["kind"]), float(f["fill"]), bool(f["flag"]), tuple(map(str, f["levels"])))
-            for f in content["features"]
-        )
-        return Plan(features, {str(k): str(v) for k, v in content["left_out"].items()})
+        """The plan of a file, or ValueError for one that `make_plan` could not have made."""
+        features = tuple(_feature(f) for f in content["features"])
+        left_out = dict(content["left_out"])
+        names = [feature.name for feature in features] + list(left_out)
+        if not features or len(set(names)) < len(names):
+            raise ValueError("there is no column, or one is there twice")
+        if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
+            raise ValueError("the columns that were left out have no reasons")
+        rows = tuple(tuple(row) for row in content.get("rows", ()))
+        if rows and (len(rows) != DRAWS or any(len(row) != len(features) for row in rows) or not all(f.draws for f in features)):
+            raise ValueError("the rows that stand for the training table do not fit the columns")
+        return Plan(features, left_out, rows)
 
 
-def make_plan(table: Table, without: set[str]) -> Plan:
-    """Look at every column but those named, and decide."""
-    features, left_out = [], {}
+def _feature(f: dict[str, Any]) -> Feature:
+    """Also of plans of earlier versions, which have the first five entries. ValueError for one that could not have been made."""
+    name, kind = f["name"], f["kind"]
+    lists = {part: tuple(_list(f.get(part, ()))) for part in ("levels", "rare", "periods", "draws", "shares")}
+    texts = (name, kind, f.get("said", ""), *lists["levels"], *lists["rare"], *(lists["draws"] if kind == TEXT else ()))
+    if not all(isinstance(text, str) for text in texts) or kind not in (NUMBER, BOOLEAN, TEXT, DATE):
+        raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
+    known = (*lists["levels"], *lists["rare"])
+    if (kind == TEXT) != bool(lists["levels"]) or len(set(known)) < len(known):
+        raise ValueError(f"the categories of the column {name!r} do not fit its kind, or one is there twice")
+    numbers = (f["fill"], f.get("start", 0.0), *lists["periods"], *lists["shares"], *(lists["draws"] if kind != TEXT else ()))
+    if type(f["flag"]) is not bool or any(type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers):
+        raise ValueError(f"the column {name!r} has no usable value for gaps")
+    counts = (f.get("rare_rows", 0), f.get("gaps", ENOUGH if f["flag"] else 0))
+    if any(type(count) is not int or count < 0 for count in counts) or min((*lists["periods"], *lists["shares"]), default=1) <= 0:
+        raise ValueError(f"the column {name!r} has counts, periods or shares that are not positive")
+    return Feature(
+        name,
+        kind,
+        float(f["fill"]),
+        f["flag"],
+        lists["levels"],
+        lists["rare"],
+        counts[0],
+        Style(**{str(k): str(v) for k, v in f.get("style", {}).items()}),
+        float(f.get("start", 0.0)),
+        lists["periods"],
+        counts[1],
+        lists["draws"],
+        lists["shares"],
+        f.get("said", ""),
+    )
+
+
+def _list(value: Any) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError("a list of the plan is not a list")
+    return value
+
+
+def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) -> Plan:
+    """Look at every column but those named, in the rows given (n,) bool, and decide."""
+    kept = np.ones(table.rows, dtype=bool) if given is None else given
+    features, columns, left_out = [], [], {}
     for name in table.names:
         if name in without:
             continue
-        column = table.column(name)
+        whole = table.column(name)
+        column = Column(name, whole.kind, whole.values[kept], whole.style)
         if bool(column.missing.all()):
             raise TableError(f"Column {name!r} is empty in every row. Leave it out with --drop {name!r}.")
-        feature = _numeric(column) if column.kind in (NUMBER, BOOLEAN) else _categories(column)
+        feature = _categories(column) if column.kind == TEXT else _numeric(column, table.cells_of(name))
         if isinstance(feature, str):
             left_out[name] = feature
         else:
             features.append(feature)
+            columns.append(column)
     if not features:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise TableError(f"{table.path} has no column to learn from{f' ({reasons})' if reasons else ''}.")
-    return Plan(tuple(features), left_out)
+    return Plan(tuple(features), left_out, _rows(features, columns))
 
 
-def _numeric(column: Column) -> Feature | str:
+def _numeric(column: Column, cells: list[Any]) -> Feature | str:
+    gaps = int(column.missing.sum())
     values = column.values[~column.missing]
-    if bool((values == values[0]).all()) and not bool(column.missing.any()):
+    if bool((values == values[0]).all()) and not gaps:
         return "constant"
-    return Feature(column.name, column.kind, float(values.mean()), bool(column.missing.any()))
+    start, said = 0.0, column.style.words(cells)
+    periods: tuple[float, ...] = ()
+    if column.kind == DATE:
+        start, span = float(values.min()), float(np.ptp(values))
+        periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
+        first = (EPOCH + timedelta(days=start)).date()
+        cycles = "".join(f", with the time of the {name}" for name, period in (("year", YEAR), ("day", DAY)) if period in periods)
+        said = f"dates, as days since {first}{cycles}"
+    return Feature(
+        column.name,
+        column.kind,
+        float(values.mean()) - start,
+        gaps > 0,
+        style=column.style,
+        start=start,
+        periods=periods,
+        gaps=gaps,
+        said=said,
+        **_draws(values),
+    )
 
 
 def _categories(column: Column) -> Feature | str:
-    counts = Counter(value for value in column.values if value is not None)
-    if len(counts) == 1 and not bool(column.missing.any()):
+    gaps = int(column.missing.sum())
+    values = column.values[~column.missing]
+    levels, counts = np.unique(values, return_counts=True)
+    if len(levels) == 1 and not gaps:
         return "constant"
-    if len(counts) > FEW_LEVELS and len(counts) > FREE_TEXT * len(column.values):
-        return f"{len(counts)} different texts in {len(column.values)} rows"
-    return Feature(column.name, TEXT, levels=tuple(sorted(level for level, _ in counts.most_common(MOST_LEVELS))))
+    if len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values):
+        return f"{len(levels)} different texts in {len(column.values)} rows"
+    order = np.argsort(-counts, kind="stable")
+    kept, rare = (sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:]))
+    rare_rows = int(counts[order[MOST_LEVELS:]].sum())
+    said = f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) together" if rare else ""
+    return Feature(
+        column.name, TEXT, levels=tuple(kept), rare=tuple(rare), rare_rows=rare_rows, gaps=gaps, said=said, **_draws(values)
+    )
 
 
-def _nothing(kind: str, rows: int) -> np.ndarray:
-    return np.array([None] * rows, dtype=object) if kind == TEXT else np.full(rows, np.nan)
+def _draws(values: np.ndarray) -> dict[str, Any]:
+    """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS (texts: in alphabetical order)."""
+    found, counts = np.unique(values, return_counts=True)
+    shares = counts / counts.sum()
+    if len(found) > DRAWS:
+        at = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)
+        found, shares = found[at], np.full(DRAWS, 1 / DRAWS)
+    return {"draws": tuple(found.tolist()), "shares": tuple(shares.tolist())}
+
+
+def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
+    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are nearest to those of all rows.
+
+    If no row is complete, the gaps of any rows get draws of their columns.
+    """
+    numbers = np.concatenate([f.encode(c)[0] for f, c in zip(features, columns, strict=True)], 1)
+    gaps = np.stack([column.missing for column in columns], 1)
+    pool = np.flatnonzero(~gaps.any(axis=1))
+    pool = pool if len(pool) else np.arange(len(numbers))
+    scale = numbers.std(0)
+    z = (numbers - numbers.mean(0)) / np.where(scale > 0, scale, 1.0)
+    sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
+    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - z.std(0)) ** 2).sum() for s in sets]
+    best = sets[int(np.argmin(distance))]
+    values = [column.values[best].tolist() for column in columns]
+    return tuple(
+        tuple(f.draws[k % len(f.draws)] if gaps[i, j] else values[j][k] for j, f in enumerate(features))
+        for k, i in enumerate(best)
+    )

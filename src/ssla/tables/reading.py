@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
-import math
+import gzip
+import io
+import re
+import sys
+import warnings
+import zlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from ssla._checks import did_you_mean
+from ssla.tables.columns import Column, Style, TableError, interpret, read_as
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 MOST_COLUMNS = 10_000
-NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"
-
-
-class TableError(ValueError):
-    """A table that cannot be used, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """kind "number" or "boolean": values are floats, NaN where missing; "text": strings, None where missing."""
-
-    name: str
-    kind: str
-    values: np.ndarray
-
-    @property
-    def missing(self) -> np.ndarray:
-        """bool (n,)."""
-        if self.kind == TEXT:
-            return np.array([value is None for value in self.values], dtype=bool)
-        gaps: np.ndarray = np.isnan(self.values)
-        return gaps
+STANDARD_INPUT = "-"
+TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
+DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
+THOUSANDS = ("", ".", ",", " ", "'")
+INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,63 +32,134 @@ class Table:
     """Columns of the same length, not yet interpreted: a column is looked at when it is asked for."""
 
     path: Path
-    cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet file
+    cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet or Excel file
     rows: int
+    stated: Style | None = None  # how numbers are written, if that was stated
 
     @property
     def names(self) -> list[str]:
-        return list(self.cells)
+        """Without the row index of pandas, which is found by its name alone."""
+        return [name for name in self.cells if not INDEX.match(name)]
+
+    def cells_of(self, name: str) -> list[Any]:
+        """As they were read, or TableError."""
+        if name not in self.cells:
+            hint = did_you_mean(name, self.names)
+            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
+        return self.cells[name]
 
     def column(self, name: str) -> Column:
         """Its kind and values, or TableError."""
-        if name not in self.cells:
-            raise TableError(f"{self.path} has no column {name!r}.{_nearest(name, self.names)} It has: {_some(self.names)}.")
-        return _interpret(name, self.cells[name])
+        return interpret(name, self.cells_of(name), self.stated)
+
+    def column_as(self, name: str, kind: str, style: Style) -> Column:
+        """Read as what it was at training, or TableError. The table's own marks come first, if they were stated."""
+        if self.stated is not None:
+            style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
+        return read_as(name, self.cells_of(name), kind, style, self.path)
 
 
-def read_table(path: str | Path) -> Table:
-    """A CSV (UTF-8, one header line) or Parquet file, by its ending."""
-    file = Path(path)
+def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
+    """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is a CSV from standard input.
+
+    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". With neither of
+    them the way of writing is found column by column.
+    """
+    if decimal is None and thousands is None:
+        return _read(Path(path), "")
+    decimal, thousands = decimal or ".", thousands or ""
+    if decimal not in (".", ","):
+        raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
+    if thousands not in THOUSANDS or thousands == decimal:
+        marks = ", ".join(repr(mark) for mark in THOUSANDS[1:] if mark != decimal)
+        raise TableError(
+            f"The mark of thousands beside the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}."
+        )
+    return replace(_read(Path(path), decimal + thousands), stated=Style(decimal, thousands))
+
+
+def _read(file: Path, marks: str) -> Table:
+    if str(file) == STANDARD_INPUT:
+        return _read_csv(Path("standard input"), sys.stdin.buffer.read(), marks)
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
-        raise TableError(f"{file} is a directory, but a CSV or Parquet file was expected.")
-    if file.suffix.lower() in (".parquet", ".pq"):
+        raise TableError(f"{file} is a directory, but a file with a table was expected.")
+    name = file.name.lower()
+    if name.endswith(PARQUET):
         return _read_parquet(file)
-    if file.suffix.lower() in (".csv", ".tsv", ".txt"):
-        return _read_csv(file)
-    raise TableError(f"{file} ends in {file.suffix!r}; only .csv, .tsv and .parquet are read.")
+    if name.endswith(EXCEL):
+        return _read_excel(file)
+    if name.removesuffix(".gz").endswith(TEXTS):
+        data = file.read_bytes()
+        return _read_csv(file, _unzipped(file, data) if name.endswith(".gz") else data, marks)
+    raise TableError(
+        f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet and .xlsx are read. "
+        "Save the table in one of these forms."
+    )
 
 
-def _read_csv(file: Path) -> Table:
-    if file.stat().st_size == 0:
-        raise TableError(f"{file} is empty.")
+def _unzipped(file: Path, data: bytes) -> bytes:
     try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            sample = stream.readline()
-            if "\0" in sample:
-                raise TableError(f"{file} has NUL bytes: it is not a text file. Export it as CSV in UTF-8.")
-            stream.seek(0)
-            delimiter = "\t" if file.suffix.lower() == ".tsv" else max(",;\t", key=sample.count)
-            reader = csv.reader(stream, delimiter=delimiter)
-            names = _checked_names(file, [name.strip() for name in next(reader)])
-            columns: list[list[str]] = [[] for _ in names]
-            for row in reader:
-                if not row:
-                    continue
-                if len(row) != len(names):
-                    raise TableError(
-                        f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)} columns."
-                    )
-                for cells, cell in zip(columns, row, strict=True):
-                    if "\0" in cell:
-                        raise TableError(f"{file}, line {reader.line_num}: a NUL byte. Export the table as CSV in UTF-8.")
-                    cells.append(cell.strip())
-    except UnicodeDecodeError as error:
-        raise TableError(f"{file} is not UTF-8 text (byte {error.start}). Save it as CSV in UTF-8.") from None
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TableError(f"{file} is not a complete gzip file ({error}). Copy or compress it again.") from None
+
+
+def _read_csv(file: Path, data: bytes, marks: str) -> Table:
+    text = _text(file, data)
+    if not text:
+        raise TableError(f"{file} is empty.")
+    tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else _delimiter(text, marks))
+        names = _checked_names(file, [name.strip() for name in next(reader)])
+        columns: list[list[str]] = [[] for _ in names]
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(names):
+                raise TableError(f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)} columns.")
+            for cells, cell in zip(columns, row, strict=True):
+                cells.append(cell.strip())
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
     return _checked(Table(file, dict(zip(names, columns, strict=True)), len(columns[0])))
+
+
+def _text(file: Path, data: bytes) -> str:
+    """UTF-8, with or without a byte-order mark; for another encoding the error gives the conversion."""
+    remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise TableError(f"{file} is UTF-16 text. {remedy.format('UTF-16')}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TableError(
+            f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. The encoding may be "
+            f"Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
+        ) from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise TableError(f"{file}, line {line}: a NUL byte, so this is not plain text. {remedy.format('UTF-16LE')}")
+    return text
+
+
+def _delimiter(text: str, marks: str) -> str:
+    """The delimiter that splits the header into most cells and the first rows into as many, quotes respected; no mark of numbers
+    if another delimiter does it."""
+
+    def fit(delimiter: str) -> tuple[bool, bool, int, bool]:
+        reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
+        try:
+            widths = [len(row) for row in islice(reader, SNIFFED_ROWS) if row]
+        except csv.Error:
+            widths = []
+        width, same = (widths[0] if widths else 0), len(set(widths)) == 1
+        return same and width > 1, delimiter not in marks and width > 1, width, same
+
+    return max(DELIMITERS, key=fit)
 
 
 def _read_parquet(file: Path) -> Table:
@@ -118,9 +177,52 @@ def _read_parquet(file: Path) -> Table:
     return _checked(Table(file, cells, table.num_rows))
 
 
+def _read_excel(file: Path) -> Table:
+    """The first sheet: values as they were stored when it was last calculated."""
+    try:
+        import openpyxl
+    except ImportError:
+        raise TableError("Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV.") from None
+    try:
+        stored, written = (openpyxl.load_workbook(file, read_only=True, data_only=values) for values in (True, False))
+        rows, formulas = ([list(row) for row in book.worksheets[0].iter_rows(values_only=True)] for book in (stored, written))
+        sheets = [sheet.title for sheet in stored.worksheets]
+        stored.close()
+        written.close()
+    except Exception as error:  # the content of a bad file decides what is raised
+        raise TableError(f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV.") from None
+    if sheets[1:]:
+        warnings.warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.", UserWarning, stacklevel=4)
+    lost = sum(
+        a is None and b is not None for row, row_ in zip(rows, formulas, strict=True) for a, b in zip(row, row_, strict=True)
+    )
+    if lost:
+        warnings.warn(
+            f"{file}: {lost} formulas have no stored value and count as empty cells. If they should have one, open the file in a "
+            "spreadsheet program and save it again.",
+            UserWarning,
+            stacklevel=4,
+        )
+    width = max((i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0)
+    if not width:
+        raise TableError(f"{file} is empty.")
+    head, *body = (
+        [cell.strip() if isinstance(cell, str) else cell for cell in (row + [None] * width)[:width]]
+        for row in rows
+        if any(cell is not None for cell in row)
+    )
+    names = _checked_names(file, ["" if name is None else str(name) for name in head])
+    return _checked(Table(file, {name: [row[i] for row in body] for i, name in enumerate(names)}, len(body)))
+
+
 def _checked_names(file: Path, names: list[str]) -> list[str]:
     if len(names) > MOST_COLUMNS:
         raise TableError(f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are taken. Is it turned on its side?")
+    if names and not names[0]:
+        free = (f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1))))
+        names = [next(name for name in free if name not in names), *names[1:]]
+    for index in filter(INDEX.match, names):
+        warnings.warn(f"{file}: the column {index!r} is taken as a row index and is not an input.", UserWarning, stacklevel=5)
     if not names or any(not name for name in names):
         raise TableError(
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line must name the columns."
@@ -135,58 +237,6 @@ def _checked(table: Table) -> Table:
     if table.rows == 0:
         raise TableError(f"{table.path} has a header but no rows.")
     return table
-
-
-def _interpret(name: str, cells: list[Any]) -> Column:
-    """Numbers if all are, booleans if all are, else texts; numbers mixed with texts are refused."""
-    given = [cell for cell in cells if not _is_missing(cell)]
-    if all(_truth(cell) is not None for cell in given) and given:
-        return Column(name, BOOLEAN, np.array([math.nan if _is_missing(c) else _truth(c) for c in cells], dtype=float))
-    numbers = [math.nan if _is_missing(cell) else _number(cell) for cell in cells]
-    wrong = [i for i, number in enumerate(numbers) if number is None]
-    if wrong and len(wrong) < len(given):
-        if len(wrong) > 0.5 * len(given):
-            return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-        raise TableError(
-            f"Column {name!r} mixes numbers and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
-            f"cells in all. Correct them, or leave the column out with --drop {name!r}."
-        )
-    if wrong:
-        return Column(name, TEXT, np.array([None if _is_missing(c) else str(c) for c in cells], dtype=object))
-    values = np.array(numbers, dtype=float)
-    endless = np.isinf(values).nonzero()[0]
-    if len(endless):
-        raise TableError(
-            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in all). Correct or empty them."
-        )
-    return Column(name, NUMBER, values)
-
-
-def _is_missing(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.lower() in MISSING) or (isinstance(cell, float) and math.isnan(cell))
-
-
-def _truth(cell: Any) -> float | None:
-    text = str(cell).lower()
-    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
-
-
-def _number(cell: Any) -> float | None:
-    if isinstance(cell, bool):
-        return float(cell)
-    if isinstance(cell, int | float):
-        return float(cell)
-    try:
-        return float(cell) if isinstance(cell, str) and "_" not in cell else None
-    except ValueError:
-        return None
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _some(names: list[str]) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
-import os
-import tempfile
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ssla.tables.reading import TableError
+from ssla.replacing import new_file
+from ssla.tables.columns import TableError
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins so
+PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
 
 
 def check_output(path: Path) -> None:
@@ -24,22 +28,20 @@ def check_output(path: Path) -> None:
 def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
     """CSV or Parquet by the ending, through a temporary file beside it."""
     check_output(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    draft = Path(name)
-    try:
+    with new_file(path) as draft:
         if path.suffix.lower() == ".csv":
             with draft.open("w", newline="", encoding="utf-8") as stream:
                 writer = csv.writer(stream)
-                writer.writerow(columns)
-                writer.writerows(zip(*(values.tolist() for values in columns.values()), strict=True))
+                writer.writerow(map(harmless, columns))
+                writer.writerows(zip(*(map(harmless, values.tolist()) for values in columns.values()), strict=True))
         else:
             import pyarrow
             import pyarrow.parquet
 
             pyarrow.parquet.write_table(pyarrow.table({name: pyarrow.array(v.tolist()) for name, v in columns.items()}), draft)
-        draft.chmod(0o644)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+
+
+def harmless(cell: Any) -> Any:
+    """A text that a spreadsheet would execute as a formula, with an apostrophe before it. Numbers stay, as texts too."""
+    formula = isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)
+    return f"'{cell}" if formula else cell

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssla.persistence.container import FileError
+from ssla.digests import digest
+from ssla.network.base import Network
+from ssla.network.reopening import describe, module_of, output_words
+
+VALUES = "the layers are alike, but the values of buffers or weights differ"
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
@@ -29,27 +34,27 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def compare(stated: dict[str, Any], module: nn.Module, source: object) -> None:
-    """Refuse a module that is not the one that was saved, and say in what it differs."""
-    found = fingerprint(module)
-    if found["tensors"] != stated["tensors"]:
-        was, now = ({str(t[0]): f"{t[1]} {t[2]}" for t in part["tensors"]} for part in (stated, found))
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In what two fingerprints differ, in words; empty where they are equal."""
+    if one["tensors"] != other["tensors"]:
+        was, now = ({str(t[0]): f"{t[1]} {t[2]}" for t in part["tensors"]} for part in (one, other))
         odd = [n for n in {**was, **now} if was.get(n) != now.get(n)]
         first = f"{odd[0]!r} was {was.get(odd[0], 'absent')} and is {now.get(odd[0], 'absent')}" if odd else "their order differs"
-        raise FileError(
-            f"{source} belongs to another network: {len(odd)} parameters or buffers differ; {first}. Build the module as it was "
-            "when the posterior was saved."
-        )
-    if found["layers"] != stated["layers"]:
-        raise FileError(
-            f"{source} belongs to another network: parameters have the same names and shapes, but the layers differ (their "
-            "classes or settings). Build the module as it was when the posterior was saved."
-        )
-    if found["values"] != stated["values"]:
-        raise FileError(
-            f"{source} belongs to other weights of this network: it was trained further, or not loaded. Load the state_dict of "
-            "the network that was fitted, then load the posterior."
-        )
+        return f"{len(odd)} parameters or buffers differ; {first}"
+    if one["layers"] != other["layers"]:
+        return "parameters have the same names and shapes, but the layers differ (their classes or settings)"
+    return VALUES if one["values"] != other["values"] else ""
+
+
+def marks(network: Network) -> dict[str, str]:
+    """What the sums of two networks must share before they are merged, each by a digest."""
+    opening = describe(network)
+    return {
+        "networks": digest(fingerprint(module_of(network))),
+        "free parameters": digest((opening.linear, opening.names, opening.outputs)),
+        "parts of the answer (output=)": digest(output_words(network)),
+        "layers with a Kronecker form": digest((opening.layers, opening.others)),
+    }
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,59 @@
+"""The private copy of the user's module: on one device, without gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+COMPILED = (
+    "The network{where} is a torch.jit module (a {kind}). Its parameters cannot be exchanged and its layers cannot be read. Give "
+    "the nn.Module that was scripted or traced, with the same weights. To fit a layer after it, compute its outputs once and fit "
+    "that layer alone: ssla.fit(layer, (outputs, y), …)."
+)
+
+
+class _OneDevice(nn.Module):
+    """Calls the wrapped module here. It keeps the names of the parallel wrapper in whose place it stands."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class DataParallel(_OneDevice):
+    """In the place of torch's, whose calls have no functional form. The same name: fingerprints hold it."""
+
+
+class DistributedDataParallel(_OneDevice):
+    """In the place of torch's."""
+
+
+def private_copy(model: nn.Module) -> nn.Module:
+    """The module's twin, without gradients."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ValueError(COMPILED.format(where=f"'s part {name!r}" if name else "", kind=type(layer).__name__))
+    inner = model.module if isinstance(model, PARALLEL) else model
+    try:
+        module = copy.deepcopy(inner)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
+            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
+        ) from error
+    for parent in list(module.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, PARALLEL):
+                setattr(parent, name, _on_one_device(layer, layer.module))
+    return (module if inner is model else _on_one_device(model, module)).requires_grad_(False)
+
+
+def _on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
+    return (DataParallel if isinstance(wrapper, nn.DataParallel) else DistributedDataParallel)(module)

@@ -1,0 +1,173 @@
+"""Files and directories that are written beside their place and then put there whole.
+
+    .name.5f0c….saving/     beside the target
+      lock                  locked while the process that writes lives
+      new                   the draft
+      old                   only without an atomic exchange: what was at the target, between two renames
+
+At every instant there is a complete old or a complete new one at the target. Without an atomic exchange of two directories
+(renameat2 of Linux) a process that is killed between two renames leaves `old`: `surviving` finds it, and the next save puts it
+back. A `.saving` directory whose lock is free has no living writer, and the next save removes it. Modes follow the umask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, so nothing that another process left is removed
+    fcntl = None  # type: ignore[assignment]
+
+MARK = ".saving"
+AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # by the kernel or by the file system
+MOST_TRIES = 100
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A draft with the ending of `path`, which replaces `path` if the block ends without an error. A link is followed."""
+    target = Path(os.path.realpath(path))
+    with _room(target) as room:
+        draft = room / f"new{target.suffix}"
+        yield draft
+        os.replace(draft, target)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty directory, which replaces `path` and all that is in it if the block ends without an error. A link is followed."""
+    target = Path(os.path.realpath(path))
+    with _room(target) as room:
+        draft = room / "new"
+        draft.mkdir()
+        yield draft
+        _put(draft, target, room / "old")
+
+
+def surviving(path: Path) -> tuple[Path, bool]:
+    """Where a directory is: at `path`, or where a save moved it out of the way; and whether the writer of that save is dead."""
+    target = Path(os.path.realpath(path))
+    if not target.exists():
+        for room in _rooms(target):
+            if (room / "old").is_dir():
+                with _abandoned(room) as certain:
+                    return room / "old", certain
+    return path, False
+
+
+@contextlib.contextmanager
+def _room(target: Path) -> Iterator[Path]:
+    """A locked directory beside the target. What dead writers left there is removed first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for room in _rooms(target):
+        with _abandoned(room) as certain:
+            if certain:
+                _leave(room, target)
+    room, lock = _locked_room(target)
+    with lock or contextlib.nullcontext():
+        try:
+            yield room
+        finally:
+            _leave(room, target)
+
+
+def _leave(room: Path, target: Path) -> None:
+    """Remove the directory; an old one in it goes back to its place first, unless something is there."""
+    old = room / "old"
+    if old.exists() and not target.exists():
+        with contextlib.suppress(OSError):  # another writer was faster
+            os.rename(old, target)
+    if target.exists() or not old.exists():
+        with contextlib.suppress(OSError):  # an interrupt inside of rmtree can end in one
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _put(draft: Path, target: Path, old: Path) -> None:
+    """The draft at the target, also where other writers do the same at this moment."""
+    for _ in range(MOST_TRIES):
+        with contextlib.suppress(FileNotFoundError):  # there is nothing at the target, or another writer has moved it
+            if _exchange(draft, target):
+                return
+            shutil.rmtree(old, ignore_errors=True)  # of an earlier try; there is a complete one at the target
+            os.rename(target, old)
+        try:
+            os.rename(draft, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    raise OSError(errno.EBUSY, f"other processes write to it all the time ({MOST_TRIES} tries)", str(target))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two directories change places in one step; False where the system has no such call."""
+    if _renameat2 is None:
+        return False
+    if _renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+
+
+def _rooms(target: Path) -> list[Path]:
+    """The directories of all saves to this target, the newest first."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(MARK):
+                with contextlib.suppress(OSError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
+    return [Path(path) for _, path in sorted(found, reverse=True)]
+
+
+def _locked_room(target: Path) -> tuple[Path, IO[bytes] | None]:
+    while True:
+        room = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
+        room.mkdir()
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another writer took it for abandoned, and removes it
+            return room, _lock(room)
+
+
+@contextlib.contextmanager
+def _abandoned(room: Path) -> Iterator[bool]:
+    """Whether its writer is certainly dead: the lock of a living one is taken. In the block the lock is ours."""
+    try:
+        lock = _lock(room)
+    except OSError:
+        lock = None
+    with lock or contextlib.nullcontext():
+        yield lock is not None
+
+
+def _lock(room: Path) -> IO[bytes] | None:
+    """An open file, whose lock ends with it. None where there are no locks; OSError if it is taken, or the room is gone."""
+    if fcntl is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context((room / "lock").open("ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # the file system has no locks
+            return None
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(room))
+        stack.pop_all()
+    return file

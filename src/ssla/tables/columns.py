@@ -1,0 +1,233 @@
+"""What the cells of one column mean: numbers and how they are written, booleans, dates, or texts.
+
+At training a column is interpreted as a whole. Later tables are read as what the column was at training, or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
+TRUE, FALSE = {"true", "yes"}, {"false", "no"}
+NUMBER, BOOLEAN, TEXT, DATE = "number", "boolean", "text", "date"
+SPACES = " \u00a0\u2009\u202f"
+WAYS = ((".", ","), (",", ""), (",", "."), *((d, t) for t in (*SPACES, "'", "’") for d in ".,"))  # (decimal, thousands)
+CODES = "EUR|USD|GBP|JPY|CHF|CNY|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RON|TRY|ILS|BRL|MXN|ZAR|KRW|SGD|HKD|THB"
+UNIT = re.compile(rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[%‰€$£¥]|{CODES}))?", re.DOTALL)
+ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?)?(Z|[+-]\d\d:?\d\d)?)?")
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+SECONDS = 86400
+TRIED = 100  # cells that are searched for a unit
+
+
+class TableError(ValueError):
+    """A table that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How numbers are written: the decimal sign, the sign between groups of three digits, and a unit before or after."""
+
+    decimal: str = "."
+    thousands: str = ""
+    before: str = ""
+    after: str = ""
+
+    def number(self, cell: Any) -> float | None:
+        """The value of a cell, or None. A number that is no text has no unit; a boolean is no number."""
+        if isinstance(cell, int | float | Decimal):
+            return None if isinstance(cell, bool) or self.before or self.after else float(cell)
+        if not isinstance(cell, str) or "_" in cell:
+            return None
+        if self.thousands == " ":
+            cell = re.sub(f"[{SPACES}]", " ", cell)
+        if self != Style():
+            parts = UNIT.fullmatch(cell)
+            if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (self.before, self.after):
+                return None
+            cell = parts[1] + parts[3]
+            if (self.decimal, self.thousands) != (".", ""):
+                if not re.fullmatch(self._form, cell):
+                    return None
+                cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
+        try:
+            return float(cell)
+        except ValueError:
+            return None
+
+    @property
+    def _form(self) -> str:
+        point, group = re.escape(self.decimal), re.escape(self.thousands)
+        grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
+        return rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?"
+
+    def words(self, cells: Iterable[Any]) -> str:
+        """The reading, with the first cell that shows it as an example; empty for plain numbers."""
+        if self == Style():
+            return ""
+        shown = next((c for c in cells if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None), None)
+        return "numbers" + (f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """kind "number", "boolean" or "date": values are floats (dates: days since 1970, UTC), NaN where missing; "text": strings,
+    None where missing."""
+
+    name: str
+    kind: str
+    values: np.ndarray
+    style: Style = field(default_factory=Style)
+
+    @property
+    def missing(self) -> np.ndarray:
+        """bool (n,)."""
+        if self.kind == TEXT:
+            return np.array([value is None for value in self.values], dtype=bool)
+        gaps: np.ndarray = np.isnan(self.values)
+        return gaps
+
+
+def interpret(name: str, cells: Sequence[Any], style: Style | None = None) -> Column:
+    """Booleans, dates or numbers if all cells are, else texts. Numbers or dates mixed with a few texts are refused.
+
+    style: how the numbers are written, if that was stated. Otherwise plain numbers are tried, then the other ways (WAYS): one
+    that fits every cell is taken, and two that fit with different values are refused.
+    """
+    given = [cell for cell in cells if not is_missing(cell)]
+    if given and all(truth(cell) is not None for cell in given):
+        return Column(name, BOOLEAN, _floats(cells, truth))
+    days = sum(day(cell) is not None for cell in given)
+    if days > len(given) / 2:
+        if days < len(given):
+            raise _mixed(name, cells, day, "dates")
+        return Column(name, DATE, _floats(cells, day))
+    chosen = _style(name, given, style)
+    values = _floats(cells, chosen.number)
+    wrong = len(given) - int((~np.isnan(values)).sum())
+    if wrong > len(given) / 2:
+        return read_as(name, cells, TEXT)
+    if wrong:
+        raise _mixed(name, cells, chosen.number, "numbers")
+    return Column(name, NUMBER, _finite(name, values), chosen)
+
+
+def read_as(name: str, cells: Sequence[Any], kind: str, style: Style = Style(), source: Any = "the table") -> Column:  # noqa: B008
+    """The cells as what the column was at training, or TableError with the first cell that is not."""
+    if kind == TEXT:
+        return Column(name, TEXT, np.array([None if is_missing(c) else text_of(c) for c in cells], dtype=object))
+    read: Callable[[Any], float | None] = {NUMBER: style.number, BOOLEAN: _boolean, DATE: day}[kind]
+    wrong = [i for i, cell in enumerate(cells) if not is_missing(cell) and read(cell) is None]
+    if wrong:
+        what = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}[kind]
+        if kind == NUMBER and style != Style():
+            written = f"{style.before}1{style.thousands}234{style.decimal}5{style.after}"
+            what += f" written like {written}"
+        raise TableError(
+            f"Column {name!r} held {what} at training, but row {wrong[0] + 1} of {source} is {str(cells[wrong[0]])[:30]!r} "
+            f"({len(wrong)} such cells in all). Correct or empty them."
+        )
+    return Column(name, kind, _finite(name, _floats(cells, read)), style)
+
+
+def text_of(cell: Any) -> str:
+    """A cell as text: a string itself, a number in its shortest exact form, a boolean as true or false."""
+    return str(cell).lower() if isinstance(cell, bool) else str(cell)
+
+
+def is_missing(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, str) and cell.lower() in MISSING) or (isinstance(cell, float) and math.isnan(cell))
+
+
+def truth(cell: Any) -> float | None:
+    text = str(cell).lower()
+    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
+
+
+def day(cell: Any) -> float | None:
+    """Days since 1970-01-01 of an ISO date or date-time; without an offset it is taken as UTC."""
+    if isinstance(cell, str):
+        parts = ISO.fullmatch(cell) if cell[4:5] == "-" else None
+        if parts is None:
+            return None
+        clock, seconds, fraction, offset = (part or "" for part in parts.groups()[1:])
+        offset = "+00:00" if offset in ("", "Z") else f"{offset[:3]}:{offset[-2:]}"
+        try:
+            cell = datetime.fromisoformat(f"{parts[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}")
+        except ValueError:
+            return None
+    elif not isinstance(cell, date):
+        return None
+    moment = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
+    return ((moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment) - EPOCH).total_seconds() / SECONDS
+
+
+def _boolean(cell: Any) -> float | None:
+    """true, false, yes, no; also 0 and 1."""
+    number = Style().number(cell)
+    return truth(cell) if number is None else number if number in (0, 1) else None
+
+
+def _floats(cells: Sequence[Any], read: Callable[[Any], float | None]) -> np.ndarray:
+    """NaN for gaps, and for what cannot be read."""
+    return np.array([math.nan if is_missing(cell) else read(cell) for cell in cells], dtype=float)
+
+
+def _finite(name: str, values: np.ndarray) -> np.ndarray:
+    endless = np.isinf(values).nonzero()[0]
+    if len(endless):
+        raise TableError(
+            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in all). Correct or empty them."
+        )
+    return values
+
+
+def _mixed(name: str, cells: Sequence[Any], read: Callable[[Any], float | None], what: str) -> TableError:
+    wrong = [i for i, cell in enumerate(cells) if not is_missing(cell) and read(cell) is None]
+    return TableError(
+        f"Column {name!r} mixes {what} and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
+        f"cells in all. Correct them, or leave the column out with --drop {name!r}."
+    )
+
+
+def _style(name: str, given: list[Any], asked: Style | None) -> Style:
+    """The way of writing that fits most cells: all of them if there is one."""
+    open_to, stated = asked is None, asked or Style()
+    if all(stated.number(cell) is not None for cell in given):
+        return stated
+    texts = list(dict.fromkeys(cell for cell in given if isinstance(cell, str)))
+    unit = next((m for m in map(UNIT.fullmatch, texts[:TRIED]) if m), None)
+    if unit is None:
+        return stated
+    units = (unit[2] or "", (unit[4] or "").strip())
+    ways = [(".", ""), *WAYS] if open_to else [(stated.decimal, stated.thousands)]
+    fits = [(style, [style.number(cell) for cell in given]) for style in (Style(d, t, *units) for d, t in ways)]
+    whole = [(style, values) for style, values in fits if None not in values]
+    for style, values in whole[1:] if whole and whole[0] is not fits[0] else ():  # plain numbers need no other way
+        if values != whole[0][1]:
+            i = next(i for i, (a, b) in enumerate(zip(whole[0][1], values, strict=True)) if a != b)
+            raise TableError(
+                f"Column {name!r} can be read in two ways: {given[i]!r} is {whole[0][1][i]:.10g} with {_options(whole[0][0])}, "
+                f"but {values[i]:.10g} with {_options(style)}. Give one of these options. An input can be left out with "
+                f"--drop {name!r}."
+            )
+    others = [] if open_to or whole else [Style(d, t, *units) for d, t in ((".", ""), *WAYS)]
+    if any(all(other.number(cell) is not None for cell in given) for other in others):
+        raise TableError(
+            f"Column {name!r} is not written with {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
+            f"one way, or leave it out with --drop {name!r}."
+        )
+    return max(whole or fits, key=lambda fit: len(fit[1]) - fit[1].count(None))[0]
+
+
+def _options(style: Style) -> str:
+    decimal = f"--decimal {style.decimal!r}" if style.decimal != "." or not style.thousands else ""
+    return f"{decimal} --thousands {style.thousands!r}".strip() if style.thousands else decimal

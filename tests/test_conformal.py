@@ -1,0 +1,152 @@
+"""Split conformal intervals: row weights are frequencies, scores belong to one refit, and files keep both."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ssla.persistence import Encoder, FileError, read, write
+from ssla.sklearn import SSLARegressor, load
+from ssla.sklearn.conformal import Conformal
+from ssla.sklearn.files import KIND
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 2))
+Y = X[:, 0] + 0.1 * RNG.normal(size=120)
+LEVELS = (0.1, 0.5, 0.8, 0.9)
+QUICK = {"hidden": (6,), "max_epochs": 4, "random_state": 0, "conformal": True, "calibration_fraction": 0.3}
+
+
+def predictive(rows, targets):
+    shape = (rows, targets) if targets > 1 else (rows,)
+    return SimpleNamespace(mean=torch.zeros(shape, dtype=torch.float64), stddev=torch.ones(shape, dtype=torch.float64))
+
+
+def conformal(y, weights):
+    return Conformal.of(predictive(len(y), y.shape[1] if y.ndim == 2 else 1), y, np.asarray(weights, dtype=float), "output")
+
+
+def by_definition(scores, weights, level):
+    """The smallest score with Σ w_i·1{s_i ≤ s} ≥ level·(W + 1); infinite if there is none."""
+    enough = [s for s in scores if weights[scores <= s].sum() >= level * (weights.sum() + 1)]
+    return min(enough, default=np.inf)
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_rows_of_weight_zero_count_as_absent(targets):
+    """Junk of weight 0, scattered among the rows: the same posterior and the same intervals, bit for bit."""
+    y = Y if targets == 1 else np.stack([Y, -Y], 1)
+    junk = np.zeros(180, dtype=bool)
+    junk[np.random.default_rng(1).permutation(180)[:60]] = True
+    inputs, target = np.empty((180, 2)), np.empty((180, *y.shape[1:]))
+    inputs[~junk], target[~junk] = X, y
+    inputs[junk], target[junk] = 50.0, 1e4
+    plain = SSLARegressor(**QUICK).fit(X, y)
+    weighted = SSLARegressor(**QUICK).fit(inputs, target, sample_weight=(~junk).astype(float))
+    assert np.array_equal(weighted.predict(X), plain.predict(X))
+    assert np.array_equal(weighted.conformal_.scores, plain.conformal_.scores)
+    assert np.array_equal(weighted.predict_interval(X, 0.9), plain.predict_interval(X, 0.9))
+
+
+def test_a_target_of_weight_zero_is_not_checked():
+    """A count of −1 marks a row without a count: it has no weight, so it is no reason to refuse."""
+    y = np.round(np.exp(X[:, 0]) * 3)
+    y[:20] = -1
+    weights = (y >= 0).astype(float)
+    model = SSLARegressor("poisson", **QUICK).fit(X, y, sample_weight=weights)
+    assert np.array_equal(model.predict(X), SSLARegressor("poisson", **QUICK).fit(X[20:], y[20:]).predict(X))
+    with pytest.raises(ValueError, match="constant"):
+        SSLARegressor(**QUICK).fit(X, np.where(weights > 0, 1.0, Y), sample_weight=weights)
+
+
+def test_weights_of_the_calibration_rows_reach_the_interval():
+    """A third of the rows have residuals ten times as large. Their weight decides how wide the intervals are."""
+    wild = np.arange(120) % 3 == 0
+    y = Y + np.where(wild, 10.0 * np.sign(X[:, 1]), 0.0)
+    light, heavy = (
+        SSLARegressor(**QUICK).fit(X, y, sample_weight=np.where(wild, weight, 1.0)).conformal_.factor(0.8)
+        for weight in (0.01, 3.0)
+    )
+    assert heavy > 2 * light
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_integer_weights_equal_repeated_rows(targets):
+    rng = np.random.default_rng(2)
+    y = rng.normal(size=(40, targets)).squeeze()
+    weights = rng.integers(1, 6, size=40)
+    once, repeated = conformal(y, weights), conformal(np.repeat(y, weights, axis=0), np.ones(weights.sum()))
+    for level in (*np.linspace(0.01, 0.99, 99), 0.5, weights.sum() / (weights.sum() + 1)):
+        assert np.array_equal(once.factor(level), repeated.factor(level))
+
+
+def test_weighted_quantiles_follow_their_definition():
+    rng = np.random.default_rng(3)
+    for rows in (3, 20, 57):
+        y, weights = rng.normal(size=rows), rng.exponential(size=rows)
+        found = conformal(y, weights)
+        for level in LEVELS:
+            expected = by_definition(np.abs(y), weights, level)
+            if np.isfinite(expected):
+                assert found.factor(level)[0] == expected
+            else:
+                with pytest.warns(UserWarning, match="infinite"):
+                    assert np.isinf(found.factor(level)).all()
+
+
+def test_unit_weights_give_the_order_statistic():
+    """k = ⌈(n + 1)·level⌉. 100·0.55 is 55, although it is more in floating point."""
+    assert 100 * 0.55 > 55
+    found = conformal(np.arange(1.0, 100.0), np.ones(99))
+    assert [found.factor(level)[0] for level in (0.01, 0.5, 0.501, 0.55, 0.99)] == [1, 50, 51, 55, 99]
+
+
+def test_a_small_total_weight_is_few_rows():
+    with pytest.warns(UserWarning, match=r"needs at least 9 calibration rows, but there are 100 with a total weight of 1:"):
+        assert np.isinf(conformal(RNG.normal(size=100), np.full(100, 0.01)).factor(0.9)).all()
+
+
+def test_too_few_rows_for_both_parts_are_refused():
+    with pytest.raises(ValueError, match="leaves 1 of n_samples=2 for the fit"):
+        SSLARegressor(**QUICK).fit(X[:2], Y[:2])
+    with pytest.raises(ValueError, match="positive weight, but n_samples=1"):
+        SSLARegressor(**QUICK).fit(X[:3], Y[:3], sample_weight=[1, 0, 0])
+
+
+# --- refits and files ------------------------------------------------------------------------
+
+
+def test_scores_of_one_refit_are_not_used_for_another(tmp_path):
+    model = SSLARegressor(**QUICK).fit(X, Y)
+    model.set_params(refit="plug_in")
+    for one in (model, load(model.save(tmp_path / "model"))):
+        with pytest.raises(ValueError, match="computed with refit='output', but refit is now 'plug_in'"):
+            one.predict_interval(X)
+        one.set_params(refit="output").predict_interval(X, 0.9)
+        one.set_params(refit="plug_in").predict(X)
+
+
+def test_weighted_scores_survive_a_file(tmp_path):
+    weights = RNG.integers(1, 4, size=120).astype(float)
+    model = SSLARegressor(**QUICK).fit(X, Y, sample_weight=weights)
+    again = load(model.save(tmp_path / "model"))
+    assert np.array_equal(again.conformal_.weights, model.conformal_.weights)
+    assert set(np.unique(model.conformal_.weights)) == {1, 2, 3}
+    assert np.array_equal(again.predict_interval(X, 0.9), model.predict_interval(X, 0.9))
+
+
+def test_files_with_scores_alone_load(tmp_path):
+    """The form before row weights: one tensor of sorted scores."""
+    model = SSLARegressor(**QUICK).fit(X, Y)
+    content, tensors = read(model.save(tmp_path / "model"), KIND)
+    encoder = Encoder({name: value for name, value in tensors.items() if not name.startswith("conformal")})
+    content["conformal"] = encoder.encode(torch.from_numpy(model.conformal_.scores.copy()), "conformal")
+    old = load(write(tmp_path / "old", KIND, content, encoder.tensors))
+    assert np.array_equal(old.predict_interval(X, 0.9), model.predict_interval(X, 0.9))
+    content["conformal"] = {"dict": [["scores", content["conformal"]]]}
+    with pytest.raises(FileError, match="usable model"):
+        load(write(tmp_path / "damaged", KIND, content, encoder.tensors))
