@@ -1,7 +1,8 @@
 """How far a datum walks: files passed and changes of package on the four main paths. Run: python tools/trace_paths.py [--list]
 
 Every Python function of ssla that a path calls is taken once, in the order of the first calls. `files` counts their files,
-`changes` how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file at its top.
+`changes` how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file
+at its top.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ def main() -> None:
         "fit": lambda: ssla.fit(one, (x, y), likelihood=noise),
         "predict().interval": lambda: post.predict(x[:5]).interval(0.9),
         'predict(refit="weights").log_prob': lambda: post.predict(x[:3], refit="weights").log_prob(y[:3]),
-        "SSLARegressor": lambda: (
-            SSLARegressor(max_epochs=3, random_state=0).fit(x.numpy(), y.numpy()).predict_interval(x.numpy())
-        ),
+        "SSLARegressor": lambda: SSLARegressor(max_epochs=3, random_state=0).fit(X, Y).predict_interval(X),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
