@@ -27,9 +27,9 @@ from sklearn.neural_network import MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
 from ssla import likelihoods, metrics
-from ssla.ensemble import building
 from ssla.predictive import affine, from_marginal, mixture
 from ssla.sklearn import SSLARegressor
+from ssla.tabular import building
 from ssla_paper.uci.data import SETS, read
 
 COLUMNS = ("ssla", "plug-in", "plug-in, noise", "MLP", "ssla x5", "ensemble", "ensemble, noise")

@@ -11,7 +11,7 @@ from scipy import optimize, stats
 
 import ssla
 from ssla import priors
-from test_modularity import EXACT_OFF, OFF, SELF, VARIANCES
+from support.published import EXACT_OFF, OFF, SELF, VARIANCES
 
 ROOT = Path(__file__).parents[1]
 COUNTS = [2.0, 4.0, 3.0, 0.0, 5.0]

@@ -25,7 +25,9 @@ def test_every_room_can_come_first():
     assert found.returncode == 0, found.stderr[-800:]
 
 
-@pytest.mark.parametrize("first", ["from ssla.sensitivities import Sensitivity", "import ssla.credal_sets", "import ssla"])
+@pytest.mark.parametrize(
+    "first", ["from ssla.prior_sets.sensitivity import Sensitivity", "import ssla.prior_sets.credal", "import ssla"]
+)
 def test_functions_are_not_hidden_by_rooms(first):
     functions = "ssla.sensitivity, ssla.credal, ssla.fit, ssla.ssla, ssla.mixture"
     code = f"{first}\nimport ssla\nassert all(callable(f) for f in ({functions}))"

@@ -9,10 +9,10 @@ import torch
 from scipy import stats
 
 import ssla
-from oracles import Constant
 from ssla import likelihoods as L
 from ssla import metrics
 from ssla.predictive import from_marginal
+from support.oracles import Constant
 
 
 def gaussian(n=4000, sd=0.7, doubt=0.4, seed=0):

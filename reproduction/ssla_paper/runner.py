@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ssla
-from ssla.replacing import new_file, new_folder
+from ssla.persistence.replacing import new_file, new_folder
 
 Record = dict[str, Any]
 """What a task found: numbers, strings, lists and dicts of them."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssla.replacing import new_file
+from ssla.persistence.replacing import new_file
 from ssla_paper.runner import write_whole
 
 Cell = str | float | int | None

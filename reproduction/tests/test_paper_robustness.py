@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as reference
 from torch import nn
 
 import ssla
+from sklearn import metrics as reference
 from ssla import metrics
 from ssla.likelihoods import Categorical
 from ssla.predictive import from_marginal

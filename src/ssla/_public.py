@@ -1,16 +1,16 @@
 """The public names: what `ssla.name` finds."""
 
 from ssla import distributed, likelihoods, metrics, priors, structures
-from ssla.cost import estimate_cost
-from ssla.credal_sets import credal
-from ssla.expansion import Increments
 from ssla.explicit import ExplicitModel
 from ssla.fitting import fit
+from ssla.network.cost import estimate_cost
 from ssla.persistence import FileError, load
 from ssla.posterior import Marginal, Posterior
 from ssla.predictive import Predictive, mixture
+from ssla.prior_sets.credal import credal
+from ssla.prior_sets.sensitivity import conflict, local_sensitivity, sensitivity
 from ssla.refit import AutoRefit, NoRefit, OutputRefit, PlugIn, WeightRefit, assla, ssla
-from ssla.sensitivities import conflict, local_sensitivity, sensitivity
+from ssla.refit.increments import Increments
 
 __all__ = [
     "AutoRefit",

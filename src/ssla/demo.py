@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import ssla
 from ssla import metrics, plots
 from ssla._checks import writable
+from ssla.persistence.replacing import new_file
 from ssla.predictive import Predictive
-from ssla.replacing import new_file
 
 RUNGS = {"plug-in": "plug_in", "ASSLA (none)": "none", "newton": "newton", "output refit": "output"}
 PICTURES = (".png", ".pdf", ".svg")

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from ssla import linalg
 from ssla._checks import finite, one_of
-from ssla.batches import as_tensor
-from ssla.expansion import Increments
-from ssla.parameters import contiguous_layout
+from ssla.data import as_tensor
+from ssla.network.layout import contiguous_layout
+from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior
+from ssla.refit.increments import Increments
 
 LARGEST = 50  # parameters: beyond, dense Hessians for every candidate are the wrong tool
 

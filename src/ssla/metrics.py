@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.batches import as_tensor
+from ssla.data import as_tensor
+from ssla.numerics.quadrature import wrapped
 from ssla.predictive import AffinePredictive, GaussianPredictive, Predictive, kind_of
 from ssla.predictive.joined import Joined
-from ssla.quadrature import wrapped
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssla.batches import as_tensor
-from ssla.credal_sets import Credal
+from ssla.data import as_tensor
 from ssla.predictive import Predictive
-from ssla.sensitivities import Sensitivity
+from ssla.prior_sets.credal import Credal
+from ssla.prior_sets.sensitivity import Sensitivity
 
 BAND = "#2f6db5"
 OTHER = "#d1651f"

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ssla.batches import Inputs, Source, as_inputs
-from ssla.digests import digest
-from ssla.jacobians import Jacobian
+from ssla.data import Inputs, Source, as_inputs
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.network import Network, difference, fingerprint, marks, module_of
+from ssla.numerics.digests import digest
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
 from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.memory import DEFAULT_BUDGET
 from ssla.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ssla.refit import Refit
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
-DEFAULT_BUDGET = 1 << 30
 ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
 OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
 COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
@@ -260,7 +260,7 @@ class Posterior:
         stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data` (the
         training data) it is polished again.
         """
-        from ssla.modularity import with_prior
+        from ssla.fitting.prior_change import with_prior
 
         return with_prior(self, prior, convention, data)
 

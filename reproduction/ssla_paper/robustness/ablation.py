@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import ssla
-from ssla.ensemble import fit_ensemble
 from ssla.likelihoods import Categorical, Likelihood
+from ssla.tabular import fit_ensemble
 from ssla_paper.peers import scores
 from ssla_paper.robustness import data
 from ssla_paper.robustness.covariate import settings_for

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.likelihoods import Categorical
-from ssla.training import Architecture, Rows, Schedule, folds, train
+from ssla.tabular.training import Architecture, Rows, Schedule, folds, train
 from ssla_paper.networks import Recipe
 from ssla_paper.peers import MissingPeerError
 from ssla_paper.peers.dropout_classes import dropout_classes

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssla.ensemble import Ensemble
-from ssla.ensemble.noise import NODES
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.refit import WeightRefit
 from ssla.sklearn import SSLARegressor
+from ssla.tabular import Ensemble
+from ssla.tabular.noise import NODES
 from ssla_paper.networks import EPOCHS, Recipe, perceptron, squared_error, train
 from ssla_paper.peers import GaussianMixture, MissingPeerError, scores
 from ssla_paper.peers.bayesian_layers import layered_mean_field

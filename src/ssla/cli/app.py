@@ -73,7 +73,7 @@ def train(
 
     Example: ssla train houses.csv --target price --drop id -o model/
     """
-    from ssla.cli.training import Request, run
+    from ssla.cli.train import Request, run
 
     request = Request(
         data,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ssla.cli.console import progress
-from ssla.cli.training import Request, make, score, shuffled, smaller
+from ssla.cli.train import Request, make, score, shuffled, smaller
 
 STUDY_FRACTION = 0.2
 

@@ -14,7 +14,7 @@ import torch
 import ssla
 from ssla._checks import level as checked_level
 from ssla._checks import writable
-from ssla.cli.training import (
+from ssla.cli.train import (
     LIKELIHOODS,
     Prepared,
     Request,
@@ -29,11 +29,11 @@ from ssla.cli.training import (
 )
 from ssla.persistence import FileError
 from ssla.predictive import kind_of
-from ssla.sklearn.base import auto_batch
+from ssla.sklearn.estimator import auto_batch
 from ssla.sklearn.files import load_with_extra
 from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
 from ssla.tables.writing import check_output
-from ssla.training import Architecture
+from ssla.tabular.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6

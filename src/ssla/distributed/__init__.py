@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ssla.batches import Inputs, open_source, slice_inputs
+from ssla.data import Inputs, open_source, slice_inputs
 from ssla.distributed.engines import Engine, engine_of
 from ssla.fitting import checked_budget, checked_job, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within

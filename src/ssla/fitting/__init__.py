@@ -17,16 +17,17 @@ from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
-from ssla.batches import Source, open_source
+from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER, Output, checked_output
-from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Statistics
+from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
 from ssla.structures import Structure, resolve
+from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = ["collect", "fit", "polish_again"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ssla.digests import digest
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, Likelihood
 from ssla.network import Network, output_words
+from ssla.numerics.digests import digest
 from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure

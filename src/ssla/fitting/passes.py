@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla.batches import Batch, Source, split
-from ssla.fitting.memory import refuse_beyond_budget
+from ssla.data import Batch, Source, split
 from ssla.fitting.sums import Sums
 from ssla.fitting.watching import Spread, TargetRange, bar
-from ssla.jacobians import Features, Jacobian
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.posterior import POLISH, TILT
 from ssla.structures import Dense, Extent, Structure
+from ssla.structures.jacobians import Features, Jacobian
+from ssla.structures.memory import refuse_beyond_budget
 
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
 

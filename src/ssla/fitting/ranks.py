@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import distributed
 
-from ssla.digests import digest
 from ssla.fitting.passes import Data, Order, Pass, Reader
 from ssla.network import Network, marks
+from ssla.numerics.digests import digest
 
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 

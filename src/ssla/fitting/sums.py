@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ssla._checks import finite
-from ssla.jacobians import Jacobian
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Statistics
 from ssla.priors import BoundPrior
 from ssla.structures import Dense, Operator, Structure
+from ssla.structures.jacobians import Jacobian
 
 
 @dataclass(frozen=True, eq=False)

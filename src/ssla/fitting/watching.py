@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ssla.batches import Batch, Source
+from ssla.data import Batch, Source
 from ssla.posterior import AS_IS, POLISH, TILT, Report
 
 T = TypeVar("T")

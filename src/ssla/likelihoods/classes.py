@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
 
 

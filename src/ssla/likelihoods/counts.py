@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ssla._checks import one_of, positive
-from ssla.likelihoods.base import Derivatives, Likelihood, capped_exp, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, capped_exp, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Counts, Support
 
 

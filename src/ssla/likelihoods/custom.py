@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla import quadrature
 from ssla._checks import unknown_name
-from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs, uniform
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, uniform
 from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
+from ssla.numerics import quadrature
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import positive
-from ssla.likelihoods.base import LOG_2PI, Derivatives, Likelihood, event
+from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
 from ssla.likelihoods.support import Real, RealVector, Support
 
 ESTIMATE = "estimate"

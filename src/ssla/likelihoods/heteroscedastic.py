@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.likelihoods.base import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
+from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
 from ssla.likelihoods.support import Real, Support
-from ssla.linalg import stack_last, stack_square
+from ssla.numerics.linalg import stack_last, stack_square
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"

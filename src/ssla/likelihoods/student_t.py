@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import positive
-from ssla.likelihoods.base import Derivatives, Likelihood, event, need_outputs
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs
 from ssla.likelihoods.support import Real, Support
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import positive
-from ssla.likelihoods.base import Derivatives, Likelihood
+from ssla.likelihoods.likelihood import Derivatives, Likelihood
 from ssla.likelihoods.support import Support
 
 

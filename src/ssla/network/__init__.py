@@ -6,8 +6,8 @@ pass by, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan
-from ssla.network.base import Network, Output, checked_output
 from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
+from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
 from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ssla.batches import Inputs, map_inputs, row_count, slice_inputs
-from ssla.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.network.base import Frozen, in_chunks, rows_within
+from ssla.data import Inputs, map_inputs, row_count, slice_inputs
+from ssla.network.frozen import Frozen, in_chunks, rows_within
+from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
-from ssla.parameters import Layout, contiguous_layout
+from ssla.structures.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 
 CHECKED_ROWS = 4
 UNLIKE_LAYERS = (

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ssla.batches import Inputs
-from ssla.jacobians import Features, Jacobian
-from ssla.network.base import Frozen, in_chunks, rows_within
+from ssla.data import Inputs
+from ssla.network.frozen import Frozen, in_chunks, rows_within
+from ssla.network.layout import Layout
 from ssla.network.watch import Inputs as SeenInputs
-from ssla.parameters import Layout
+from ssla.structures.jacobians import Features, Jacobian
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, rest_of
-from ssla.network.base import CALLS, Frozen, Network, Output
 from ssla.network.copying import private_copy
+from ssla.network.frozen import CALLS, Frozen, Network, Output
 from ssla.network.last_layer import LastLayer
-from ssla.parameters import contiguous_layout, last_layer_layout
+from ssla.network.layout import contiguous_layout, last_layer_layout
 
 INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.replacing import new_folder, surviving
+from ssla.persistence.replacing import new_folder, surviving
 
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"

@@ -28,8 +28,9 @@ from ssla.network import (
 )
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
-from ssla.posterior import AS_IS, DEFAULT_BUDGET, POLISH, TILT, Posterior, Report, Statistics
+from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import CONVENTIONS, Prior
+from ssla.structures.memory import DEFAULT_BUDGET
 
 KIND = "posterior"
 MODES = (POLISH, TILT, AS_IS)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ssla._checks import covariances, finite
-from ssla.batches import Inputs, as_tensor
-from ssla.expansion import EMPIRICAL
+from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
+from ssla.numerics.quadrature import Regions
 from ssla.posterior import Posterior
 from ssla.predictive.affine import AffinePredictive, affine
-from ssla.predictive.base import Diagnostics, Predictive, kind_of
 from ssla.predictive.circular import CircularPredictive, circular_predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
 from ssla.predictive.counts import CountPredictive, count_predictive
@@ -25,9 +24,9 @@ from ssla.predictive.mixture import mixture
 from ssla.predictive.mixture_classes import ClassMixture
 from ssla.predictive.mixture_scalar import ScalarMixture
 from ssla.predictive.mixture_vector import VectorMixture
+from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
 from ssla.predictive.refitted import doubts, refitted
 from ssla.priors import ADDITIVE, EXACT
-from ssla.quadrature import Regions
 from ssla.refit import (
     AutoRefit,
     Expansion,
@@ -40,6 +39,7 @@ from ssla.refit import (
     on_marginal,
     resolve,
 )
+from ssla.refit.increments import EMPIRICAL
 
 __all__ = [
     "AffinePredictive",

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ssla._checks import finite, positive
-from ssla.batches import as_tensor
-from ssla.expansion import Increments
+from ssla.data import as_tensor
+from ssla.numerics.quadrature import Regions
 from ssla.posterior import COARSE
-from ssla.predictive.base import Diagnostics, Predictive, kind_of
 from ssla.predictive.gaussian import Ellipsoid
 from ssla.predictive.mixture import in_double
-from ssla.quadrature import Regions
+from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.expansion import Increments
-from ssla.predictive.base import Diagnostics, answer, checked, not_nan, probabilities, scalar_targets
+from ssla.numerics.quadrature import Around, Regions, build_circles, wrapped
+from ssla.predictive.predictive import Diagnostics, answer, checked, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import total_variance
-from ssla.quadrature import Around, Regions, build_circles, wrapped
 from ssla.refit import Expansion
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.expansion import Increments
 from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
-from ssla.predictive.base import Diagnostics, answer, scalar_targets
+from ssla.predictive.predictive import Diagnostics, answer, scalar_targets
 from ssla.predictive.spread import total_variance
 from ssla.refit import Expansion
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

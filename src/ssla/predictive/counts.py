@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.expansion import Increments
 from ssla.likelihoods.support import Counts
-from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
+from ssla.numerics.quadrature import Regions
+from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance, total_variance
-from ssla.quadrature import Regions
 from ssla.refit import Expansion
+from ssla.refit.increments import Increments
 
 TAIL = 1e-8
 BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.expansion import Increments
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal
 from ssla.predictive.frame import Frame, chebyshev_nodes
 from ssla.refit import Density, WeightExpansion
+from ssla.refit.increments import Increments
 from ssla.refit.weights import NAN
 
 FIRST_NODES = 7

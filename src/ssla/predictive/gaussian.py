@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.special import gammainc, ndtr, ndtri
 
 from ssla._checks import level as checked_level
-from ssla.batches import as_tensor
-from ssla.expansion import Increments
-from ssla.likelihoods.base import LOG_2PI
+from ssla.data import as_tensor
+from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.numerics.quadrature import Regions
 from ssla.posterior import Marginal
-from ssla.predictive.base import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.predictive.predictive import Diagnostics, answer, checked, probabilities, scalar_targets
 from ssla.priors import EXACT
-from ssla.quadrature import Regions
 from ssla.refit import Expansion
+from ssla.refit.increments import Increments
 
 
 class Ellipsoid(NamedTuple):

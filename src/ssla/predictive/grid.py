@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla import quadrature
 from ssla._checks import level as checked_level
-from ssla.expansion import Increments
 from ssla.likelihoods import Located
 from ssla.likelihoods.support import Continuous, Real
-from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
+from ssla.numerics import quadrature
+from ssla.numerics.quadrature import Built, Regions
+from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance
-from ssla.quadrature import Built, Regions
 from ssla.refit import Expansion
+from ssla.refit.increments import Increments
 
 SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentially there, faster than a coarse spline follows
 
@@ -27,7 +27,7 @@ class GridPredictive:
     """The normalised density exp(total(y)) / mass.
 
     `log_prob` evaluates the expansion at y itself; mass, moments, cdf, quantiles and regions come from the grids
-    (see `ssla.quadrature` for what they promise).
+    (see `ssla.numerics.quadrature` for what they promise).
     """
 
     expansion: Expansion

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.expansion import Increments
-from ssla.predictive.base import Diagnostics, Predictive, answer, kind_of, scalar_targets
-from ssla.quadrature import Regions
+from ssla.numerics.quadrature import Regions
+from ssla.predictive.predictive import Diagnostics, Predictive, answer, kind_of, scalar_targets
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

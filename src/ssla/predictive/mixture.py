@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import finite
-from ssla.batches import as_tensor
-from ssla.expansion import Increments
-from ssla.predictive.base import Diagnostics, Predictive, kind_of
+from ssla.data import as_tensor
+from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.expansion import Increments
 from ssla.likelihoods.support import Classes
-from ssla.predictive.base import Diagnostics, answer, scalar_targets
 from ssla.predictive.classes import smallest_set
 from ssla.predictive.mixture import Blend
+from ssla.predictive.predictive import Diagnostics, answer, scalar_targets
+from ssla.refit.increments import Increments
 
 
 @dataclass(frozen=True, eq=False)

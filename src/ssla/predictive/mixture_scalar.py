@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.expansion import Increments
-from ssla.predictive.base import Diagnostics, answer, not_nan, probabilities, scalar_targets
+from ssla.numerics.quadrature import Regions, bracketed_root
 from ssla.predictive.mixture import Blend
-from ssla.quadrature import Regions, bracketed_root
+from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
+from ssla.refit.increments import Increments
 
 NODES = 385  # over all members together
 REACH = 5.2  # in normal scores: quantiles from 1e-7 to 1 − 1e-7

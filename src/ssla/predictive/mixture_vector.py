@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.batches import as_tensor
-from ssla.expansion import Increments
-from ssla.predictive.base import Diagnostics, probabilities
+from ssla.data import as_tensor
+from ssla.numerics.quadrature import bracketed_root
 from ssla.predictive.mixture import Blend
-from ssla.quadrature import bracketed_root
+from ssla.predictive.predictive import Diagnostics, probabilities
+from ssla.refit.increments import Increments
 
 REGION_DRAWS = 4096
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ssla.likelihoods import Gaussian
 from ssla.likelihoods.support import Classes, Continuous, Support
-from ssla.predictive.base import Diagnostics, Predictive
 from ssla.predictive.classes import ClassPredictive
 from ssla.predictive.counts import CountPredictive, count_predictive
 from ssla.predictive.few_refits import REGION, WIDENINGS, Corrected, correct, uncorrected, widened
 from ssla.predictive.frame import QUANTILES
 from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import BoundGaussian
 from ssla.refit import AutoRefit, WeightExpansion
 from ssla.refit.auto import MASS_ERROR, STEP_ERROR

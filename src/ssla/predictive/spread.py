@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.linalg import root
+from ssla.numerics.linalg import root
 
 ROWS_AT_ONCE = 1024
 QUASI_POINTS = 256

@@ -5,7 +5,10 @@ the bound prior speaks of flat θ only. Any twice-differentiable log density fit
 `precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
 """
 
-from ssla.priors.base import (
+from ssla.priors.box import Box
+from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
+from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
+from ssla.priors.prior import (
     ADDITIVE,
     CONVENTIONS,
     EXACT,
@@ -18,9 +21,6 @@ from ssla.priors.base import (
     describe,
     indefinite,
 )
-from ssla.priors.box import Box
-from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
-from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian
 from ssla.priors.separable import Gamma, Horseshoe, Laplace, SpikeSlab, StudentT
 
 __all__ = [

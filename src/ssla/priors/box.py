@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla.parameters import Layout
-from ssla.priors.base import resolve
+from ssla.network.layout import Layout
 from ssla.priors.gaussian import Gaussian
+from ssla.priors.prior import resolve
 
 Range = tuple[float, float]
 

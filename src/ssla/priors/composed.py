@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to
 
 from ssla._checks import finite, positive
-from ssla.parameters import Layout, contiguous_layout
-from ssla.priors.base import BoundPrior, Prior, names_of
+from ssla.network.layout import Layout, contiguous_layout
+from ssla.priors.prior import BoundPrior, Prior, names_of
 from ssla.priors.separable import Separable, slope
 
 LARGEST_HESSIAN = 4096  # parameters: beyond, a dense Hessian of the prior takes more than 128 MiB

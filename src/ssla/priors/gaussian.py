@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ssla._checks import finite, positive
-from ssla.parameters import Layout
-from ssla.priors.base import Setting, resolve, values_of
+from ssla.network.layout import Layout
+from ssla.priors.prior import Setting, resolve, values_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.special import scaled_modified_bessel_k1
 
 from ssla._checks import finite, one_of, positive
-from ssla.parameters import Layout
-from ssla.priors.base import Setting, resolve, values_of
+from ssla.network.layout import Layout
+from ssla.priors.prior import Setting, resolve, values_of
 
 LOG_2PI = math.log(2 * math.pi)
 IDENTITY, LOG = "identity", "log"

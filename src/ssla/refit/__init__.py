@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ssla._checks import unknown_name
 from ssla.refit.auto import AutoRefit
-from ssla.refit.base import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
+from ssla.refit.outputs import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
 from ssla.refit.weights import WeightExpansion, WeightRefit
 from ssla.refit.words import assla, ssla
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla import linalg
-from ssla.batches import Inputs, as_inputs, map_inputs, row_count
-from ssla.expansion import at_mode
-from ssla.jacobians import LayerJacobian
+from ssla.data import Inputs, as_inputs, map_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.network.any_parameters import AnyParameters
+from ssla.numerics import linalg
 from ssla.posterior import AS_IS, Posterior
-from ssla.refit.all_weights_determinant import SMALL, Determinants
-from ssla.refit.ascent import SHARED_STEPS, Found, Slope, Tell, ascend, finished, saddle_free
+from ssla.refit.anderson import SHARED_STEPS, Found, Slope, Tell, ascend, finished, saddle_free
+from ssla.refit.determinants import SMALL, Determinants
+from ssla.refit.increments import at_mode
+from ssla.refit.rows import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
 from ssla.refit.solved import HESSIAN, Options, Solved, own_pull
-from ssla.refit.training import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
+from ssla.structures.jacobians import LayerJacobian
 
 MOST_TASKS = 256
 TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes

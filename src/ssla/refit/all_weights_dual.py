@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssla.batches import Inputs
-from ssla.expansion import FISHER
+from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.priors import BoundGaussian
 from ssla.refit import all_weights_jacobians as jacobians
-from ssla.refit.training import TrainingRows, take
+from ssla.refit.increments import FISHER
+from ssla.refit.rows import TrainingRows, take
 
 MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
 AT_ONCE = 1 << 27  # bytes, where one task needs less

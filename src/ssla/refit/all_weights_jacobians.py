@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssla.batches import Inputs
-from ssla.refit.training import leading
+from ssla.data import Inputs
+from ssla.refit.rows import leading
 
 Run = Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ssla.batches import Inputs
+from ssla.data import Inputs
 from ssla.posterior import Posterior
 from ssla.refit.weights import WeightExpansion, WeightRefit
 

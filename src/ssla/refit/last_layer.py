@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.batches import as_inputs
-from ssla.expansion import FISHER, OBSERVED
-from ssla.jacobians import Features
+from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
-from ssla.refit.ascent import SHARED_STEPS, Found, Tell, ascend, finished
+from ssla.refit.anderson import SHARED_STEPS, Found, Tell, ascend, finished
+from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
+from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.refit.solved import Options, Solved
-from ssla.refit.training import Block, PriorChange, TrainingRows, check_seen, open_rows, square
-from ssla.structures.base import no_factor
 from ssla.structures.dense import DenseOperator
+from ssla.structures.jacobians import Features
+from ssla.structures.structure import no_factor
 
 CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ssla import linalg
-from ssla.expansion import FISHER, at_mode
+from ssla.numerics import linalg
 from ssla.posterior import AS_IS
-from ssla.refit.ascent import Slope
+from ssla.refit.anderson import Slope
+from ssla.refit.increments import FISHER, at_mode
+from ssla.refit.rows import Block
 from ssla.refit.solved import FROZEN, at_once, own_increment, own_pull
-from ssla.refit.training import Block
 
 if TYPE_CHECKING:
     from ssla.refit.last_layer import LastLayerRefit

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ssla._checks import one_of
-from ssla.batches import Inputs
-from ssla.expansion import CURVATURES, OBSERVED, Rule, plug_in, without_refit
+from ssla.data import Inputs
 from ssla.posterior import Posterior
-from ssla.refit.base import OutputExpansion, on_posterior
+from ssla.refit.increments import CURVATURES, OBSERVED, Rule, plug_in, without_refit
+from ssla.refit.outputs import OutputExpansion, on_posterior
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssla.batches import Inputs
-from ssla.expansion import Rule, at_mode, one_step
+from ssla.data import Inputs
 from ssla.posterior import Posterior
-from ssla.refit.base import OutputExpansion, on_posterior
+from ssla.refit.increments import Rule, at_mode, one_step
+from ssla.refit.outputs import OutputExpansion, on_posterior
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ssla import linalg
 from ssla.likelihoods import Likelihood
-from ssla.refit.ascent import Tell
+from ssla.numerics import linalg
+from ssla.refit.anderson import Tell
 
 EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
 HESSIAN = "hessian"

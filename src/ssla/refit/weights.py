@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.batches import Inputs
-from ssla.expansion import FISHER, OBSERVED, Increments
+from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.posterior import POLISH, Marginal, Posterior
 from ssla.refit.all_weights import open_all_weights
-from ssla.refit.all_weights_determinant import SMALL
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
-from ssla.refit.ascent import Tell
-from ssla.refit.base import Density, OutputExpansion
+from ssla.refit.anderson import Tell
+from ssla.refit.determinants import SMALL
+from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
+from ssla.refit.outputs import Density, OutputExpansion
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy

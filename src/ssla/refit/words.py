@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.batches import Inputs, as_tensor
-from ssla.expansion import Increments
+from ssla.data import Inputs, as_tensor
 from ssla.posterior import Posterior
-from ssla.refit.base import Refit
+from ssla.refit.increments import Increments
 from ssla.refit.none import NoRefit
+from ssla.refit.outputs import Refit
 from ssla.refit.weights import WeightRefit
 
 

@@ -9,7 +9,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
-from ssla.sklearn.base import AUTO, TableEstimator
+from ssla.sklearn.estimator import AUTO, TableEstimator
 
 
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]

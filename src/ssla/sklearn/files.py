@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.ensemble import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
-from ssla.ensemble.model import CLASSES, GAUSSIAN, Component
 from ssla.likelihoods import Gaussian
 from ssla.persistence import Decoder, Encoder, FileError, pack, read, unpack, write
 from ssla.persistence.container import guarded
@@ -21,7 +19,9 @@ from ssla.persistence.posteriors import LARGEST
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.regressor import SSLARegressor
-from ssla.training import Architecture, Schedule
+from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
+from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
+from ssla.tabular.training import Architecture, Schedule
 
 KIND = "estimator"
 ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassifier": SSLAClassifier}

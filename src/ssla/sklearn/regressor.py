@@ -13,11 +13,11 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
-from ssla.ensemble import CONTINUOUS
 from ssla.predictive import Predictive
-from ssla.predictive.base import probabilities
-from ssla.sklearn.base import AUTO, TableEstimator
+from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
+from ssla.sklearn.estimator import AUTO, TableEstimator
+from ssla.tabular import CONTINUOUS
 
 NAMES = (*CONTINUOUS, "poisson")
 

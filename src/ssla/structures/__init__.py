@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ssla._checks import unknown_name
-from ssla.structures.base import Extent, Operator, Structure
 from ssla.structures.dense import Dense
 from ssla.structures.diagonal import Diagonal
 from ssla.structures.kfac import Kfac
 from ssla.structures.low_rank import LowRank
+from ssla.structures.structure import Extent, Operator, Structure
 from ssla.structures.woodbury import WoodburyOperator
 
 __all__ = ["STRUCTURES", "Dense", "Diagonal", "Extent", "Kfac", "LowRank", "Operator", "Structure", "WoodburyOperator", "resolve"]

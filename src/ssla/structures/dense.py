@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssla.jacobians import Jacobian
-from ssla.structures.base import Extent, Structure, mismatch, no_factor
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 

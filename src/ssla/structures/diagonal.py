@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.jacobians import Jacobian
-from ssla.structures.base import Extent, Structure, mismatch, no_factor
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.structures.base import Extent, Structure, mismatch, no_factor
+from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
+from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 
 EXPAND, REDUCE = "expand", "reduce"
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)

@@ -22,8 +22,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssla.jacobians import Jacobian
-from ssla.structures.base import Extent, Structure, mismatch
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.structure import Extent, Structure, mismatch
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 FIRST_COLUMNS = 64

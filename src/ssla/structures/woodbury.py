@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssla.jacobians import Jacobian
-from ssla.structures.base import no_factor
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.structure import no_factor
 
 
 @dataclass(frozen=True, eq=False)

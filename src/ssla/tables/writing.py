@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ssla.replacing import new_file
+from ssla.persistence.replacing import new_file
 from ssla.tables.columns import TableError
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins so

@@ -1,6 +1,6 @@
 """Prior precisions and noise from the data: by the evidence, or by a held-out score. The result is a new Posterior.
 
-  evidence      closed-form value and gradient from the sums (`ssla.evidence`): no pass over the data
+  evidence      closed-form value and gradient from the sums (`ssla.tuning.evidence`): no pass over the data
   nll, crps     of predictions for a validation set, read once; or by k folds of the training data, whose sums are taken once
                 and recombined, so that no fold is fitted again. The features were still learned from all rows: where they
                 overfit, a validation set that the network has not seen is the honest choice.
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.ascent import Maximum, maximise
-from ssla.evidence import Evidence, evidence_of
-from ssla.modularity import described
+from ssla.fitting.prior_change import described
 from ssla.posterior import POLISH, Posterior
 from ssla.priors import EXACT
 from ssla.trace import Trace
+from ssla.tuning.bfgs import Maximum, maximise
+from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
 from ssla.tuning.space import NOISE, PRIOR, Space
 

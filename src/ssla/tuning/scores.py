@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.special import ndtr
 
 from ssla import metrics
-from ssla.batches import Batch, Inputs, leaves, map_inputs, open_source
+from ssla.data import Batch, Inputs, leaves, map_inputs, open_source
 from ssla.fitting import collect
-from ssla.jacobians import Jacobian
 from ssla.posterior import POLISH, Posterior, Statistics
 from ssla.predictive import GaussianPredictive, Predictive, from_marginal
+from ssla.structures.jacobians import Jacobian
 from ssla.tuning.space import Space, at_noise
 
 EVIDENCE, NLL, CRPS = "evidence", "nll", "crps"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.evidence import Problem
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import POLISH, Posterior, Statistics
 from ssla.priors import BoundGaussian, Flat
 from ssla.priors import Gaussian as GaussianPrior
+from ssla.tuning.evidence import Problem
 
 PRIOR, NOISE = "prior", "noise"
 PRECISIONS = (1e-12, 1e12)

@@ -1,0 +1,251 @@
+"""`ssla train`: table -> plan -> estimator -> scores -> directory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ssla
+from ssla import metrics
+from ssla._checks import one_of, writable
+from ssla.cli.console import progress
+from ssla.persistence.container import check_target
+from ssla.predictive import Predictive
+from ssla.sklearn import SSLAClassifier, SSLARegressor
+from ssla.sklearn.files import save
+from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_table, read_target
+from ssla.tabular import Settings, predict_with_gaps
+from ssla.tabular.training import Architecture
+
+LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
+FEWEST_ROWS = 10
+SMALLEST_TEST = 5
+SMALL_TABLE = 100  # rows under which one network covers too little
+CAUTION = "on fewer than 100 rows the intervals of a single network cover less than their level; use --members 5"
+OF_INTERVALS = ("coverage", "width")
+LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `ssla train`."""
+
+    data: Path
+    target: str
+    output: Path
+    drop: tuple[str, ...] = ()
+    likelihood: str = "auto"
+    members: int = 1
+    max_epochs: int = 200
+    test_fraction: float = 0.1
+    conformal: bool = False
+    tune_trials: int = 0
+    seed: int = 0
+    decimal: str | None = None  # as stated, or None: found column by column
+    thousands: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Numbers of a table, and how they were made."""
+
+    plan: Plan
+    X: np.ndarray
+    y: np.ndarray
+    likelihood: str
+    missing: dict[str, int]
+    rows_without_target: int
+    encoded: Encoded  # of the rows with a target
+    target: Target
+    read_as: dict[str, str]  # how columns were understood, where that is not plain
+
+
+def run(request: Request, quiet: bool) -> dict[str, Any]:
+    """Do it, and say what was done."""
+    started = time.perf_counter()
+    check_target(request.output)
+    writable(request.output)
+    table = read_table(request.data, request.decimal, request.thousands)
+    ready = prepare(table, request)
+    train, test = split(ready.y, ready.likelihood, request)
+    X, y = ready.X[train], ready.y[train]
+    check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+    options: dict[str, Any] = {}
+    tuned: dict[str, Any] = {}
+    if request.tune_trials:
+        from ssla.cli.tuning import best_options
+
+        options, study = best_options(request, X, y, ready.likelihood, quiet)
+        tuned = {"tuned": options, "study": study}
+    estimator = make(request, ready.likelihood, options)
+    with progress(request.max_epochs, "training", quiet) as advance:
+        estimator.on_epoch = advance
+        estimator.fit(X, y)
+        del estimator.on_epoch
+    scores = score(estimator, ready.encoded[test], ready.y[test]) if len(test) else {}
+    facts = {
+        "rows": table.rows,
+        **rows_seen(estimator),
+        "rows_test": len(test),
+        "rows_without_target": ready.rows_without_target,
+        "columns": len(ready.plan.features),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "read_as": ready.read_as,
+        "missing": ready.missing,
+        "likelihood": ready.likelihood,
+        "members": request.members,
+        "epochs": estimator.n_iter_,
+        "scores": scores,
+        **tuned,
+    }
+    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
+        facts["caution"] = CAUTION
+    style = asdict(ready.target.style)
+    marks = {"decimal": request.decimal, "thousands": request.thousands}
+    extra = {"plan": ready.plan.as_json(), "target": request.target, "target_style": style, "facts": facts, **marks}
+    save(estimator, request.output, extra)
+    return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def prepare(table: Table, request: Request) -> Prepared:
+    """Plan, numbers and target of a training table, or a TableError."""
+    one_of("likelihood", request.likelihood, LIKELIHOODS)
+    for name in request.drop:
+        table.cells_of(name)  # its error names the nearest
+    asked = None if request.likelihood == "auto" else request.likelihood == "classes"
+    target = read_target(table, request.target, asked)
+    given = target.given
+    if len(target.y) < FEWEST_ROWS:
+        raise TableError(f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are needed to learn.")
+    if not target.classes and len(set(target.y.tolist())) == 1:
+        raise TableError(f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to learn.")
+    if target.zero_one and asked is None:
+        warnings.warn(
+            f"The target {request.target!r} has only the values 0 and 1: it is predicted as a number. For classes give "
+            "--likelihood classes.",
+            UserWarning,
+            stacklevel=2,
+        )
+    plan = make_plan(table, {request.target, *request.drop}, given)
+    encoded = plan.encode(table)
+    likelihood = "classes" if target.classes else "gaussian" if asked is None else request.likelihood
+    said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
+    rest = int((~given).sum())
+    return Prepared(plan, encoded.values[given], target.y, likelihood, encoded.missing, rest, encoded[given], target, said)
+
+
+def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
+    """Refuse, before the training, a last layer whose curvature is larger than the memory budget: that of very many classes."""
+    outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
+    cost = ssla.estimate_cost(Architecture(ready.plan.width, outputs, hidden).build(), len(ready.y))
+    if not cost.fits:
+        raise TableError(
+            f"The target has {outputs:,} classes. Their curvature needs {cost.statistics / 2**30:.3g} GiB, more than the "
+            f"{cost.budget / 2**30:.3g} GiB that this command uses. Group the rare classes, or leave out their rows."
+        )
+
+
+def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to learn from, and rows for the scores (none if they would be fewer than five)."""
+    if not 0 <= request.test_fraction < 1:
+        raise ValueError(f"--test-fraction must lie between 0 and 1, but is {request.test_fraction:g}.")
+    order, most = shuffled(y, likelihood, request.seed)
+    count = min(round(len(y) * request.test_fraction), most)
+    return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
+
+
+def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
+    """A random order of the rows, and how many of the first may be kept aside.
+
+    Of classes the first rows hold each in its share: the r-th of n rows of a class stands at (r + ½)/n. The last row of every
+    class comes after all others and is never kept aside.
+    """
+    order = np.random.default_rng(seed).permutation(len(y))
+    if likelihood != "classes":
+        return order, len(y)
+    _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
+    by_class = np.argsort(codes, kind="stable")
+    rank = np.empty(len(y), dtype=int)
+    rank[by_class] = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    place = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
+    return order[np.argsort(place, kind="stable")], len(y) - len(sizes)
+
+
+def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+    shared = {"members": request.members, "max_epochs": request.max_epochs, "random_state": request.seed, **options}
+    if likelihood == "classes":
+        if request.conformal:
+            raise ValueError("--conformal corrects intervals of numbers; for classes leave it out.")
+        return SSLAClassifier(**shared)
+    return SSLARegressor(likelihood, conformal=request.conformal, **shared)
+
+
+def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
+    """The predictive of rows; those with inputs that training did not have are mixed over values of the training table."""
+    if isinstance(rows, Encoded):
+        return predict_with_gaps(estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares)
+    predictive: Predictive = estimator.predict_dist(rows)
+    return predictive
+
+
+def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "") -> dict[str, Any]:
+    """The usual scores, of labels that were seen at training; of a conformal model those of its intervals too."""
+    if refit:
+        estimator = replace_refit(estimator, refit)
+    if isinstance(estimator, SSLAClassifier):
+        known = np.isin(y, estimator.classes_)
+        if not known.any():
+            raise TableError("None of the labels in the target was seen at training.")
+        codes = np.searchsorted(estimator.classes_, y[known])
+        summary = metrics.summary(predictive_at(estimator, X[known]), codes)
+        return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
+    p = predictive_at(estimator, X)
+    scores: dict[str, Any] = dict(metrics.summary(p, y).scores)
+    conformal = estimator.conformal_
+    if conformal is None:
+        return scores
+    found: dict[str, Any] = {name: scores[name] for name in ("nll", "crps", "rmse")}
+    if not conformal.holds_for(estimator.refit):
+        found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
+        return found | of_predictive(scores)
+    for level in metrics.LEVELS:
+        low, high = conformal.interval(p, level).T
+        width = float((high - low).mean())
+        found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
+        found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
+    return found | of_predictive(scores)
+
+
+def of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores of a conformal model's predictive: not those of the intervals that it gives, and labelled so."""
+    return {f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value for name, value in scores.items()}
+
+
+def rows_seen(estimator: Any) -> dict[str, Any]:
+    """How many rows the posterior saw, and how many the intervals were corrected on."""
+    conformal = getattr(estimator, "conformal_", None)
+    return {
+        "rows_trained": estimator.ensemble_.components[0].posterior.report.n,
+        "conformal": conformal is not None,
+        "rows_calibration": 0 if conformal is None else len(conformal.scores),
+    }
+
+
+def replace_refit(estimator: Any, refit: str) -> Any:
+    """The same fitted estimator on another rung."""
+    import copy
+
+    other = copy.copy(estimator)
+    other.refit = refit
+    return other
+
+
+def smaller(request: Request) -> Request:
+    """For trials: one network."""
+    return replace(request, members=1, conformal=False)

@@ -1,0 +1,129 @@
+"""What a fit will take, before it is begun: from the module's shapes alone, without a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ssla._checks import unknown_name
+from ssla.network.frozen import Output, checked_output
+from ssla.network.opening import ALL, LAST_LAYER, trainable
+from ssla.structures import Extent, LowRank, Structure, resolve
+from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and passes of one fit. `print` it."""
+
+    rows: int
+    parameters: int
+    outputs: int
+    structure: str
+    statistics: int  # bytes
+    per_row: int  # bytes that each row of a chunk takes beside the network's own activations
+    passes: str
+    budget: int
+    instead: str  # what would fit
+
+    @property
+    def fits(self) -> bool:
+        """Whether the statistics stay within the memory budget (rows are chunked to it in any case)."""
+        return self.statistics <= self.budget
+
+    def __str__(self) -> str:
+        verdict = f"{'within' if self.fits else 'BEYOND'} the budget of {in_words(self.budget)}"
+        lines = [
+            f"rows          {self.rows:,}: read in chunks, memory does not grow with them",
+            f"parameters    {self.parameters:,} free, {self.outputs} output{'s' * (self.outputs != 1)}",
+            f"statistics    {in_words(self.statistics)} ({self.structure}), {verdict}",
+            f"each row      {in_words(self.per_row)} while its chunk is read",
+            f"passes        {self.passes}",
+        ]
+        if not self.fits:
+            lines.append(f"instead       {self.instead}, or a larger memory_budget")
+        return "\n".join(lines)
+
+
+def estimate_cost(
+    model: nn.Module,
+    n: int,
+    *,
+    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
+    structure: str | Structure = "dense",
+    gaussian: bool = True,
+    output: Output = None,
+    memory_budget: int | None = None,
+) -> Cost:
+    """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
+
+    The last layer is taken to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
+    the likelihood is Gaussian with constant noise, when a last layer is polished without a further pass. output: as in `fit`; the
+    cost is estimated from shapes and does not depend on it.
+
+    >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
+    """
+    kind = resolve(structure)
+    checked_output(output)
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not linears:
+        raise ValueError(
+            "The cost is estimated from the module's last nn.Linear, but it has none. Fit a few rows and read the report."
+        )
+    outputs = linears[-1].out_features
+    names = _names(model, weights, linears[-1])
+    own = dict(model.named_parameters())
+    parameters = sum(own[name].numel() for name in names)
+    extent = Extent(parameters, outputs, _layers(model, names), n)
+    statistics = kind.memory(extent)
+    head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
+    width = parameters // outputs if head else 0
+    if head:
+        per_row = 8 * (width * (outputs + 2) + 4 * outputs**2)
+    else:
+        per_row = (
+            8
+            * outputs
+            * (3 * parameters if kind.materialises else sum(inside + out for inside, out in extent.layers) + 2 * extent.rest)
+        )
+    if not head:
+        passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
+    else:
+        passes = (
+            "1" if gaussian else "1, and one for each Newton step of polish (about 5 to 10), over features kept while they fit"
+        )
+    if isinstance(kind, LowRank) and kind.rank is None:
+        passes += "; one more for each time the sketch has to be doubled, which doubles its memory too"
+    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    instead = alternatives(kind.name, extent, budget)
+    return Cost(n, parameters, outputs, kind.name, statistics, per_row, passes, budget, instead)
+
+
+def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:
+    own = dict(model.named_parameters())
+    if weights == ALL:
+        return list(trainable(model))
+    if weights == LAST_LAYER:
+        return [name for name, p in own.items() if any(p is q for q in last.parameters())]
+    wanted = [weights] if isinstance(weights, str) else list(weights)
+    for name in wanted:
+        if name not in own:
+            raise ValueError(unknown_name("parameter", name, own))
+    return wanted
+
+
+def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
+    """(inputs with the bias folded in, outputs) of each layer with a Kronecker form that has free parameters."""
+    found = []
+    for prefix, layer in model.named_modules():
+        free = [f"{prefix}.{name}" if prefix else name for name, _ in layer.named_parameters(recurse=False)]
+        free = [name for name in free if name in names]
+        if not free or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+            continue
+        if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
+            continue
+        found.append((layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]))
+    return tuple(found)

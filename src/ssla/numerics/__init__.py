@@ -1,0 +1,1 @@
+"""Small dense mathematics for thousands of tasks at once. Nothing here imports ssla."""

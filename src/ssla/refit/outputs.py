@@ -1,0 +1,222 @@
+"""What a refit is: stage one once for each x, stage two for any y."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ssla.data import Inputs
+from ssla.likelihoods import Likelihood
+from ssla.numerics import linalg
+from ssla.posterior import Marginal, Posterior
+from ssla.priors import ADDITIVE, EXACT, PAPER
+from ssla.refit.increments import Expanded, Increments, Rule
+
+TASKS_AT_ONCE = 1 << 18
+
+
+class Density(NamedTuple):
+    """Un-normalised log densities with what is to be known about them, all of y's shape."""
+
+    log: Tensor
+    fallback: Tensor
+    converged: Tensor
+
+
+class Expansion(Protocol):
+    """Log densities at fixed inputs, as a function of y.
+
+    A scalar y is (N,) or (N, k); a vector y (N, D) or (N, k, D).
+    """
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The law of the new observation."""
+        ...
+
+    @property
+    def marginal(self) -> Marginal:
+        """f̂ and K in float64."""
+        ...
+
+    @property
+    def moves(self) -> bool:
+        """Whether the outputs move with y, so that the predictive carries the uncertainty of f."""
+        ...
+
+    @property
+    def like(self) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device."""
+        ...
+
+    def __call__(self, y: Tensor) -> Increments: ...
+
+    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """For some rows only: y (m, …) belongs to rows (m,)."""
+        ...
+
+
+class Refit(Protocol):
+    """A rung of the ladder."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, posterior: Posterior, x: Inputs) -> Expansion: ...
+
+
+@runtime_checkable
+class OutputRung(Refit, Protocol):
+    """A rung that needs f̂ and K only."""
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def moves(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class OutputExpansion:
+    """An expansion that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
+
+    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked for increments, and always under the
+    additive convention, where it is no part of K. `determinant` answers the covariance of the determinant where that is not K.
+    """
+
+    likelihood: Likelihood
+    marginal: Marginal
+    prior: Callable[[], Marginal]
+    rule: Rule
+    moves: bool
+    like: Tensor
+    convention: str = EXACT
+    determinant: Callable[[], Tensor] | None = None
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return linalg.root(self.marginal.covariance)
+
+    @cached_property
+    def _determinant_root(self) -> Tensor | None:
+        return None if self.determinant is None else linalg.root(self.determinant())
+
+    @cached_property
+    def prior_response(self) -> Marginal:
+        return self.prior()
+
+    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        parts = self._run(y, rows)
+        shape = self._shape(y)
+        log = _cat([p.total for p in parts]).reshape(shape)
+        if self.convention == ADDITIVE:
+            log = log + self._prior_increment(_cat([p.pull for p in parts]).reshape(*shape, self._outputs), rows)
+        return Density(
+            log,
+            _cat([p.fallback for p in parts]).reshape(shape),
+            _cat([p.converged for p in parts]).reshape(shape),
+        )
+
+    def __call__(self, y: Tensor) -> Increments:
+        parts = self._run(y, None)
+        shape = self._shape(y)
+        fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
+        prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
+        likelihood = (fit + shift).reshape(shape)
+        # −½‖v‖² is what data and prior lose together, but under the additive convention it is what the data alone lose
+        likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
+        return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
+
+    def _prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
+        """log π(θ̃) − log π(θ̂), to second order: bᵀu − ½ uᵀMu.  u (N, …, C) -> (N, …)."""
+        if not self.moves:
+            return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
+        response = self.prior_response if rows is None else Marginal(*(part[rows] for part in self.prior_response))
+        b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
+        return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
+
+    def take(self, rows: Tensor) -> OutputExpansion:
+        """Of some rows only."""
+        f, K = self.marginal
+        whole = self.determinant
+        return replace(
+            self,
+            marginal=Marginal(f[rows], K[rows]),
+            prior=lambda: Marginal(*(part[rows] for part in self.prior_response)),
+            determinant=None if whole is None else lambda: whole()[rows],
+        )
+
+    def step(self, y: Tensor) -> Tensor:
+        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations. Of y's shape."""
+        parts = self._run(y, None)
+        return (-2 * _cat([p.shift for p in parts])).clamp_min(0).sqrt().reshape(self._shape(y))
+
+    def _shape(self, y: Tensor) -> torch.Size:
+        return y.shape[:-1] if self._vector else y.shape
+
+    @property
+    def _outputs(self) -> int:
+        return self.marginal.mean.shape[1]
+
+    @property
+    def _vector(self) -> bool:
+        return self.likelihood.support_for(self._outputs).kind == "vector"
+
+    def _run(self, y: Tensor, rows: Tensor | None) -> list[Expanded]:
+        """All tasks, component-major, in pieces that bound the memory."""
+        f, R, D = (
+            part if part is None or rows is None else part[rows]
+            for part in (self.marginal.mean, self._root, self._determinant_root)
+        )
+        assert f is not None
+        assert R is not None
+        shape = self._shape(y)
+        per_row = shape[1] if len(shape) > 1 else 1
+        size = max(TASKS_AT_ONCE // per_row, 1)
+        return [
+            self.rule(
+                self.likelihood,
+                y[start : start + size].reshape(-1, *y.shape[len(shape) :]),
+                _spread(f[start : start + size], per_row),
+                _spread(R[start : start + size], per_row),
+                None if D is None else _spread(D[start : start + size], per_row),
+            )
+            for start in range(0, max(shape[0], 1), size)
+        ]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
+    """Stage one: f̂ and K at x."""
+    marginal = posterior.outputs_at(x)
+    return OutputExpansion(
+        likelihood=posterior.likelihood.predictive,
+        marginal=marginal,
+        prior=lambda: posterior.prior_response(x),
+        rule=rung.rule,
+        moves=rung.moves,
+        like=posterior.like(marginal),
+        convention=posterior.convention,
+        determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
+    )
+
+
+def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputExpansion:
+    """From beliefs about f that come from elsewhere; the prior increment is then counted with the likelihood's."""
+    marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
+    nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
+    return OutputExpansion(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))
+
+
+def _spread(values: Tensor, times: int) -> Tensor:
+    """(N, …) -> (N·times, …), each row repeated, stored component-major."""
+    major = values.movedim(0, -1).contiguous()
+    return major.repeat_interleave(times, -1).movedim(-1, 0) if times > 1 else major.movedim(-1, 0)

@@ -1,0 +1,178 @@
+"""The training data as a refit reads them: prepared once, kept while they fit the budget, read again where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.data import Batch, Inputs, Source, leaves, map_inputs, open_source, split
+from ssla.posterior import Posterior
+from ssla.priors import BoundGaussian, BoundPrior
+
+NO_DATA = (
+    "A refit of the weights needs the training data again, but {why}. Give them to the refit: "
+    "refit=ssla.WeightRefit(data=(X, y)), with all the data that the posterior has seen."
+)
+
+
+class Block(NamedTuple):
+    """Some rows: what the outputs are computed from, their targets, and their weights (None: all one)."""
+
+    x: Any  # features (b, F) with their column of ones for a last layer, cast inputs otherwise
+    f: Tensor  # outputs at θ̂ (b, C)
+    y: Tensor
+    weights: Tensor | None
+
+    @property
+    def targets(self) -> Tensor:
+        """y (b, 1, …), to stand beside the outputs of many tasks (b, m, C)."""
+        return self.y.unsqueeze(1)
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """values (b, …) times the row weights."""
+        return values if self.weights is None else values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
+
+
+Prepare = Callable[[Batch], Block]
+
+
+@dataclass(eq=False)
+class TrainingRows:
+    """The blocks of the training data, any number of times."""
+
+    source: Source
+    prepare: Prepare
+    rows_at_once: int
+    budget: int
+    kept: list[Block] | None = None
+
+    @property
+    def cached(self) -> bool:
+        return self.kept is not None
+
+    def __iter__(self) -> Iterator[Block]:
+        if self.kept is not None:
+            return iter(self.kept)
+        return self._read()
+
+    def _read(self) -> Iterator[Block]:
+        seen: list[Block] | None = []
+        size = 0
+        for batch in self.source:
+            if batch.y.shape[0] == 0:
+                continue
+            for part in split(batch, self.rows_at_once):
+                block = self.prepare(part)
+                size += sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
+                seen = None if seen is None or size > self.budget // 4 else [*seen, block]
+                yield block
+        self.kept = seen
+
+    def changed(self, function: Callable[[Block], Block]) -> TrainingRows:
+        """The same rows seen through a function."""
+        prepare = self.prepare
+        kept = None if self.kept is None else [function(block) for block in self.kept]
+        return TrainingRows(self.source, lambda part: function(prepare(part)), self.rows_at_once, self.budget, kept)
+
+
+def open_rows(posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
+    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
+    source = posterior.source if data is None else open_source(data)
+    if source is None:
+        raise ValueError(NO_DATA.format(why="this posterior does not know them (it was loaded from a file or put together)"))
+    if not source.repeatable:
+        raise ValueError(NO_DATA.format(why="they came from a generator, which can be read only once"))
+    network, likelihood = posterior.network, posterior.likelihood
+    support = likelihood.support_for(network.outputs)
+
+    def block(part: Batch) -> Block:
+        y = part.y.squeeze(1) if part.y.dim() == 2 and part.y.shape[1] == 1 and support.kind != "vector" else part.y
+        support.check(y, network.outputs)
+        y = y.to("cpu").long() if support.kind == "class" else y.to("cpu").double()
+        x, f = prepare(network.cast(part.x))
+        return Block(x, f, y, None if part.weights is None else part.weights.to("cpu").double())
+
+    return TrainingRows(source, block, network.rows_at_once(posterior.memory_budget), posterior.memory_budget)
+
+
+def check_seen(posterior: Posterior, n: int, gradient: Tensor) -> None:
+    """ValueError unless these rows are those of the fit: as many, with the same gradient at θ̂."""
+    if n != posterior.statistics.n:
+        raise ValueError(
+            f"The data to refit on have {n:,} rows, but the posterior was fitted on {posterior.statistics.n:,}. Give all of "
+            "them, in any order: refit=ssla.WeightRefit(data=…). If a loader drops or samples rows, take that out."
+        )
+    off = gradient - posterior.statistics.gradient
+    distance = float(off @ posterior.operator.solve(off)) ** 0.5
+    if not distance <= 0.01 * len(off) ** 0.5:
+        raise ValueError(
+            f"The data to refit on are not those of the fit: the log likelihood's gradient at θ̂ differs by {distance:.3g} "
+            "posterior standard deviations. Likely causes: (a) other data, or other row weights; (b) a loader that augments at "
+            "random. Give the data of the fit: refit=ssla.WeightRefit(data=…)."
+        )
+
+
+def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """function of each row, at once; one by one where it cannot be vectorised (control flow in a user's own code)."""
+    try:
+        result: Tensor = torch.func.vmap(function)(values)
+    except (RuntimeError, ValueError, TypeError):
+        result = torch.stack([function(row) for row in values])
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class PriorChange:
+    """How log π changes with a step δ (m, P) from θ̂; exact and without cancellation for a Gaussian."""
+
+    bound: BoundPrior
+    theta: Tensor
+
+    @property
+    def gaussian(self) -> bool:
+        return isinstance(self.bound, BoundGaussian)
+
+    def value(self, step: Tensor) -> Tensor:
+        """log π(θ̂ + δ) − log π(θ̂) (m,)."""
+        if self.gaussian:
+            return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
+        return by_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
+
+    def gradient(self, step: Tensor) -> Tensor:
+        """∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
+        if self.gaussian:
+            return -self.bound.precision(self.theta) * step
+        return by_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
+
+    def precision(self, step: Tensor) -> Tensor | None:
+        """The change of −∇² log π as (m, P, P); None where there is none."""
+        if self.gaussian:
+            return None
+        change = by_rows(self.bound.precision, self.theta + step) - self.bound.precision(self.theta)
+        return torch.diag_embed(change) if change.dim() == 2 else change
+
+
+def take(x: Inputs, rows: Tensor) -> Inputs:
+    """Some rows of an input."""
+    return map_inputs(lambda part: part[rows], x)
+
+
+def leading(row: Inputs) -> Inputs:
+    """One row -> a batch of one."""
+    return map_inputs(lambda part: part.unsqueeze(0), row)
+
+
+def square(precision: Tensor) -> Tensor:
+    """(P,) or (P, P) -> (P, P)."""
+    return torch.diag(precision) if precision.dim() == 1 else precision
+
+
+def solve_rows(solve: Callable[[Tensor], Tensor], factor: Tensor | None, values: Tensor) -> Tensor:
+    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else as the structure can."""
+    if factor is not None:
+        return torch.cholesky_solve(values.mT, factor).mT
+    return by_rows(solve, values)

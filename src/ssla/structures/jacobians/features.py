@@ -1,0 +1,97 @@
+"""A last layer: J = φᵀ ⊗ I, never built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssla.structures.jacobians.jacobian import DenseJacobian
+
+
+@dataclass(frozen=True)
+class Features:
+    """J = φᵀ ⊗ I: outputs are linear in θ (C, F), φ (B, F).
+
+    With `bias`, φ ends in a column of ones that is not stored.
+    """
+
+    phi: Tensor  # (B, F), or (B, F − 1) with bias
+    outputs: int
+    bias: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.width
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.phi.shape[1] + self.bias
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.phi.dtype
+
+    def with_ones(self) -> Tensor:
+        """φ (B, F), its column of ones included."""
+        return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
+
+    def double(self) -> Features:
+        return Features(Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs)
+
+    def _times(self, matrix: Tensor) -> Tensor:
+        """φ Mᵀ for M (·, F)."""
+        return torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT) if self.bias else self.phi @ matrix.mT
+
+    def push(self, direction: Tensor) -> Tensor:
+        return self._times(direction.view(self.outputs, -1).to(self.phi.dtype))
+
+    def pull(self, g: Tensor) -> Tensor:
+        weights = g.mT @ self.phi
+        return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
+
+    def push_many(self, directions: Tensor) -> Tensor:
+        D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)  # (C, k, F)
+        return self._times(D.reshape(-1, self.width)).view(-1, self.outputs, directions.shape[1])
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        phi = self.with_ones()
+        return (phi.mT @ g.flatten(1)).view(self.width, self.outputs, -1).movedim(0, 1).reshape(self.size, -1)
+
+    def dense(self) -> DenseJacobian:
+        phi = self.with_ones()
+        eye = torch.eye(self.outputs, dtype=phi.dtype)
+        return DenseJacobian((eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1))
+
+    def gram(self, precision: Tensor) -> Tensor:
+        phi = self.double().phi
+        C, F = self.outputs, self.width
+        out = torch.empty(C, F, C, F, dtype=phi.dtype)
+        for a in range(C):
+            for b in range(a + 1):
+                block = (phi * precision[:, a, b, None]).mT @ phi
+                out[a, :, b, :] = block
+                out[b, :, a, :] = block.mT
+        return out.reshape(C * F, C * F)
+
+    def gram_diagonal(self, precision: Tensor) -> Tensor:
+        phi = self.double().phi
+        return (precision.diagonal(dim1=-2, dim2=-1).mT @ (phi * phi)).flatten()
+
+    def quadratic(self, whitener: Tensor) -> Tensor:
+        # Output a's weights are the columns of block a of W, which is lower triangular: rows from a·F on.
+        C, F = self.outputs, self.width
+        W = whitener.to(self.phi.dtype)
+        white = [self._times(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
+        K = torch.empty(C, C, self.phi.shape[0], dtype=self.phi.dtype)
+        for a in range(C):
+            for b in range(a):
+                K[a, b] = K[b, a] = torch.linalg.vecdot(white[a], white[b][:, (a - b) * F :])
+            K[a, a] = torch.linalg.vecdot(white[a], white[a])
+        return K.movedim(-1, 0)
+
+    def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        v = variances.view(self.outputs, -1).to(self.phi.dtype)
+        return torch.diag_embed(Features(self.phi * self.phi, self.outputs, self.bias)._times(v))

@@ -1,0 +1,39 @@
+"""What cannot fit the memory budget is refused before any pass, with what would fit."""
+
+from __future__ import annotations
+
+from ssla.structures import STRUCTURES, Extent, Structure
+
+DEFAULT_BUDGET = 1 << 30
+
+
+def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: int, budget: int) -> None:
+    """ValueError if the statistics, or a single row's intermediate results, are larger than the budget."""
+    need = structure.memory(extent)
+    if need > budget:
+        raise ValueError(
+            f"structure={structure.name!r} with {extent.size:,} free parameters needs {in_words(need)}, more than the memory "
+            f"budget of {in_words(budget)}. Use {alternatives(structure.name, extent, budget)}, or a larger memory_budget."
+        )
+    if bytes_per_row > budget:
+        raise ValueError(
+            f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
+            f"more than the memory budget of {in_words(budget)}. Give several times that, or free fewer weights."
+        )
+
+
+def alternatives(name: str, extent: Extent, budget: int) -> str:
+    """The other structures that fit, with what they take."""
+    sizes = {other: structure.memory(extent) for other, structure in STRUCTURES.items() if other != name}
+    good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
+    return " or ".join(good) or "fewer weights, such as weights='last_layer'"
+
+
+def in_words(size: int) -> str:
+    """Bytes, to be read."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    for unit in units:
+        if value < 1024 or unit == units[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"

@@ -1,0 +1,145 @@
+"""Settings and rows -> a fitted ensemble."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssla._checks import unknown_name
+from ssla.fitting import fit
+from ssla.likelihoods import Gaussian, Likelihood
+from ssla.posterior import Posterior
+from ssla.priors import Gaussian as GaussianPrior
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, Ensemble, Settings
+from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise, to_mode
+from ssla.tabular.scaling import scaling_of
+from ssla.tabular.training import Architecture, Rows, folds, train
+
+PRIOR_GRID = tuple(10.0 ** (k / 2) for k in range(-6, 9))
+FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
+
+
+def fit_ensemble(
+    x: Tensor, y: Tensor, weights: Tensor, settings: Settings, classes: int = 0, on_epoch: Callable[[int], None] | None = None
+) -> Ensemble:
+    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number."""
+    if settings.likelihood not in LIKELIHOODS:
+        raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
+    columns = y[:, None] if y.dim() == 1 else y
+    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or columns.shape[1])
+    inputs = scaling_of(x, weights)
+    target = scaling_of(columns, weights) if settings.likelihood in CONTINUOUS else None
+    z = inputs(x)
+    if target is not None:
+        y = target(columns).reshape(y.shape)
+    generator = torch.Generator().manual_seed(settings.seed)
+    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None)
+    architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation)
+    # all rows at once: in double, so that row weights equal repeated rows
+    dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
+    rows = Rows(z.to(dtype), y if classes else y.to(dtype), weights.to(dtype), held)
+    start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
+    trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
+    modules = tuple(module.double() for module in trained.modules)
+    work = _Work(_Data(z, y, weights, held), likelihood, settings, _disagreement(modules, z[held.any(0)]))
+    components: list[Component] = []
+    with warnings.catch_warnings():  # said of fits that are then tuned
+        warnings.filterwarnings("ignore", "polish moved", UserWarning)
+        warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
+        for m, module in enumerate(modules):
+            parts = work.posteriors(module, held[m])
+            components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
+    return Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
+
+
+def _fraction(settings: Settings, rows: int) -> float:
+    """Of small tables more is left out: thirty rows, but at most a fifth."""
+    least = settings.validation_fraction
+    return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
+
+
+def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor | None:
+    """The variance between members, mean over rows (D,)."""
+    if len(modules) < 2 or not len(z):
+        return None
+    with torch.no_grad():
+        return torch.stack([module(z) for module in modules]).var(0, unbiased=False).mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    z: Tensor
+    y: Tensor
+    weights: Tensor
+    held: Tensor  # (M, n)
+
+    def of(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        chosen: Any = slice(None) if rows is None else rows
+        return self.z[chosen], self.y[chosen], self.weights[chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """The posteriors of one member after another."""
+
+    data: _Data
+    likelihood: Likelihood | None
+    settings: Settings
+    disagreement: Tensor | None
+
+    def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
+        return fit(
+            module,
+            self.data.of(rows),
+            likelihood=likelihood,
+            prior=prior or GaussianPrior(self.settings.schedule.precision),
+            weights=self.settings.weights,
+            structure=self.settings.structure,
+        )
+
+    def posteriors(self, module: nn.Module, held: Tensor) -> list[tuple[Posterior, float]]:
+        """With their shares: one, or one for each node of the noise."""
+        if self.likelihood is not None:
+            return [(self._tuned(self._fit(module, None, self.likelihood)), 1.0)]
+        if not bool(held.any()):
+            return [(self._tuned(self._fit(module, None, Gaussian(noise="estimate"))), 1.0)]
+        noise = self._noise(module, held)
+        middle = self._tuned(self._fit(module, None, noise.at(0.0)))
+        found = [(middle, NODES[0][1])]
+        for t, share in NODES[1:]:
+            likelihood = noise.at(t)
+            whole = middle.quadratic
+            posterior = at_noise(middle, likelihood) if whole else self._fit(module, None, likelihood, middle.prior)
+            found.append((posterior, share))
+        return found
+
+    def _noise(self, module: nn.Module, held: Tensor) -> Noise:
+        """From the posterior of the other rows, at the rows that were left out."""
+        z, y, weights = self.data.of(held)
+        columns = y if y.dim() == 2 else y[:, None]
+        with torch.no_grad():
+            first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
+        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K under the prior that will be used
+        f, K = posterior.outputs_at(z)
+        share = K.diagonal(dim1=1, dim2=2) / first.scale**2
+        seen, target, w = self.data.of(~held)
+        residuals = target.reshape(len(seen), -1) - posterior.outputs_at(seen).mean
+        inside = (w[:, None] * residuals**2).sum(0) / w.sum()
+        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
+
+    def _tuned(self, posterior: Posterior) -> Posterior:
+        """With the prior precision of the highest evidence."""
+        if not self.settings.tune:
+            return posterior
+        if hasattr(posterior, "tune"):
+            better: Posterior = posterior.tune(objective="evidence", over=("prior",), per_layer=False)
+            return better
+        if not posterior.quadratic:
+            return posterior
+        found = [to_mode(replace(posterior, prior=GaussianPrior(precision))) for precision in PRIOR_GRID]
+        return max(found, key=lambda one: one.log_evidence())

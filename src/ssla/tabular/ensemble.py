@@ -1,0 +1,75 @@
+"""What is chosen, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ssla import likelihoods
+from ssla.likelihoods import Likelihood
+from ssla.posterior import Posterior
+from ssla.predictive import Predictive, affine, mixture
+from ssla.refit import Refit
+from ssla.tabular.scaling import Scaling
+from ssla.tabular.training import Architecture, Schedule
+
+GAUSSIAN = "gaussian"
+CLASSES = "classes"
+LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # targets or classes -> likelihood, outputs
+    GAUSSIAN: lambda count: (None, count),  # noise of unknown size
+    "heteroscedastic": lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
+    "poisson": lambda count: (likelihoods.Poisson(), 1),
+    CLASSES: lambda count: (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count),
+}
+CONTINUOUS = (GAUSSIAN, "heteroscedastic")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the estimators and the command let people choose."""
+
+    likelihood: str = GAUSSIAN
+    hidden: tuple[int, ...] = (50, 50)
+    activation: str = "silu"
+    members: int = 1
+    weights: str = "last_layer"
+    structure: str = "dense"
+    tune: bool = True
+    validation_fraction: float = 0.1  # 0: no early stopping, noise from the training residuals
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """One part of the mixture: a posterior on the network of a member, with its share."""
+
+    posterior: Posterior
+    member: int
+    weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """One or several fitted networks, in the units of the table."""
+
+    settings: Settings
+    architecture: Architecture
+    modules: tuple[nn.Sequential, ...]
+    components: tuple[Component, ...]
+    inputs: Scaling
+    target: Scaling | None  # None: counts and classes have no unit
+    epochs: int
+    one_target: bool = True
+
+    def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
+        """The predictive of y at x (N, d), in y's own unit."""
+        z = self.inputs(x)
+        parts = [component.posterior.predict(z, refit) for component in self.components]
+        whole = parts[0] if len(parts) == 1 else mixture(parts, [component.weight for component in self.components])
+        if self.target is None:
+            return whole
+        shift, scale = self.target.shift, self.target.scale
+        return affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)

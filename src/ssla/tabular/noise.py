@@ -1,0 +1,86 @@
+"""How large the noise is, from rows that were left out, and how sure that is.
+
+A network makes its training residuals as small as it likes. On rows that were left out, r² has mean σ² + K, and K is nearly
+proportional to σ², so
+
+    σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
+
+One network: no less than the mean of r² over its training rows, for early stopping chose the epoch that looked best on the rows
+left out. Several: their disagreement V is part of each one's error, but not of the mixture's, and the mixture adds it to its
+spread; so 2V is taken off, down to the training residuals at most.
+
+From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
+predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t
+distribution rather than of a Gaussian whose width is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ssla.likelihoods import Gaussian
+from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.posterior import Posterior
+
+NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))  # (t, weight); the middle first
+SMALLEST = 1e-6  # of the target's spread
+GAUSSIAN_KURTOSIS = 3.0
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """σ̂ (D,) and the standard error of its logarithm."""
+
+    scale: Tensor
+    error: float
+
+    def at(self, t: float) -> Gaussian:
+        """The likelihood with noise σ̂ e^(t·se)."""
+        scale = self.scale * math.exp(t * self.error)
+        return Gaussian(noise=scale if len(scale) > 1 else float(scale))
+
+
+def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None) -> Noise:
+    """From s (n, D) of the rows left out, their weights (n,), the mean square of the training residuals (D,), and V (D,)."""
+    total = weights.sum()
+    variance = (weights[:, None] * squares).sum(0) / total
+    fourth = (weights[:, None] * squares**2).sum(0) / total
+    kurtosis = (fourth / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
+    error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
+    if disagreement is None:
+        variance = torch.maximum(variance, inside)
+    else:
+        variance = torch.minimum(variance, torch.maximum(variance - 2 * disagreement, inside))
+    return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, 1.0))
+
+
+def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
+    """The posterior with all noise scaled by one factor, without a pass; its mode moves along.
+
+    Needs a log likelihood that the sums hold whole (`posterior.quadratic`). With ratio ρ = σ²/σ'², curvature and gradient are
+    multiplied by ρ, and so is the quadratic form in ℓ_D = −½Q − W Σ log σ − (WD/2) log 2π.
+    """
+    assert isinstance(posterior.likelihood, Gaussian)
+    old, new = (torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1) for part in (posterior.likelihood, likelihood))
+    outputs, sums = posterior.network.outputs, posterior.statistics
+    ratio = float((old[0] / new[0]) ** 2)
+    constant = [-sums.weight * float(s.expand(outputs).log().sum() + outputs * LOG_2PI / 2) for s in (old, new)]
+    statistics = replace(
+        sums,
+        log_likelihood=(sums.log_likelihood - constant[0]) * ratio + constant[1],
+        gradient=sums.gradient * ratio,
+        curvature=sums.curvature.scaled(torch.full_like(sums.gradient, math.sqrt(ratio))),
+    )
+    report = replace(posterior.report, likelihood=repr(likelihood))
+    return to_mode(replace(posterior, likelihood=likelihood, statistics=statistics, report=report))
+
+
+def to_mode(posterior: Posterior) -> Posterior:
+    """One Newton step, which is exact where the sums are a quadratic."""
+    gradient = posterior.statistics.gradient + posterior.bound_prior.gradient(posterior.theta)
+    step = posterior.operator.solve(gradient)
+    return replace(posterior, theta=posterior.theta + step, statistics=posterior.statistics.moved(step))

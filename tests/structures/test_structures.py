@@ -1,0 +1,165 @@
+"""Every structure against its dense twin, by one shared check; sums that merge in any order."""
+
+import pytest
+import torch
+
+from ssla.structures import STRUCTURES, Dense, Diagonal, Kfac, LowRank, resolve
+from ssla.structures.jacobians import DenseJacobian, Features, LayerBlock, LayerJacobian, RestBlock
+from support.oracles import random_spd
+
+KINDS = {
+    "features": lambda seed: Features(_randn(seed, 11, 4), 3),
+    "features with bias": lambda seed: Features(_randn(seed, 11, 4), 2, bias=True),
+    "dense": lambda seed: DenseJacobian(_randn(seed, 11, 2, 7)),
+    "layers": lambda seed: layered(seed, places=1),
+    "layers with shared weights": lambda seed: layered(seed, places=3),
+}
+
+
+def layered(seed, places):
+    """Two layers (2×3 and 1×2) and two plain parameters, scattered over θ."""
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
+    blocks = (
+        LayerBlock(order[:6].reshape(2, 3), _randn(seed, 11, places, 3), _randn(seed + 1, 11, 2, places, 2)),
+        LayerBlock(order[6:8].reshape(1, 2), _randn(seed + 2, 11, 1, 2), _randn(seed + 3, 11, 2, 1, 1)),
+    )
+    return LayerJacobian(10, 2, 11, blocks, RestBlock(order[8:], _randn(seed + 4, 11, 2, 2)))
+
+
+def _randn(seed, *shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def explicit(J):
+    """J as (B, C, P), from its own push: column p is J e_p."""
+    eye = torch.eye(J.size, dtype=torch.float64)
+    return torch.stack([J.push(eye[p]) for p in range(J.size)], -1)
+
+
+@pytest.mark.parametrize("entries", [1 << 22, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_jacobian_contractions_equal_explicit_ones(kind, entries, monkeypatch):
+    monkeypatch.setattr(
+        "ssla.structures.jacobians.layers.ENTRIES_AT_ONCE", entries
+    )  # in one piece, and in as many as there can be
+    J = KINDS[kind](0)
+    A = explicit(J)
+    B, C, P = A.shape
+    precision, g, v = random_spd(B, C, C, seed=1), _randn(2, B, C), _randn(3, P).abs()
+    W = torch.tril(_randn(4, P, P))
+    assert torch.allclose(J.pull(g), torch.einsum("bcp,bc->p", A, g))
+    assert torch.allclose(J.dense().values, A)
+    many, back = _randn(5, P, 3), _randn(6, B, C, 3)
+    assert torch.allclose(J.push_many(many), A @ many)
+    assert torch.allclose(J.pull_many(back), torch.einsum("bcp,bck->pk", A, back))
+    assert torch.allclose(J.gram(precision), torch.einsum("bcp,bcd,bdq->pq", A, precision, A))
+    assert torch.allclose(J.gram_diagonal(precision), J.gram(precision).diagonal())
+    assert torch.allclose(J.quadratic(W), A @ W.mT @ W @ A.mT)
+    assert torch.allclose(J.quadratic_diagonal(v), A @ torch.diag(v) @ A.mT)
+
+
+def test_features_are_phi_kron_identity():
+    J = Features(_randn(0, 3, 2), 2, bias=True)
+    A = explicit(J)
+    row = torch.cat([J.phi[0], torch.ones(1, dtype=torch.float64)])
+    assert torch.allclose(A[0], torch.block_diag(row[None], row[None]))
+
+
+def kronecker_twin(J, A, precision):
+    """What kfac (expand) stands for, entry by entry with torch.kron."""
+    S = torch.zeros(J.size, J.size, dtype=torch.float64)
+    if isinstance(J, Features):
+        phi = J.with_ones()
+        return torch.kron(precision.sum(0), phi.mT @ phi / len(phi))
+    for block in J.layers:
+        a = block.a.flatten(0, 1)
+        G = torch.einsum("bcto,bcd,bdtp->op", block.delta, precision, block.delta)
+        where = block.positions.flatten()
+        S[where[:, None], where] = torch.kron(G.contiguous(), (a.mT @ a / len(a)).contiguous())
+    where = J.rest.positions
+    S[where, where] = torch.einsum("bcp,bcd,bdp->p", A[:, :, where], precision, A[:, :, where])
+    return S
+
+
+def check_against_dense(structure, J, precision, prior):
+    """K, logdet, solve, variances, response and samples of `structure` equal those of the matrix it stands for."""
+    statistics = structure.zero(J.size).add(J, precision)
+    A = explicit(J)
+    S = torch.einsum("bcp,bcd,bdq->pq", A, precision, A)
+    if isinstance(structure, Diagonal):
+        S = torch.diag(S.diagonal())
+    if isinstance(structure, Kfac):
+        S = kronecker_twin(J, A, precision)
+    H = S + torch.diag(prior)
+    inverse = torch.linalg.inv(H)
+    operator = statistics.with_prior(prior)
+    v = _randn(9, J.size)
+    assert torch.allclose(statistics.push(v), S @ v)
+    assert torch.allclose(operator.covariance(J), A @ inverse @ A.mT, rtol=1e-10)
+    assert torch.allclose(operator.response(J, prior), A @ inverse @ torch.diag(prior) @ inverse @ A.mT, rtol=1e-9)
+    assert abs(operator.logdet() - float(torch.logdet(H))) < 1e-9
+    assert torch.allclose(operator.solve(v), inverse @ v, rtol=1e-10)
+    assert torch.allclose(operator.variances(), inverse.diagonal(), rtol=1e-10)
+    draws = operator.sample(200_000, torch.Generator().manual_seed(0))
+    assert (draws.T.cov() - inverse).abs().max() < 0.02 * inverse.abs().max()
+    d = torch.full((J.size,), 0.7, dtype=torch.float64)
+    scaled = statistics.scaled(d).with_prior(prior)
+    assert torch.allclose(
+        scaled.solve(v), torch.linalg.solve(torch.diag(d) @ S @ torch.diag(d) + torch.diag(prior), v), rtol=1e-9
+    )
+
+
+EXACT = STRUCTURES | {"low_rank": LowRank(rank=100), "dense, never dual": Dense(dual=False)}
+TWINS = [(name, kind) for name in EXACT for kind in KINDS if (name, kind) != ("kfac", "dense")]
+
+
+@pytest.mark.parametrize(("name", "kind"), TWINS)
+def test_structure_equals_its_dense_twin(name, kind):
+    J = KINDS[kind](5)
+    prior = torch.full((J.size,), 0.6, dtype=torch.float64) if name == "kfac" else _randn(7, J.size).abs() + 0.1
+    check_against_dense(EXACT[name], J, random_spd(11, J.outputs, J.outputs, seed=6), prior)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_merge_is_associative_and_order_free(name):
+    structure = EXACT[name]
+    batches = [(J := KINDS["features"](s), random_spd(11, J.outputs, J.outputs, seed=s)) for s in range(3)]
+    one, two, three = (structure.zero(b[0].size).add(*b) for b in batches)
+    direct = structure.zero(batches[0][0].size)
+    for batch in batches:
+        direct = direct.add(*batch)
+    prior = torch.ones(batches[0][0].size, dtype=torch.float64)
+    answers = [
+        s.with_prior(prior).covariance(batches[0][0])
+        for s in (direct, one.merge(two).merge(three), three.merge(two.merge(one)), two.merge(three).merge(one))
+    ]
+    for answer in answers[1:]:
+        assert torch.allclose(answer, answers[0], rtol=1e-12)
+
+
+def test_diag_is_the_diagonal_of_dense():
+    J = KINDS["dense"](1)
+    precision = random_spd(11, 2, 2)
+    dense = Dense().zero(J.size).add(J, precision).as_matrix()
+    assert torch.allclose(Diagonal().zero(J.size).add(J, precision).diagonal, dense.diagonal())
+
+
+def test_singular_curvature_names_causes_and_remedy():
+    J = Features(torch.ones(5, 2, dtype=torch.float64), 1)  # two equal columns
+    precision = torch.ones(5, 1, 1, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"not positive definite.*flat prior.*Remedy: give a proper prior"):
+        Dense().zero(2).add(J, precision).with_prior(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="not positive definite"):
+        Diagonal().zero(2).with_prior(torch.zeros(2, dtype=torch.float64))
+
+
+def test_different_structures_do_not_merge():
+    with pytest.raises(ValueError, match="Only dense statistics of the same parameters"):
+        Dense().zero(3).merge(Diagonal().zero(3))
+    with pytest.raises(ValueError, match="Only diag statistics of the same parameters"):
+        Diagonal().zero(3).merge(Diagonal().zero(4))
+
+
+def test_unknown_structure_names_the_nearest():
+    with pytest.raises(ValueError, match=r"Unknown structure 'dens'. Did you mean 'dense'\?"):
+        resolve("dens")
