@@ -187,7 +187,7 @@ class Posterior:
         for part in self.network.chunks(inputs, self.memory_budget):
             f, J = self.network.expand(part, self.theta)
             self.likelihood.check_outputs(f)
-            yield f, J if J.dtype.itemsize > 2 else J.double()  # sums in half precision would lose what is left of its digits
+            yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
     def marginal(self, x: Inputs) -> Marginal:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""

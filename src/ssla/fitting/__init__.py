@@ -60,7 +60,8 @@ def fit(
     prior:
         Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
     weights:
-        "last_layer" (its bias included), "all", a module's name, or a list of parameter names.
+        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
+        where all are frozen, all are taken), a module's name, or a list of parameter names.
     structure:
         "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
