@@ -160,6 +160,7 @@ def test_local_sensitivity_of_several_targets():
 # --- conflict ---------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The residuals are")  # a prior at 20 is in conflict with data at 4
 def test_the_tail_probability_is_that_of_the_normal_normal_model():
     """ȳ ~ N(m, τ² + σ²/n): the textbook check of Evans and Moshonov, by hand."""
     y = torch.tensor([3.1, 4.7, 5.2, 2.9, 4.4], dtype=torch.float64)

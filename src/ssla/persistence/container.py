@@ -55,11 +55,16 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
 
 
 def check_target(target: Path) -> None:
-    if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
+    """Refuse what is not ours. Each question is asked once: another writer may replace the directory between two of them."""
+    try:
+        names = os.listdir(target)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.") from None
+    if names and MANIFEST not in names:
         raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
-    if target.exists() and not target.is_dir():
-        raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.")
-    if target.exists() and target.samefile("."):
+    if os.path.realpath(target) == os.path.realpath("."):
         raise FileError(f"{target} is the current directory, which is not replaced. Give another place.")
 
 
