@@ -75,7 +75,7 @@ def one(case: str, seed: int) -> Record:
     noise = LEVEL
     for _ in range(20):  # noise and mode in turn
         posterior = ssla.fit(model, (x, y / scale), likelihood=ssla.likelihoods.Gaussian(noise=noise))
-        residuals = posterior.outputs_at(x).mean[:, 0] - y / scale
+        residuals = posterior.state.outputs_at(x).mean[:, 0] - y / scale
         noise = float(residuals.square().mean().sqrt())
     answers: Record = {}
     for name in METHODS.values():
@@ -94,7 +94,7 @@ def _answer(
 ) -> tuple[Tensor, Tensor, dict[float, float]]:
     """Mean, log density and coverage of one method."""
     if name == "exact":  # written out, not by the library's predictive
-        f, K = posterior.outputs_at(x)
+        f, K = posterior.state.outputs_at(x)
         mean, sd = f[:, 0], (noise**2 + K[:, 0, 0]).sqrt()
         normal = torch.distributions.Normal(mean, sd)
         cover = {level: 100 * float((normal.cdf(y) - 0.5).abs().le(level / 2).double().mean()) for level in (0.90, 0.95)}

@@ -1,31 +1,96 @@
 """ssla: an honest predictive distribution for any trained PyTorch model, without sampling.
 
-Public names are listed in `ssla._public` and imported with the first use of one of them, so that `ssla --help` need not wait for
-torch. A room (`ssla.sklearn`, `ssla.priors`) is imported when it is named.
+Only the names listed here are public. Each is imported when it is first used, so that `ssla --help` need not wait for torch.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+_PACKAGES = (
+    "demo",
+    "distributed",
+    "likelihoods",
+    "metrics",
+    "persistence",
+    "plots",
+    "predictive",
+    "priors",
+    "sklearn",
+    "structures",
+)
+_NAMES = {  # public name -> the module that defines it
+    "AutoRefit": "refit",
+    "ExplicitModel": "explicit",
+    "FileError": "persistence",
+    "Increments": "refit",
+    "Marginal": "state",
+    "NoRefit": "refit",
+    "OutputRefit": "refit",
+    "PlugIn": "refit",
+    "Posterior": "posterior",
+    "Predictive": "predictive",
+    "WeightRefit": "refit",
+    "assla": "posterior",
+    "conflict": "prior_sets",
+    "credal": "prior_sets",
+    "estimate_cost": "network.cost",
+    "fit": "posterior",
+    "load": "posterior",
+    "local_sensitivity": "prior_sets",
+    "mixture": "predictive",
+    "sensitivity": "prior_sets",
+    "ssla": "posterior",
+}
+__all__ = [
+    "AutoRefit",
+    "ExplicitModel",
+    "FileError",
+    "Increments",
+    "Marginal",
+    "NoRefit",
+    "OutputRefit",
+    "PlugIn",
+    "Posterior",
+    "Predictive",
+    "WeightRefit",
+    "assla",
+    "conflict",
+    "credal",
+    "distributed",
+    "estimate_cost",
+    "fit",
+    "likelihoods",
+    "load",
+    "local_sensitivity",
+    "metrics",
+    "mixture",
+    "priors",
+    "sensitivity",
+    "ssla",
+    "structures",
+]
+
 if TYPE_CHECKING:
-    from ssla._public import *  # noqa: F403
-    from ssla._public import __all__ as __all__
+    from ssla import distributed, likelihoods, metrics, priors, structures
+    from ssla.explicit import ExplicitModel
+    from ssla.network.cost import estimate_cost
+    from ssla.persistence import FileError
+    from ssla.posterior import Posterior, assla, fit, load, ssla
+    from ssla.predictive import Predictive, mixture
+    from ssla.prior_sets import conflict, credal, local_sensitivity, sensitivity
+    from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit
+    from ssla.state import Marginal
 else:
 
     def __getattr__(name: str) -> object:
-        if not name.startswith("__") and find_spec(f"ssla.{name}") is not None:  # a room: itself alone
+        if name in _PACKAGES:
             return import_module(f"ssla.{name}")
-        if name == "__all__" or not name.startswith("_"):
-            public = import_module("ssla._public")
-            if name == "__all__":
-                return public.__all__
-            globals().update({known: getattr(public, known) for known in public.__all__})
-            if name in globals():
-                return globals()[name]
-        raise AttributeError(f"module 'ssla' has no attribute {name!r}")
+        if name not in _NAMES:
+            raise AttributeError(f"module 'ssla' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"ssla.{_NAMES[name]}"), name)
+        return value
 
     def __dir__() -> list[str]:
-        return [*import_module("ssla._public").__all__, "sklearn"]
+        return sorted([*_NAMES, *_PACKAGES])

@@ -10,8 +10,8 @@ import torch
 
 from ssla.data import as_tensor
 from ssla.predictive import Predictive
-from ssla.prior_sets.credal import Credal
-from ssla.prior_sets.sensitivity import Sensitivity
+from ssla.prior_sets.credal_sets import Credal
+from ssla.prior_sets.sensitivities import Sensitivity
 
 BAND = "#2f6db5"
 OTHER = "#d1651f"

@@ -1,250 +1,115 @@
-"""The fitted object: data statistics, a prior, and the mode between them.
-
-A Posterior is a frozen value. It holds a private copy of the network, so the user's module is neither
-needed unchanged nor ever written to. Predictions live above this room; `predict` is the door to them.
-"""
+"""What users call: `fit`, `load`, `ssla`, `assla` and the methods of `Posterior`. Its values are in `ssla.state`."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ssla.data import Inputs, Source, as_inputs
-from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
-from ssla.network import Network, difference, fingerprint, marks, module_of
-from ssla.numerics.digests import digest
-from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
-from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
-from ssla.structures.jacobians import Jacobian
-from ssla.structures.memory import DEFAULT_BUDGET
-from ssla.trace import Trace
-
-if TYPE_CHECKING:
-    from ssla.predictive import Predictive
-    from ssla.refit import Refit
-
-POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
-ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
-OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
-COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
-
-
-class Marginal(NamedTuple):
-    """The outputs at x as a Gaussian: mean f̂ (N, C), covariance K (N, C, C)."""
-
-    mean: Tensor
-    covariance: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Statistics:
-    """Sums over the data at one θ. `merge` adds them."""
-
-    n: int  # rows seen
-    weight: float  # sum of the row weights (= n without weights)
-    log_likelihood: float
-    gradient: Tensor  # ∇ℓ_D (P,)
-    curvature: Structure  # Σ JᵀΛJ
-
-    def merge(self, other: Statistics) -> Statistics:
-        """The sums over both data sets (at the same θ)."""
-        return Statistics(
-            self.n + other.n,
-            self.weight + other.weight,
-            self.log_likelihood + other.log_likelihood,
-            self.gradient + other.gradient,
-            self.curvature.merge(other.curvature),
-        )
-
-    def moved(self, step: Tensor) -> Statistics:
-        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature."""
-        push = self.curvature.push(step)
-        gain = float(step @ self.gradient) - 0.5 * float(step @ push)
-        return replace(self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
-
-    n: int
-    weight: float
-    parameters: int
-    names: tuple[str, ...]
-    outputs: int
-    likelihood: str
-    structure: str
-    blocks: dict[str, str]  # layer -> structure
-    mode: str
-    residual: float  # √(g₀ᵀH⁻¹g₀) before: distance to the mode in posterior standard deviations
-    residual_after: float
-    steps: int  # Newton steps of polish
-    output_shift: float  # root mean square change of the outputs by polish, in units of the noise
-    passes: int
-    memory: int  # bytes of statistics and factorisation
-    notes: tuple[str, ...] = ()
-    prior: str = ""
-    convention: str = EXACT  # where the prior enters
-    output: str = ""  # the part of the network's answer that is f, if it is a part
-
-    @property
-    def residual_per_parameter(self) -> float:
-        """`residual` / √P: about how many posterior standard deviations each parameter is off its mode."""
-        return self.residual / math.sqrt(self.parameters)
-
-    def __str__(self) -> str:
-        done = {
-            POLISH: f"polished in {self.steps} Newton step{'s' * (self.steps != 1)}: residual now {self.residual_after:.2g}, "
-            f"training outputs moved by {self.output_shift:.2g} noise units (rms); your module is unchanged",
-            TILT: "tilted: θ̂ is taken as the mode, the point prediction is your network's own",
-            AS_IS: "taken as it is",
-        }[self.mode]
-        weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
-        blocks = ", ".join(f"{name or 'network'}: {kind}" for name, kind in self.blocks.items())
-        lines = [
-            f"n seen       {self.n:,} rows{weighted}, {self.passes} pass{'es' * (self.passes != 1)} over the data",
-            f"parameters   {self.parameters:,} free ({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
-            f"likelihood   {self.likelihood} on {self.outputs} output{'s' * (self.outputs != 1)}",
-            f"structure    {self.structure} ({blocks})",
-            f"prior        {self.prior or 'not described'} (convention: {self.convention})",
-            f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
-            f"mode         {done}",
-            f"memory       {self.memory / 2**20:.1f} MiB",
-            *([f"output       {self.output} of the network's answer"] if self.output else []),
-            *(f"note         {note}" for note in self.notes),
-        ]
-        return "\n".join(lines)
+from ssla import fitting, persistence, predictive, tuning
+from ssla.data import Inputs, Source
+from ssla.fitting import prior_change
+from ssla.likelihoods import Likelihood
+from ssla.network import LAST_LAYER, Network, Output
+from ssla.predictive import Predictive
+from ssla.priors import EXACT, BoundPrior, Prior
+from ssla.refit import Increments, NoRefit, Refit, WeightRefit
+from ssla.refit.words import increments_at
+from ssla.state import Marginal, Report, State, Statistics, TuningHistory
+from ssla.structures import Operator, Structure
 
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`."""
+    """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`. A frozen value: every change is a new one."""
 
-    network: Network
-    likelihood: Likelihood
-    prior: Prior
-    theta: Tensor  # θ̂ (P,), float64
-    statistics: Statistics  # at θ̂
-    report: Report
-    memory_budget: int = DEFAULT_BUDGET
-    source: Source | None = None  # the training data, by reference: what a refit of the weights reads again
-    convention: str = EXACT  # where the prior enters: see `with_prior`
-    trace: Trace | None = None  # of `tune`
+    state: State
 
-    @cached_property
-    def bound_prior(self) -> BoundPrior:
-        return self.prior.bind(self.network.layout)
+    # --- what it is ------------------------------------------------------------------------
 
     @property
-    def objective_prior(self) -> BoundPrior:
-        """The prior that θ̂ and every refit answer to: none under the additive convention."""
-        return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
+    def report(self) -> Report:
+        """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
+        return self.state.report
 
-    @cached_property
-    def operator(self) -> Operator:
-        """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive convention)."""
-        if self.convention == ADDITIVE:
-            return self.data_operator
-        precision = self.bound_prior.precision(self.theta)
-        try:
-            return self.statistics.curvature.with_prior(precision)
-        except ValueError as error:
-            count = indefinite(precision)
-            if not count:
-                raise
-            raise ValueError(
-                f"{error} Here the prior is not log-concave in {count} directions at θ̂, and the data do not make up for it."
-            ) from None
+    @property
+    def network(self) -> Network:
+        """A private copy of the module, with its free parameters."""
+        return self.state.network
 
-    @cached_property
-    def data_operator(self) -> Operator:
-        """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of it."""
-        try:
-            return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
-        except ValueError as error:
-            raise ValueError(
-                f"convention={self.convention!r} leaves the prior out of the curvature, and the data alone do not determine "
-                f"every parameter. Use convention='exact'. ({error})"
-            ) from None
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.state.likelihood
+
+    @property
+    def prior(self) -> Prior:
+        return self.state.prior
+
+    @property
+    def bound_prior(self) -> BoundPrior:
+        """The prior over the flat θ."""
+        return self.state.bound_prior
+
+    @property
+    def theta(self) -> Tensor:
+        """θ̂ (P,), float64."""
+        return self.state.theta
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """θ̂ by name (after `polish` not the module's own values)."""
         return self.network.layout.unpack(self.theta.clone())
 
-    def expansions(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
-        """f̂ and J at x, a chunk at a time."""
-        inputs = self.network.cast(as_inputs(x))
-        for part in self.network.chunks(inputs, self.memory_budget):
-            f, J = self.network.expand(part, self.theta)
-            self.likelihood.check_outputs(f)
-            yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
+    @property
+    def statistics(self) -> Statistics:
+        """Sums over the data at θ̂."""
+        return self.state.statistics
 
-    def marginal(self, x: Inputs) -> Marginal:
-        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""
-        found = self.outputs_at(x)
-        return Marginal(*(part.to(self.like(found)) for part in found))
+    @property
+    def operator(self) -> Operator:
+        """H⁻¹, the covariance of θ."""
+        return self.state.operator
 
-    def like(self, marginal: Marginal) -> Tensor:
-        """Answers are given in this tensor's dtype and on its device: the model's.
+    @property
+    def convention(self) -> str:
+        """Where the prior enters: see `with_prior`."""
+        return self.state.convention
 
-        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a noise of 0.01 at outputs of
-        10⁶ has no place in float32.
-        """
-        dtype, law = self.network.dtype, self.likelihood.predictive
-        f, K = marginal
-        if isinstance(law, Gaussian):
-            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
-        elif isinstance(law, HeteroscedasticGaussian | StudentT):
-            centre, scale = law.guess(f, K)
-            f = centre
-        else:
-            scale = torch.full_like(f, torch.inf)
-        if bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
-            dtype = torch.float64
-        return torch.empty(0, dtype=dtype, device=self.network.device)
+    @property
+    def source(self) -> Source | None:
+        """The training data, by reference."""
+        return self.state.source
 
-    def outputs_at(self, x: Inputs) -> Marginal:
-        """`marginal` in float64 on the CPU, where everything else is computed."""
-        return self._joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
-
-    def prior_response(self, x: Inputs) -> Marginal:
-        """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
-
-        A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀ(·)u.
-        """
-        pull = self.operator.solve(self.bound_prior.gradient(self.theta))
-        middle = self.bound_prior.precision(self.theta)
-        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
-
-    def data_covariance(self, x: Inputs) -> Tensor:
-        """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
-        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
-
-    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
-        """Chunks -> all rows, in float64; no chunk -> no rows."""
-        C = self.network.outputs
-        none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, C, dtype=torch.float64))
-        return Marginal(*(torch.cat(column).double() for column in zip(*(parts or [none]), strict=True)))
+    @property
+    def tuning_history(self) -> TuningHistory | None:
+        """How `tune` reached this posterior."""
+        return self.state.tuning_history
 
     def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models."""
+        return self.state.log_evidence()
 
-        H holds the prior's curvature under the exact convention only.
+    # --- predictions -----------------------------------------------------------------------
+
+    def predict(self, x: Inputs, refit: str | Refit = "output") -> Predictive:
+        """The predictive distribution of y at x.
+
+        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
+        on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
+        `ssla.NoRefit(curvature="fisher")`.
+
+        >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
-        size = self.theta.numel()
-        prior = float(self.bound_prior.log_prob(self.theta))
-        operator = self.operator if self.convention == EXACT else self.data_operator
-        return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+        return predictive.predict(self.state, x, refit)
+
+    def marginal(self, x: Inputs) -> Marginal:
+        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N."""
+        return self.state.marginal(x)
 
     # --- another prior ---------------------------------------------------------------------
 
@@ -256,13 +121,11 @@ class Posterior:
           "paper"     in the refit, not in the curvature, as the paper's prior-modularity tables were made
           "additive"  in neither: θ̂ and θ̃ are the likelihood's, and log π(θ̃) − log π(θ̂) is added
 
-        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode from the sums alone (the noise
-        stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data` (the
-        training data) it is polished again.
+        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode from the statistics alone (the
+        noise stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data`
+        (the training data) it is polished again.
         """
-        from ssla.fitting.prior_change import with_prior
-
-        return with_prior(self, prior, convention, data)
+        return Posterior(prior_change.with_prior(self.state, prior, convention, data))
 
     def tune(
         self,
@@ -272,28 +135,17 @@ class Posterior:
         per_layer: bool = True,
         folds: int | None = None,
     ) -> Posterior:
-        """The posterior with prior precisions and noise chosen by the data; how it went is in `.trace`.
+        """The posterior with prior precisions and noise chosen by the data; `.tuning_history` shows how.
 
-        objective: "evidence" (from the sums, no pass over data), or "nll" or "crps" of predictions for `data`: a validation set,
-        or the training data with folds=k. One factor on the precision for each layer (or for all with per_layer=False), one on
-        the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
+        objective: "evidence" (from the statistics, no pass over data), or "nll" or "crps" of predictions for `data`: a
+        validation set, or the training data with folds=k. One factor on the precision for each layer (or for all with
+        per_layer=False), one on the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
 
-        >>> tuned = post.tune(); print(tuned.trace)      # doctest: +SKIP
+        >>> tuned = post.tune(); print(tuned.tuning_history)      # doctest: +SKIP
         """
-        from ssla.tuning import tune
-
-        return tune(self, objective, data, over, per_layer, folds)
+        return Posterior(tuning.tune(self.state, objective, data, over, per_layer, folds))
 
     # --- more data -------------------------------------------------------------------------
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass.
-
-        So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
-        """
-        whole = isinstance(self.statistics.curvature, Dense | Kfac)
-        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
 
     def update(self, data: Any) -> Posterior:
         """The posterior with more data, in one pass over them alone.
@@ -301,125 +153,126 @@ class Posterior:
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode, as if all data had been
         fitted at once. Otherwise θ̂ stays where it is, and the report says so.
         """
-        from ssla.fitting import collect
-
-        statistics, source = collect(self, data)
-        more = replace(self, source=_chained(self.source, source))
-        return more._with_statistics(self.statistics.merge(statistics), passes=self.report.passes + 1)
+        statistics, source = fitting.collect(self.state, data)
+        return Posterior(self.state.with_more(statistics, source, passes=1))
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
 
         Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and stand at the same θ̂ (fit
-        shards with mode="tilt"), unless their sums are quadratic, when they are brought to the same place exactly.
+        shards with mode="tilt"), unless the statistics determine the log likelihood exactly, when θ̂ is moved.
         """
-        self._refuse_unlike(other)
-        statistics = other.statistics
-        if not torch.equal(self.theta, other.theta):
-            if not self.quadratic:
-                raise ValueError(
-                    "The two posteriors stand at different modes, and their sums cannot be moved. Fit every shard with "
-                    "mode='tilt'."
-                )
-            statistics = statistics.moved(self.theta - other.theta)
-        more = replace(self, source=_chained(self.source, other.source))
-        return more._with_statistics(
-            self.statistics.merge(statistics), passes=self.report.passes + other.report.passes, notes=other.report.notes
-        )
+        return Posterior(self.state.merge(other.state))
 
-    def _refuse_unlike(self, other: Posterior) -> None:
-        """ValueError unless the sums of both are of one model, so that they may be added."""
-        for what in ("names", "outputs", "output", "structure", "mode", "convention"):
-            mine, theirs = getattr(self.report, what), getattr(other.report, what)
-            if mine != theirs:
-                raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {mine} and {theirs}.")
-        ours, others = marks(self.network), marks(other.network)
-        odd = [what for what in ours if ours[what] != others[what]]
-        if odd:
-            why = difference(*(fingerprint(module_of(post.network)) for post in (self, other)))
-            parts = f"{' and '.join(odd)} differ{why and ': '}{why}"
-            raise ValueError(f"Only posteriors of the same trained network can be merged, but their {parts}.")
-        for what, mine, theirs in (
-            ("likelihoods", self.likelihood, other.likelihood),
-            ("priors", self.bound_prior, other.bound_prior),
-        ):
-            if digest(mine) != digest(theirs):
-                pair = f"{describe(getattr(self, what[:-1]))} and {describe(getattr(other, what[:-1]))}"
-                raise ValueError(
-                    f"Only posteriors with the same {what} can be merged, but the {what} differ, if only in digits that are not "
-                    f"shown: {pair}. Fit every shard with the same one; an estimated noise as the number that one shard found."
-                )
-
-    def _with_statistics(self, statistics: Statistics, passes: int, notes: tuple[str, ...] = ()) -> Posterior:
-        theta, note = self.theta, "data were added: θ̂ was kept, and is no longer the mode of all of them"
-        if self.quadratic and self.report.mode == POLISH:
-            operator = statistics.curvature.with_prior(self.objective_prior.precision(theta))
-            step = operator.solve(statistics.gradient + self.objective_prior.gradient(theta))
-            theta, statistics, note = theta + step, statistics.moved(step), "data were added: moved to the mode of all of them"
-        moved = replace(self, theta=theta, statistics=statistics)
-        gradient = statistics.gradient + self.objective_prior.gradient(theta)
-        residual = math.sqrt(max(float(gradient @ moved.operator.solve(gradient)), 0.0))
-        before = dict.fromkeys((*self.report.notes, *notes))  # once each
-        kept = [f"before data were added: {n}" if n.startswith(OF_THE_DATA) else n for n in before if not n.startswith(ADDED)]
-        report = replace(
-            self.report,
-            n=statistics.n,
-            weight=statistics.weight,
-            passes=passes,
-            residual_after=residual,
-            notes=(*with_directions(kept, moved), note),
-        )
-        return replace(moved, report=report)
-
-    def predict(self, x: Inputs, refit: str | Refit = "output") -> Predictive:
-        """The predictive distribution of y at x.
-
-        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
-        on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
-        `ssla.NoRefit(curvature="fisher")`.
-
-        >>> post.predict(x).interval(0.95)      # doctest: +SKIP
-        """
-        from ssla.predictive import predict
-
-        return predict(self, x, refit)
+    # --- files -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)` opens it.
 
         Neither the network nor any data are stored: keep the module's state_dict beside it.
         """
-        from ssla.persistence import save
-
-        return save(self, path)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies travel without the training data: a refit of the weights then needs WeightRefit(data=…)."""
-        return {**self.__dict__, "source": None}
+        return persistence.save(self.state, path)
 
     def __repr__(self) -> str:
         r = self.report
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
 
 
-def with_directions(notes: list[str], posterior: Posterior) -> list[str]:
-    """The notes with what a low-rank curvature leaves out now, under its present data and prior."""
-    found, least = posterior.statistics.curvature, float(posterior.bound_prior.precision(posterior.theta).min())
-    kept = [note for note in notes if not note.startswith("low_rank:")]
-    return [*kept, found.note(least)] if isinstance(found, LowRank) and least > 0 else kept
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    likelihood: Likelihood,
+    prior: Prior | Distribution | None = None,
+    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
+    structure: str | Structure = "dense",
+    mode: str | None = None,
+    output: Output = None,
+    memory_budget: int | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """Fit a Laplace posterior to a trained network, ready to predict distributions.
+
+    Parameters
+    ----------
+    model:
+        The trained network, in eval mode. It is copied, never written to.
+    data:
+        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any iterable of
+        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)). Row weights are frequencies:
+        a row of weight 2 counts as if it were there twice.
+    likelihood:
+        What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
+    prior:
+        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
+    weights:
+        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
+        where all are frozen, all are taken), a module's name, or a list of parameter names.
+    structure:
+        "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
+    mode:
+        "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+    output:
+        Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
+        (0), or a function of the answer.
+    memory_budget:
+        Bytes that intermediate results may take (1 GiB if not given).
+    progress:
+        Show a bar (needs tqdm).
+
+    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the same posterior of all of them
+    (see `ssla.distributed`).
+
+    Example
+    -------
+    >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
+    >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
+    """
+    options = {"prior": prior, "weights": weights, "structure": structure, "mode": mode, "output": output}
+    return Posterior(
+        fitting.fit(model, data, likelihood=likelihood, memory_budget=memory_budget, progress=progress, **options)  # type: ignore[arg-type]
+    )
 
 
-def _chained(first: Source | None, second: Source | None) -> Source | None:
-    """Both data sets, where both are known."""
-    return None if first is None or second is None else first.then(second)
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    prior: Prior | None = None,
+    output: Output = None,
+) -> Posterior:
+    """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
+
+    model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
+    likelihood, prior, output: needed only where the saved one was your own code (`likelihoods.custom(…)`, a function as output=),
+    which a file cannot hold.
+
+    >>> post.save("posterior")                                       # doctest: +SKIP
+    >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
+    """
+    return Posterior(persistence.load(path, model, likelihood=likelihood, prior=prior, output=output))
 
 
-def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
-    """J H⁻¹ M H⁻¹ Jᵀ for any symmetric M: a diagonal (P,) of either sign, or a full matrix by its eigenvectors."""
-    if middle.dim() == 1:
-        plus = operator.response(J, middle.clamp_min(0))
-        return plus if bool((middle >= 0).all()) else plus - operator.response(J, (-middle).clamp_min(0))
-    values, vectors = torch.linalg.eigh(middle)
-    moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
-    whole: Tensor = (moves * values) @ moves.mT
-    return whole
+def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
+    """SSLA: refit all weights in scope on the data plus (x, y), for each y. Un-normalised log densities by their increments.
+
+    y is (N,), or (N, k) for k candidates at each input; D targets (N, D) or (N, k, D). One refit for each y; options in `refit`.
+
+    >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
+    """
+    return increments_at(WeightRefit() if refit is None else refit, _checked(posterior), x, y)
+
+
+def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
+    """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
+
+    With Gaussian noise it is the plug-in times a constant: it says nothing about what the network does not know.
+    """
+    return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
+
+
+def _checked(posterior: Posterior) -> State:
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"The first argument must be a Posterior, as ssla.fit returns it, but is a {type(posterior).__name__}.")
+    return posterior.state

@@ -196,7 +196,7 @@ def test_without_a_refit_the_prior_does_not_enter(convention, refit):
     post = line(convention)
     p = post.predict(NEW, refit=refit)
     assert not p.increments(torch.zeros(5)).prior.any()
-    K = post.data_covariance(NEW)[:, 0, 0]
+    K = post.state.data_covariance(NEW)[:, 0, 0]
     expected = torch.sqrt(SIGMA2 / (SIGMA2 + K)) if refit == "none" else torch.ones(5)
     assert (p.mass - expected).abs().max() < 1e-12
 

@@ -19,7 +19,7 @@ from support.refits import T, inputs, seeded, small_network
 def test_the_dual_determinant_is_the_dense_one(name, kind):
     """Observed precisions of rows may be indefinite; where the dense curvature is not positive definite, neither is the dual."""
     post, new, candidates, *_ = small_network(name, n=150)
-    determinants = ssla.WeightRefit(curvature=kind)(post, new)._engine.determinants
+    determinants = ssla.WeightRefit(curvature=kind)(post.state, new)._engine.determinants
     dual = Dual(post, determinants.run, determinants.rows)
     point = 0.02 * torch.randn(4, post.theta.numel(), dtype=torch.float64, generator=seeded(1))
     y, x = candidates[[0, 1, -1, 0]].to(torch.long if name == "categorical" else torch.float64), new[[0, 1, 0, 1]]
@@ -57,7 +57,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
     net, post, x = wide_network(weights=w if weighted else None)
     new = T([0.5, -0.2])
     y = post.predict(new).icdf(T(0.05, 0.8))
-    expansion = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post, new)
+    expansion = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post.state, new)
     solved, modes = expansion.solve(y), expansion.modes(y)[0]
     assert solved.converged.all()
 
@@ -69,7 +69,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
     for found, theta in zip(solved.curvature, modes, strict=True):
         after = logdet(theta, torch.cat([x, new]), torch.cat([w, T(1.0)]))
         assert float(found) == pytest.approx(float(-0.5 * (after - logdet(post.theta, x, w))), abs=1e-8)
-    frozen = ssla.WeightRefit(tolerance=1e-6, logdet="frozen")(post, new).solve(y).curvature
+    frozen = ssla.WeightRefit(tolerance=1e-6, logdet="frozen")(post.state, new).solve(y).curvature
     assert not torch.allclose(frozen, solved.curvature, atol=1e-4)
 
 

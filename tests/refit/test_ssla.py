@@ -121,7 +121,7 @@ def test_lemma_1_and_theorem_1(model):
                 y = x[:, 0] - 0.5 * x[:, 1] + 0.5 * noise[:n]
         scope = "all" if model == "network" else "last_layer"
         post = ssla.fit(net, (x, y), likelihood=likelihood, weights=scope, mode=mode)
-        expansion = ssla.WeightRefit()(post, new)
+        expansion = ssla.WeightRefit()(post.state, new)
         parts = expansion(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
         lengths.append(float((expansion.modes(target) - post.theta).norm()))
@@ -279,7 +279,7 @@ def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
     expected = ssla.ssla(expected_post, new, y).total
     post, *_ = build("heteroscedastic", n=150)
     before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
-    expansion = ssla.WeightRefit()(post, new)
+    expansion = ssla.WeightRefit()(post.state, new)
     with monkeypatch.context() as patched:
         interrupted = Interrupted(at)
         patched.setattr(L.HeteroscedasticGaussian, "score", lambda *task: interrupted(*task))
@@ -357,7 +357,7 @@ def test_refits_that_fail_are_handled_as_asked():
     post, new, *_ = last_layer("heteroscedastic")
     y = T(-1.0, 0.5, 30.0).expand(len(new), -1)
     few = {"max_steps": 2, "tolerance": 1e-12}
-    solved = ssla.WeightRefit(**few)(post, new).solve(y)
+    solved = ssla.WeightRefit(**few)(post.state, new).solve(y)
     assert not solved.converged.any()
     below = post.predict(new).increments(y)
     with pytest.warns(RuntimeWarning, match="9 of 9 refits of the weights did not converge and use the output rung"):
@@ -430,7 +430,7 @@ def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
     with torch.no_grad():
         model[2].bias[1] = 3.0
     post = ssla.fit(model, (x, targets(x)), likelihood=likelihood, mode="tilt", prior=priors.Gaussian(1e-3))
-    solved = ssla.WeightRefit()(post, new).solve(candidates.expand(3, -1))
+    solved = ssla.WeightRefit()(post.state, new).solve(candidates.expand(3, -1))
     assert solved.fallback.all()
 
 
@@ -537,7 +537,7 @@ def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
     from ssla.predictive.frame import Frame
 
     posterior, *_ = last_layer("poisson")
-    weights = ssla.WeightRefit()(posterior, inputs(1, 3))
+    weights = ssla.WeightRefit()(posterior.state, inputs(1, 3))
     narrow = torch.tensor([[5.0, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
     first = correct(weights, narrow, torch.tensor([True]))
     lower = torch.tensor([[3.2, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)

@@ -18,7 +18,7 @@ from support.refits import FAMILIES, T, classes_at, inputs, last_layer, seeded, 
 def test_last_layer_equals_brute_force(name):
     post, new, candidates, log_joint, log_new = last_layer(name)
     y = candidates.expand(len(new), -1)
-    found = ssla.WeightRefit(tolerance=1e-9)(post, new)
+    found = ssla.WeightRefit(tolerance=1e-9)(post.state, new)
     totals, solved = found(y).total, found.solve(y)
     assert solved.converged.all()
     assert not solved.fallback.any()
@@ -44,7 +44,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
     def log_joint(theta):
         return outputs(theta, x).log_softmax(1)[torch.arange(90), y].sum() - 0.01 * (theta @ theta)
 
-    expansion = ssla.WeightRefit()(post, new)
+    expansion = ssla.WeightRefit()(post.state, new)
     solved = expansion.solve(classes)
     assert solved.converged.all()
     totals = expansion(classes).total
@@ -54,7 +54,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
             expected, _ = brute_force_refit(log_joint, lambda t, i=i, k=k: outputs(t, new[i]).log_softmax(-1)[k], post.theta)
             assert abs(float(totals[i, k]) - expected) < 1e-6
     monkeypatch.setattr("ssla.refit.last_layer.SHARED_STEPS", 100)
-    assert not ssla.WeightRefit()(post, new).solve(classes).converged.all()
+    assert not ssla.WeightRefit()(post.state, new).solve(classes).converged.all()
 
 
 @pytest.mark.parametrize("name", ["heteroscedastic", "poisson"])
@@ -62,7 +62,7 @@ def test_row_weights_and_a_tilted_network_equal_brute_force(name):
     """A network that is not at its mode, kept as it is by the tilt; rows that count with weights."""
     weights = 0.5 + torch.rand(70, dtype=torch.float64, generator=seeded(8))
     post, new, candidates, log_joint, log_new = last_layer(name, weights=weights, mode="tilt")
-    found = ssla.WeightRefit()(post, new)(candidates.expand(len(new), -1)).total
+    found = ssla.WeightRefit()(post.state, new)(candidates.expand(len(new), -1)).total
     for i, j in ((0, 0), (1, 1), (2, -1)):
         expected, _ = brute_force_refit(log_joint, log_new(i, candidates[j]), post.theta)
         assert abs(float(found[i, j]) - expected) < 1e-6
@@ -77,7 +77,7 @@ def plausible(post, new, candidates):
 @pytest.mark.parametrize("name", ["gaussian", "heteroscedastic", "poisson", "categorical"])
 def test_all_weights_with_the_full_hessian_equal_brute_force(name):
     post, new, candidates, log_joint, log_new, _ = small_network(name)
-    found = ssla.WeightRefit(curvature="hessian")(post, new)
+    found = ssla.WeightRefit(curvature="hessian")(post.state, new)
     y = plausible(post, new, candidates)
     totals, solved = found(y).total, found.solve(y)
     assert solved.converged.all()
@@ -98,7 +98,7 @@ def test_all_weights_with_gauss_newton_equal_brute_force_for_every_structure(str
         return float(torch.linalg.slogdet(J.mT @ J / 0.25 + 0.3 * torch.eye(len(t)))[1])
 
     y = plausible(post, new, candidates)
-    found = ssla.WeightRefit(curvature="fisher")(post, new)(y)
+    found = ssla.WeightRefit(curvature="fisher")(post.state, new)(y)
     for i in range(len(new)):
         for j, value in enumerate(y[i]):
             _, end = brute_force_refit(log_joint, log_new(i, value), post.theta)
@@ -140,7 +140,7 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
     assert post.report.parameters == 501
     new = torch.tensor([[0.5, -0.2], [1.5, 1.0]], dtype=torch.float64)
     candidates = post.predict(new).icdf(torch.tensor([0.1, 0.7], dtype=torch.float64))
-    expansion = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post, new)
+    expansion = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post.state, new)
     solved = expansion.solve(candidates)
     assert bool(solved.converged.all())
     modes = expansion.modes(candidates).reshape(4, -1)

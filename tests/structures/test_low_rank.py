@@ -44,7 +44,7 @@ def assert_same_operator(one, other, x, rtol=1e-9):
     assert torch.allclose(one.marginal(x).covariance, other.marginal(x).covariance, rtol=rtol, atol=1e-12)
     assert abs(one.operator.logdet() - other.operator.logdet()) < 1e-8
     assert torch.allclose(one.operator.variances(), other.operator.variances(), rtol=rtol)
-    assert torch.allclose(one.prior_response(x).covariance, other.prior_response(x).covariance, rtol=1e-7, atol=1e-10)
+    assert torch.allclose(one.state.prior_response(x).covariance, other.state.prior_response(x).covariance, rtol=1e-7, atol=1e-10)
     assert abs(one.log_evidence() - other.log_evidence()) < 1e-8
 
 

@@ -50,7 +50,7 @@ def whole(name):
 def summary(post):
     """Numbers in which two posteriors would differ."""
     x = rows(7)[0]
-    f, K = post.outputs_at(x)
+    f, K = post.state.outputs_at(x)
     numbers = [post.report.n, post.report.weight, post.log_evidence(), post.report.residual]
     return {"theta": post.theta, "f": f, "K": K, "numbers": torch.tensor(numbers, dtype=torch.float64)}
 

@@ -55,15 +55,15 @@ def test_the_maximum_is_that_of_a_search_over_the_closed_form(mean):
     tuned = line(mean).tune()
     tau, sigma = tuned.prior.precision, tuned.likelihood.noise
     assert abs(tuned.log_evidence() - linear_log_evidence(X, Y, sigma**2, tau, mean)) < 1e-8
-    assert abs(float(tuned.trace.values[-1]) - tuned.log_evidence()) < 1e-8
+    assert abs(float(tuned.tuning_history.values[-1]) - tuned.log_evidence()) < 1e-8
     negative = lambda v: -linear_log_evidence(X, Y, math.exp(2 * v[0]), math.exp(v[1]), mean)  # noqa: E731
     grid = [(negative((a, b)), a, b) for a in np.linspace(-3, 1, 9) for b in np.linspace(-6, 6, 13)]
     found = optimize.minimize(negative, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
     assert tuned.log_evidence() >= -found.fun - 1e-8
     assert abs(math.log(sigma) - found.x[0]) < 1e-5
     assert abs(math.log(tau) - found.x[1]) < 1e-4
-    assert tuned.trace.converged
-    assert not tuned.trace.at_bound
+    assert tuned.tuning_history.converged
+    assert not tuned.tuning_history.at_bound
 
 
 def test_the_tuned_posterior_is_a_fresh_fit_with_its_prior_and_noise():
@@ -118,12 +118,12 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     """No better point is found by an independent search from where the tuning ended."""
     post = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise="estimate"), structure=structure, weights=weights)
     tuned = quiet(post.tune, per_layer=per_layer)
-    assert tuned.trace.converged
+    assert tuned.tuning_history.converged
     assert tuned.log_evidence() >= post.log_evidence()
     space, _ = Space.of(post, ("prior", "noise"), per_layer)
     low, high = space.box
-    free = ~torch.tensor([name in tuned.trace.at_bound for name in tuned.trace.names])
-    start = (tuned.trace.points[-1] / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]).log()
+    free = ~torch.tensor([name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names])
+    start = (tuned.tuning_history.points[-1] / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]).log()
 
     def negative(v):
         point = start.clone()
@@ -178,7 +178,7 @@ def test_a_pattern_of_precisions_and_means_is_kept():
 def test_counts_have_no_noise_and_the_trace_says_so():
     post = quiet(ssla.fit, net(), (X, COUNTS), likelihood=L.Poisson())
     tuned = quiet(post.tune)
-    assert "has no noise to tune" in str(tuned.trace)
+    assert "has no noise to tune" in str(tuned.tuning_history)
     assert "θ̂ was kept" in str(tuned.report)
     negative = lambda v: -post.with_prior(priors.Gaussian(math.exp(v))).log_evidence()  # noqa: E731
     found = optimize.minimize_scalar(negative, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8})
@@ -192,7 +192,7 @@ def test_a_solution_at_the_edge_is_reported():
     post = ssla.fit(nn.Linear(4, 1, bias=False).double(), (X, y), likelihood=L.Gaussian(noise=1.0))
     with pytest.warns(UserWarning, match="edge of its range for precision of network"):
         tuned = post.tune()
-    assert tuned.trace.at_bound == ("precision of network",)
+    assert tuned.tuning_history.at_bound == ("precision of network",)
     assert "at the edge of their range" in str(tuned.report)
     assert abs(tuned.likelihood.noise - float(y.square().mean().sqrt())) < 1e-4
 
@@ -229,8 +229,8 @@ def test_validation_scores_are_minimised(objective):
     found = optimize.minimize(value, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12})
     reached = float(score(tuned.predict(NEW_X), NEW_Y))
     assert reached <= found.fun + 1e-6
-    assert abs(float(-tuned.trace.values[-1]) - reached) < 1e-9
-    assert tuned.trace.converged
+    assert abs(float(-tuned.tuning_history.values[-1]) - reached) < 1e-9
+    assert tuned.tuning_history.converged
 
 
 def test_folds_are_scored_as_if_each_had_been_fitted():
@@ -247,7 +247,7 @@ def test_folds_are_scored_as_if_each_had_been_fitted():
     assert abs(held(space, point) - total / 120) < 1e-10
     tuned = post.tune("nll", data=(X, Y), folds=5)
     assert abs(tuned.likelihood.noise - 0.3) < 0.05
-    assert held(space, torch.zeros(2, dtype=torch.float64)) < float(tuned.trace.values[-1])
+    assert held(space, torch.zeros(2, dtype=torch.float64)) < float(tuned.tuning_history.values[-1])
 
 
 @pytest.mark.parametrize("folds", [None, 4])
@@ -256,12 +256,12 @@ def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
     data = (NEW_X[:40], new[:40]) if folds is None else [(X[:20], COUNTS[:20]), (X[20:40], COUNTS[20:40])]
     last = quiet(ssla.fit, net(), (X[:40], COUNTS[:40]), likelihood=L.Poisson())
     tuned = quiet(last.tune, "nll", data=data, folds=folds)
-    assert float(tuned.trace.values[-1]) >= float(tuned.trace.values[0])
+    assert float(tuned.tuning_history.values[-1]) >= float(tuned.tuning_history.values[0])
     everything = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), weights="all", structure="diag")
     rows = (NEW_X, NEW_Y) if folds is None else (X, Y)
     both = quiet(everything.tune, "crps", data=rows, folds=folds, per_layer=False)
-    assert float(both.trace.values[-1]) >= float(both.trace.values[0])
-    assert ("θ̂ was kept in every fold" in str(both.trace)) == (folds is not None)
+    assert float(both.tuning_history.values[-1]) >= float(both.tuning_history.values[0])
+    assert ("θ̂ was kept in every fold" in str(both.tuning_history)) == (folds is not None)
 
 
 # --- the rest ---------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_tuning_leaves_the_posterior_as_it_was():
     post.tune()
     assert str(post.report) == before
     assert torch.equal(post.theta, theta)
-    assert post.trace is None
+    assert post.tuning_history is None
 
 
 # --- the eight UCI sets -----------------------------------------------------------------------
@@ -366,7 +366,7 @@ def split_scores(x, y, seed):
     model.load_state_dict(kept)
     post = quiet(ssla.fit, model.eval(), (x[:a], y[:a]), likelihood=L.Gaussian(noise=1.0))
     tuned = quiet(post.tune)
-    assert tuned.trace.converged
+    assert tuned.tuning_history.converged
     return [float(ssla.metrics.nll(p.predict(x[b:]), y[b:])) for p in (post, tuned)]
 
 

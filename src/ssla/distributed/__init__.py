@@ -65,7 +65,7 @@ def fit(
     budget = checked_budget(memory_budget)
     part = checked_output(output)
     cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
-    return checked_job(cluster, likelihood, prior, structure, mode, budget).run()
+    return Posterior(checked_job(cluster, likelihood, prior, structure, mode, budget).run())
 
 
 # --- what workers do -----------------------------------------------------------------------

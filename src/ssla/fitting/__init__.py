@@ -23,9 +23,9 @@ from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER, Output, checked_output
-from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
+from ssla.state import AS_IS, POLISH, TILT, State, Statistics
 from ssla.structures import Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET
 
@@ -44,44 +44,8 @@ def fit(
     output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
-) -> Posterior:
-    """Fit a Laplace posterior to a trained network, ready to predict distributions.
-
-    Parameters
-    ----------
-    model:
-        The trained network, in eval mode. It is copied, never written to.
-    data:
-        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any iterable of
-        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)). Row weights are frequencies:
-        a row of weight 2 counts as if it were there twice.
-    likelihood:
-        What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
-    prior:
-        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
-    weights:
-        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
-        where all are frozen, all are taken), a module's name, or a list of parameter names.
-    structure:
-        "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
-    mode:
-        "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
-    output:
-        Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
-        (0), or a function of the answer.
-    memory_budget:
-        Bytes that intermediate results may take (1 GiB if not given).
-    progress:
-        Show a bar (needs tqdm).
-
-    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the same posterior of all of them
-    (see `ssla.distributed`).
-
-    Example
-    -------
-    >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
-    >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
-    """
+) -> State:
+    """The state of `ssla.fit`, which documents the arguments."""
     with announced():
         budget = checked_budget(memory_budget)
         reader = Reader(open_source(data), model, checked_weights(weights), budget, progress, output=checked_output(output))
@@ -123,7 +87,7 @@ def checked_budget(memory_budget: Any) -> int:
     return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
-def collect(posterior: Posterior, data: Any) -> tuple[Statistics, Source]:
+def collect(posterior: State, data: Any) -> tuple[Statistics, Source]:
     """The sums of more data at a posterior's θ̂, in one pass, and where they were read."""
     budget = posterior.memory_budget
     with announced():
@@ -132,7 +96,7 @@ def collect(posterior: Posterior, data: Any) -> tuple[Statistics, Source]:
     return job.sums_at(posterior.theta), reader.source
 
 
-def polish_again(posterior: Posterior, prior: Prior, data: Any) -> Posterior:
+def polish_again(posterior: State, prior: Prior, data: Any) -> State:
     """The same network and likelihood polished under another prior, on the training data."""
     size, budget = posterior.theta.numel(), posterior.memory_budget
     with announced():

@@ -15,8 +15,8 @@ from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, Likelihood
 from ssla.network import Network, output_words
 from ssla.numerics.digests import digest
-from ssla.posterior import POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
+from ssla.state import POLISH, TILT, Report, State, Statistics
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
 RUNAWAY = (
@@ -60,7 +60,7 @@ class Job:
 
     # --- the whole -------------------------------------------------------------------------
 
-    def run(self) -> Posterior:
+    def run(self) -> State:
         estimate = isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
@@ -99,7 +99,9 @@ class Job:
         self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
-        posterior = Posterior(network, self.likelihood, self.prior, theta, sums.statistics, report, self.budget, self.data.source)
+        posterior = State(
+            network, self.likelihood, self.prior, theta, sums.statistics, mode, report, self.budget, self.data.source
+        )
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return posterior
 

@@ -14,7 +14,7 @@ from ssla.fitting.sums import Sums
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
-from ssla.posterior import POLISH, TILT
+from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Structure
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.memory import refuse_beyond_budget

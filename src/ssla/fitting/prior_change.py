@@ -22,8 +22,8 @@ from torch.distributions import Distribution
 from ssla._checks import one_of
 from ssla.fitting import polish_again
 from ssla.fitting.sums import climbing
-from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Statistics, with_directions
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
+from ssla.state import AS_IS, POLISH, TILT, State, Statistics, with_directions
 
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
@@ -31,7 +31,7 @@ TRUSTED = 1e-10  # a squared decrement below which a gain drowns in rounding, an
 MARK = "prior: "  # begins the notes written here, so that the next change replaces them
 
 
-def with_prior(posterior: Posterior, prior: Prior | Distribution, convention: str, data: Any) -> Posterior:
+def with_prior(posterior: State, prior: Prior | Distribution, convention: str, data: Any) -> State:
     """See Posterior.with_prior."""
     one_of("convention", convention, CONVENTIONS)
     new = as_prior(prior)
@@ -41,15 +41,15 @@ def with_prior(posterior: Posterior, prior: Prior | Distribution, convention: st
     moved = replace(posterior, prior=new, convention=convention)
     if convention != EXACT:
         _ = moved.data_operator  # data too few for it are an error of the change, not of a later prediction
-    if posterior.quadratic and posterior.report.mode == POLISH:
+    if posterior.follows_mode:
         theta, statistics = mode_from_sums(posterior.statistics, moved.objective_prior, posterior.theta)
         moved = replace(moved, theta=theta, statistics=statistics)
         return described(moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH)
     kept = "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= to polish again"
-    return described(moved, kept, TILT if posterior.report.mode == TILT else AS_IS)
+    return described(moved, kept, TILT if posterior.mode == TILT else AS_IS)
 
 
-def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
+def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> State:
     """A fresh polish on the data, from the trained weights; the noise stays what it is."""
     objective = Flat() if convention == ADDITIVE else prior
     again = polish_again(posterior, objective, data)
@@ -58,10 +58,9 @@ def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) ->
     return described(found, "polished again on the data; the noise was kept", POLISH)
 
 
-def described(posterior: Posterior, what: str, mode: str) -> Posterior:
+def described(posterior: State, what: str, mode: str) -> State:
     """The posterior with a report that tells of its prior, its convention and its distance to the mode."""
-    gradient = posterior.statistics.gradient + posterior.objective_prior.gradient(posterior.theta)
-    residual = math.sqrt(max(float(gradient @ posterior.operator.solve(gradient)), 0.0))
+    residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
     stale = (MARK, "polish moved")  # said of the prior before
     notes = [note for note in posterior.report.notes if not note.startswith(stale) and "log-concave" not in note]
@@ -77,7 +76,7 @@ def described(posterior: Posterior, what: str, mode: str) -> Posterior:
         notes=tuple(notes),
         likelihood=repr(posterior.likelihood),
     )
-    return replace(posterior, report=report)
+    return replace(posterior, mode=mode, report=report)
 
 
 def mode_from_sums(statistics: Statistics, bound: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:

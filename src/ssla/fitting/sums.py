@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.posterior import Statistics
 from ssla.priors import BoundPrior
+from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
 from ssla.structures.jacobians import Jacobian
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssla.data import Batch, Source
-from ssla.posterior import AS_IS, POLISH, TILT, Report
+from ssla.state import AS_IS, POLISH, TILT, Report
 
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
@@ -62,9 +62,9 @@ class Spread:
         message = (
             f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the targets (root mean square "
             f"{float(off):.3g}, standard deviation {float(sd):.3g}): a constant would predict better. Likely causes: (a) the "
-            "network was trained on targets of another scale or unit (standardised, a logarithm): give y as in training, and change "
-            "the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) a strong prior in conflict with the data: "
-            "see ssla.conflict(posterior)."
+            "network was trained on targets of another scale or unit (standardised, a logarithm): give y as in training, and "
+            "change the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) a strong prior in conflict with "
+            "the data: see ssla.conflict(posterior)."
         )
         notes.append(message)
         warnings.warn(message, UserWarning, stacklevel=5)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla.persistence.replacing import new_folder, surviving
+from ssla.persistence.replacing import being_saved, new_folder, surviving
 
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
@@ -87,8 +87,12 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
             found = _read(source, kind)
         except FileError as error:
             fault = error
-            if _generation(surviving(Path(path))[0]) == before:
+            after = _generation(surviving(Path(path))[0])
+            if after == before and not (after is None and being_saved(Path(path))):  # between two renames there is none
                 break
+            continue
+        if interrupted and surviving(Path(path)) != (source, True):  # the writer was alive, and has gone on
+            fault = FileError(f"{path} is replaced all the time. Try again later.")
             continue
         if interrupted:
             warnings.warn(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla import likelihoods, priors, structures
 from ssla.network import LayerPlan, Opening
-from ssla.posterior import Report, Statistics
+from ssla.state import Report, Statistics
 from ssla.structures.kfac import LayerFactors
 
 LIKELIHOODS = (

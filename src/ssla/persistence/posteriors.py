@@ -1,4 +1,4 @@
-"""A Posterior as a file."""
+"""A posterior as a file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ssla.network import (
 )
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
-from ssla.posterior import AS_IS, POLISH, TILT, Posterior, Report, Statistics
 from ssla.priors import CONVENTIONS, Prior
+from ssla.state import AS_IS, POLISH, TILT, Report, State, Statistics
 from ssla.structures.memory import DEFAULT_BUDGET
 
 KIND = "posterior"
@@ -37,7 +37,7 @@ MODES = (POLISH, TILT, AS_IS)
 LARGEST = 1e100  # of a number in a file: squares and products of such numbers do not overflow
 
 
-def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
+def save(posterior: State, path: str | os.PathLike[str]) -> Path:
     """Write a posterior to a directory (see Posterior.save)."""
     encoder = Encoder()
     content = pack(posterior, encoder, "")
@@ -51,16 +51,8 @@ def load(
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
     output: Output = None,
-) -> Posterior:
-    """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
-
-    model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
-    likelihood, prior, output: needed only where the saved one was your own code (`likelihoods.custom(…)`, a function as output=),
-    which a file cannot hold.
-
-    >>> post.save("posterior")                                       # doctest: +SKIP
-    >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
-    """
+) -> State:
+    """The state of `ssla.load`, which documents the arguments."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"load needs the network itself, a torch.nn.Module, as its second argument, but got {type(model).__name__}."
@@ -69,7 +61,7 @@ def load(
     return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
 
 
-def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
+def pack(posterior: State, encoder: Encoder, place: str) -> dict[str, Any]:
     """Everything but the network, as JSON; tensors go to the encoder, their names begin with `place`."""
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
@@ -92,7 +84,7 @@ def unpack(
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
     output: Output = None,
-) -> Posterior:
+) -> State:
     """The posterior again, checked and factorised."""
     decoder = Decoder(tensors)
     with guarded(source):
@@ -109,13 +101,15 @@ def unpack(
             raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
         part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
         network = reopen(model, opening, checked_output(part))
-        posterior = Posterior(
+        report = decoder.decode(content["report"], Report)
+        posterior = State(
             network,
             _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
             _given_or_stored(decoder, content["prior"], "prior", prior, source),
             decoder.decode(content["theta"], Tensor),
             decoder.decode(content["statistics"], Statistics),
-            decoder.decode(content["report"], Report),
+            report.mode,
+            report,
             budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
             convention=one_of("convention", content["convention"], CONVENTIONS),
         )
@@ -161,7 +155,7 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
     return given
 
 
-def _check(posterior: Posterior) -> None:
+def _check(posterior: State) -> None:
     """What a forged file could have wrong beside the types: sizes, ranges, a curvature that cannot be factorised."""
     layout, sums = posterior.network.layout, posterior.statistics
     size = layout.size
@@ -190,7 +184,7 @@ def _check(posterior: Posterior) -> None:
         raise ValueError("the sums over the data are not finite, or have no weight")
 
 
-def _check_report(posterior: Posterior) -> None:
+def _check_report(posterior: State) -> None:
     """Ranges of what `print(report)` shows, and sizes that are those of the network."""
     report, network = posterior.report, posterior.network
     one_of("mode", report.mode, MODES)

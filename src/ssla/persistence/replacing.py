@@ -66,6 +66,11 @@ def surviving(path: Path) -> tuple[Path, bool]:
     return path, False
 
 
+def being_saved(path: Path) -> bool:
+    """Whether there is a save to this place that has not ended."""
+    return bool(_rooms(Path(os.path.realpath(path))))
+
+
 @contextlib.contextmanager
 def _room(target: Path) -> Iterator[Path]:
     """A locked directory beside the target. What dead writers left there is removed first."""

@@ -13,7 +13,6 @@ from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.numerics.quadrature import Regions
-from ssla.posterior import Posterior
 from ssla.predictive.affine import AffinePredictive, affine
 from ssla.predictive.circular import CircularPredictive, circular_predictive
 from ssla.predictive.classes import ClassPredictive, class_predictive
@@ -40,6 +39,7 @@ from ssla.refit import (
     resolve,
 )
 from ssla.refit.increments import EMPIRICAL
+from ssla.state import State
 
 __all__ = [
     "AffinePredictive",
@@ -63,9 +63,9 @@ __all__ = [
 ]
 
 
-def predict(posterior: Posterior, x: Inputs, refit: str | Refit = "output") -> Predictive:
+def predict(posterior: State, x: Inputs, refit: str | Refit = "output") -> Predictive:
     """The predictive of y at x (see Posterior.predict)."""
-    if not isinstance(posterior, Posterior):
+    if not isinstance(posterior, State):
         raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
     rung = resolve(refit)
     if posterior.convention != EXACT and not isinstance(rung, OutputRung):

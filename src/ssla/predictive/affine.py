@@ -11,11 +11,11 @@ from torch import Tensor
 from ssla._checks import finite, positive
 from ssla.data import as_tensor
 from ssla.numerics.quadrature import Regions
-from ssla.posterior import COARSE
 from ssla.predictive.gaussian import Ellipsoid
 from ssla.predictive.mixture import in_double
 from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
 from ssla.refit.increments import Increments
+from ssla.state import COARSE
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.posterior import Marginal
 from ssla.predictive.frame import Frame, chebyshev_nodes
 from ssla.refit import Density, WeightExpansion
 from ssla.refit.increments import Increments
 from ssla.refit.weights import NAN
+from ssla.state import Marginal
 
 FIRST_NODES = 7
 MORE_NODES = (2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 24, 32)

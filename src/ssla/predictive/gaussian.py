@@ -15,11 +15,11 @@ from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.quadrature import Regions
-from ssla.posterior import Marginal
 from ssla.predictive.predictive import Diagnostics, answer, checked, probabilities, scalar_targets
 from ssla.priors import EXACT
 from ssla.refit import Expansion
 from ssla.refit.increments import Increments
+from ssla.state import Marginal
 
 
 class Ellipsoid(NamedTuple):

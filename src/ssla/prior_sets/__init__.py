@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssla.prior_sets.credal import Credal, credal
-from ssla.prior_sets.sensitivity import conflict, local_sensitivity, sensitivity
+from ssla.prior_sets.credal_sets import Credal, credal
+from ssla.prior_sets.sensitivities import conflict, local_sensitivity, sensitivity
 
 __all__ = ["Credal", "conflict", "credal", "local_sensitivity", "sensitivity"]

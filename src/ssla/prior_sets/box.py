@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.posterior import POLISH, Marginal, Posterior
+from ssla.posterior import Posterior
 from ssla.predictive import Predictive, from_marginal
 from ssla.prior_sets.members import Bounds, Functional, Worst
 from ssla.priors import EXACT, Box
 from ssla.refit import Refit
+from ssla.state import Marginal
 from ssla.structures.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
 from ssla.tuning.evidence import Eigenbasis, ThinBasis, eigenbasis, thin_basis
 
@@ -84,12 +85,12 @@ class BoxMembers:
                 "A box with different precisions by layer needs structure='kfac' or 'diag', but this posterior has "
                 f"structure={curvature.name!r}. Give one range for all layers, or fit with structure='kfac'."
             )
-        moves = posterior.quadratic and posterior.report.mode == POLISH
+        moves = posterior.state.follows_mode
         if not moves:
             notes.append("θ̂ does not move with the prior here, so the range of means has no influence")
         if moves and posterior.network.outputs > 1 and bool((a < b).any()):
             raise ValueError("A range of means is for networks with one output. Give fixed means, or a list of priors.")
-        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.expansions(x)]
+        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.state.expansions(x)]
         labels = [f"precision of {layer or 'network'}" for layer in layers] if not shared else ["precision"]
         return BoxMembers(
             tuple(labels + ["place between the lowest and the highest f̂"] * moves),

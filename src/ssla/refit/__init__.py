@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from ssla._checks import unknown_name
 from ssla.refit.auto import AutoRefit
+from ssla.refit.increments import Increments
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
 from ssla.refit.outputs import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
 from ssla.refit.weights import WeightExpansion, WeightRefit
-from ssla.refit.words import assla, ssla
 
 __all__ = [
     "REFITS",
     "AutoRefit",
     "Density",
     "Expansion",
+    "Increments",
     "NoRefit",
     "OutputExpansion",
     "OutputRefit",
@@ -23,10 +24,8 @@ __all__ = [
     "Refit",
     "WeightExpansion",
     "WeightRefit",
-    "assla",
     "on_marginal",
     "resolve",
-    "ssla",
 ]
 
 REFITS: dict[str, Refit] = {

@@ -19,12 +19,12 @@ from ssla.data import Inputs, as_inputs, map_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.network.any_parameters import AnyParameters
 from ssla.numerics import linalg
-from ssla.posterior import AS_IS, Posterior
 from ssla.refit.anderson import SHARED_STEPS, Found, Slope, Tell, ascend, finished, saddle_free
 from ssla.refit.determinants import SMALL, Determinants
 from ssla.refit.increments import at_mode
 from ssla.refit.rows import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
 from ssla.refit.solved import HESSIAN, Options, Solved, own_pull
+from ssla.state import AS_IS, State
 from ssla.structures.jacobians import LayerJacobian
 
 MOST_TASKS = 256
@@ -73,7 +73,7 @@ class ManyNetworks:
 class AllWeightsRefit:
     """All refits of one posterior's weights at inputs x. `solve` answers for any tasks (row of x, y)."""
 
-    posterior: Posterior
+    posterior: State
     options: Options
     many: ManyNetworks
     rows: TrainingRows  # inputs in float64
@@ -208,7 +208,7 @@ class _Group:
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.y, f)).all(-1)
         total = total + refit.prior.gradient(point)
-        if refit.posterior.report.mode == AS_IS:
+        if refit.posterior.mode == AS_IS:
             total = total + refit.posterior.bound_prior.gradient(refit.posterior.theta)
         else:
             total = total - refit.gradient
@@ -232,13 +232,13 @@ class _Group:
             for block in refit.rows:
                 change = likelihood.log_prob_difference(block.y, refit.many.same_rows(theta, block.x), block.f)
                 total = total + (change if block.weights is None else change * block.weights).sum(-1)
-        if refit.posterior.report.mode != AS_IS:
+        if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
             total = total - point @ slope
         return total, refit.prior.value(point), own
 
 
-def open_all_weights(posterior: Posterior, x: Inputs, options: Options, data: Any) -> AllWeightsRefit:
+def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -> AllWeightsRefit:
     """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights), J at x."""
     network = posterior.network
     if not isinstance(network, AnyParameters):

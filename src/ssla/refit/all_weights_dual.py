@@ -16,24 +16,24 @@ from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
-from ssla.posterior import Posterior
 from ssla.priors import BoundGaussian
 from ssla.refit import all_weights_jacobians as jacobians
 from ssla.refit.increments import FISHER
 from ssla.refit.rows import TrainingRows, take
+from ssla.state import State
 
 MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
 AT_ONCE = 1 << 27  # bytes, where one task needs less
 
 
-def fits(posterior: Posterior) -> bool:
+def fits(posterior: State) -> bool:
     """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision for each weight."""
     precision = posterior.bound_prior.precision(posterior.theta)
     few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
 
 
-def bytes_needed(posterior: Posterior) -> int:
+def bytes_needed(posterior: State) -> int:
     """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC."""
     outputs = (posterior.statistics.n + 1) * posterior.network.outputs
     return 8 * (3 * outputs * posterior.theta.numel() + 6 * outputs**2)
@@ -43,7 +43,7 @@ def bytes_needed(posterior: Posterior) -> int:
 class Dual:
     """−½[log|H̃(θ̃)| − log|H(θ̂)|] without a P×P matrix."""
 
-    posterior: Posterior
+    posterior: State
     run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ssla.data import Inputs
-from ssla.posterior import Posterior
 from ssla.refit import all_weights_jacobians as jacobians
 from ssla.refit.all_weights_dual import Dual
 from ssla.refit.increments import FISHER
 from ssla.refit.rows import Block, PriorChange, TrainingRows, leading, square, take
 from ssla.refit.solved import FROZEN, HESSIAN, STRUCTURE, Options, own_increment
+from ssla.state import State
 from ssla.structures.dense import DenseOperator
 
 SMALL = 500  # weights up to which P×P matrices are formed for each task
@@ -26,7 +26,7 @@ JACOBIANS_AT_ONCE = 1 << 27  # bytes
 class Determinants:
     """Curvature increments of tasks that have found their modes."""
 
-    posterior: Posterior
+    posterior: State
     options: Options
     run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
-from ssla.posterior import Posterior
 from ssla.refit.anderson import SHARED_STEPS, Found, Tell, ascend, finished
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.refit.solved import Options, Solved
+from ssla.state import State
 from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
 from ssla.structures.structure import no_factor
@@ -38,7 +38,7 @@ CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall
 class LastLayerRefit:
     """All refits of one posterior's last layer at inputs x. `solve` answers for any tasks (row of x, y)."""
 
-    posterior: Posterior
+    posterior: State
     options: Options
     rows: TrainingRows  # features in the basis
     features: Tensor  # of x, in the basis (N, F)
@@ -140,7 +140,7 @@ class LastLayerRefit:
         return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, tell=tell)
 
 
-def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
+def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> LastLayerRefit:
     """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that does not depend on y."""
     network, likelihood = posterior.network, posterior.likelihood
     C = network.outputs

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ssla.numerics import linalg
-from ssla.posterior import AS_IS
 from ssla.refit.anderson import Slope
 from ssla.refit.increments import FISHER, at_mode
 from ssla.refit.rows import Block
 from ssla.refit.solved import FROZEN, at_once, own_increment, own_pull
+from ssla.state import AS_IS
 
 if TYPE_CHECKING:
     from ssla.refit.last_layer import LastLayerRefit
@@ -125,7 +125,7 @@ class Group:
         total += score.mT.unsqueeze(-1) * self.phi
         gradient = total.movedim(0, 1).reshape(m, -1)
         gradient = gradient + refit.to_basis(refit.prior.gradient(refit.original(point)))
-        if refit.posterior.report.mode == AS_IS:
+        if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0))
         if not law.linear_domain:
             outside |= ~torch.isfinite(law.log_prob(self.y, own))
@@ -176,7 +176,7 @@ class Group:
         for block, f in self._blocks(point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
             total = total + block.weighted(change).sum(0)
-        if refit.posterior.report.mode != AS_IS:
+        if refit.posterior.mode != AS_IS:
             total = total - step @ refit.gradient
         return total, refit.prior.value(step)
 

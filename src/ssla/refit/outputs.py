@@ -13,9 +13,9 @@ from torch import Tensor
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
-from ssla.posterior import Marginal, Posterior
 from ssla.priors import ADDITIVE, EXACT, PAPER
 from ssla.refit.increments import Expanded, Increments, Rule
+from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
 
@@ -67,7 +67,7 @@ class Refit(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> Expansion: ...
+    def __call__(self, posterior: State, x: Inputs) -> Expansion: ...
 
 
 @runtime_checkable
@@ -194,7 +194,7 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputExpansion:
+def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputExpansion:
     """Stage one: f̂ and K at x."""
     marginal = posterior.outputs_at(x)
     return OutputExpansion(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ssla.data import Batch, Inputs, Source, leaves, map_inputs, open_source, split
-from ssla.posterior import Posterior
 from ssla.priors import BoundGaussian, BoundPrior
+from ssla.state import State
 
 NO_DATA = (
     "A refit of the weights needs the training data again, but {why}. Give them to the refit: "
@@ -79,7 +79,7 @@ class TrainingRows:
         return TrainingRows(self.source, lambda part: function(prepare(part)), self.rows_at_once, self.budget, kept)
 
 
-def open_rows(posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
+def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
     """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
     source = posterior.source if data is None else open_source(data)
     if source is None:
@@ -99,7 +99,7 @@ def open_rows(posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple
     return TrainingRows(source, block, network.rows_at_once(posterior.memory_budget), posterior.memory_budget)
 
 
-def check_seen(posterior: Posterior, n: int, gradient: Tensor) -> None:
+def check_seen(posterior: State, n: int, gradient: Tensor) -> None:
     """ValueError unless these rows are those of the fit: as many, with the same gradient at θ̂."""
     if n != posterior.statistics.n:
         raise ValueError(

@@ -16,7 +16,6 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
-from ssla.posterior import POLISH, Marginal, Posterior
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
 from ssla.refit.anderson import Tell
@@ -26,6 +25,7 @@ from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
 from ssla.refit.outputs import Density, OutputExpansion
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
+from ssla.state import POLISH, Marginal, State
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
 TRIALS = 3  # refits that are tried before many
@@ -94,7 +94,7 @@ class WeightRefit:
             one_of("logdet", self.logdet, LOGDETS)
         one_of("on_failure", self.on_failure, FAILURES)
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> WeightExpansion:
+    def __call__(self, posterior: State, x: Inputs) -> WeightExpansion:
         if posterior.convention != "exact":
             raise ValueError(
                 "A refit of the weights knows the exact convention only, but this posterior has convention="
@@ -104,13 +104,13 @@ class WeightRefit:
         output = OutputRefit()(posterior, x)
         return WeightExpansion(self, posterior, x, output)
 
-    def engine(self, posterior: Posterior, x: Inputs) -> Engine:
+    def engine(self, posterior: State, x: Inputs) -> Engine:
         """Stage one: what does not depend on y."""
         if posterior.network.linear:
             return open_last_layer(posterior, x, self._last_layer(posterior), self.data)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
 
-    def _last_layer(self, posterior: Posterior) -> Options:
+    def _last_layer(self, posterior: State) -> Options:
         if self.logdet == STRUCTURE:
             raise ValueError(
                 "logdet='structure' is for weights='all'; a last layer has its exact curvature: use 'exact' or 'frozen'."
@@ -121,7 +121,7 @@ class WeightRefit:
         _within_budget(f"A refit of a last layer with {size:,} parameters", 8 * 6 * size**2, posterior, "refit='output'")
         return Options(self.tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=2)
 
-    def _all_weights(self, posterior: Posterior) -> Options:
+    def _all_weights(self, posterior: State) -> Options:
         size = posterior.theta.numel()
         logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
         curvature = self.curvature or OBSERVED
@@ -141,7 +141,7 @@ class WeightRefit:
         return Options(self.tolerance, self.max_steps, curvature, logdet, memory=12)
 
 
-def _within_budget(what: str, need: int, posterior: Posterior, instead: str) -> None:
+def _within_budget(what: str, need: int, posterior: State, instead: str) -> None:
     if need > posterior.memory_budget:
         raise ValueError(
             f"{what} needs {need / 2**30:.2g} GiB for its curvature, more than the memory budget of "
@@ -176,7 +176,7 @@ class WeightExpansion:
     """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
 
     refit: WeightRefit
-    posterior: Posterior
+    posterior: State
     x: Inputs
     output: OutputExpansion  # the rung below: where refits start from, and what failures fall back on
 

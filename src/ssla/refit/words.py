@@ -1,4 +1,4 @@
-"""The method in the paper's words."""
+"""Increments of one rung at given targets, with the shapes of the targets checked."""
 
 from __future__ import annotations
 
@@ -8,34 +8,13 @@ import torch
 from torch import Tensor
 
 from ssla.data import Inputs, as_tensor
-from ssla.posterior import Posterior
 from ssla.refit.increments import Increments
-from ssla.refit.none import NoRefit
 from ssla.refit.outputs import Refit
-from ssla.refit.weights import WeightRefit
+from ssla.state import State
 
 
-def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
-    """SSLA: refit all weights in scope on the data plus (x, y), for each y. Un-normalised log densities by their increments.
-
-    y is (N,), or (N, k) for k candidates at each input; D targets (N, D) or (N, k, D). One refit for each y; options in `refit`.
-
-    >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
-    """
-    return _increments(WeightRefit() if refit is None else refit, posterior, x, y)
-
-
-def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
-    """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
-
-    With Gaussian noise it is the plug-in times a constant: it says nothing about what the network does not know.
-    """
-    return _increments(NoRefit() if refit is None else refit, posterior, x, y)
-
-
-def _increments(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
-    if not isinstance(posterior, Posterior):
-        raise TypeError(f"The first argument must be a Posterior, as ssla.fit returns it, but is a {type(posterior).__name__}.")
+def increments_at(rung: Refit, posterior: State, x: Inputs, y: Any) -> Increments:
+    """Un-normalised log densities at y by their increments."""
     expansion = rung(posterior, x)
     f = expansion.marginal.mean
     support = expansion.likelihood.support_for(f.shape[1])

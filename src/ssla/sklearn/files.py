@@ -16,6 +16,7 @@ from ssla.likelihoods import Gaussian
 from ssla.persistence import Decoder, Encoder, FileError, pack, read, unpack, write
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
+from ssla.posterior import Posterior
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.regressor import SSLARegressor
@@ -150,7 +151,7 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
             for name, part in scalings.items()
         },
         "components": [
-            {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior, encoder, f"component.{i}.")}
+            {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
             for i, c in enumerate(ensemble.components)
         ],
     }
@@ -178,7 +179,7 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     if scalings[0] is None:
         raise ValueError("the inputs have no scaling")
     components = tuple(
-        Component(unpack(c["posterior"], tensors, modules[c["member"]], source), c["member"], float(c["weight"]))
+        Component(Posterior(unpack(c["posterior"], tensors, modules[c["member"]], source)), c["member"], float(c["weight"]))
         for c in content["components"]
     )
     if any(component.member not in range(len(modules)) for component in components):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name
-from ssla.fitting import fit
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.posterior import Posterior
+from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, Ensemble, Settings
-from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise, to_mode
+from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.scaling import scaling_of
 from ssla.tabular.training import Architecture, Rows, folds, train
 
@@ -113,7 +112,7 @@ class _Work:
         found = [(middle, NODES[0][1])]
         for t, share in NODES[1:]:
             likelihood = noise.at(t)
-            whole = middle.quadratic
+            whole = middle.state.quadratic
             posterior = at_noise(middle, likelihood) if whole else self._fit(module, None, likelihood, middle.prior)
             found.append((posterior, share))
         return found
@@ -125,10 +124,10 @@ class _Work:
         with torch.no_grad():
             first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
         posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K under the prior that will be used
-        f, K = posterior.outputs_at(z)
+        f, K = posterior.state.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
         seen, target, w = self.data.of(~held)
-        residuals = target.reshape(len(seen), -1) - posterior.outputs_at(seen).mean
+        residuals = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
         inside = (w[:, None] * residuals**2).sum(0) / w.sum()
         return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
 
@@ -136,10 +135,4 @@ class _Work:
         """With the prior precision of the highest evidence."""
         if not self.settings.tune:
             return posterior
-        if hasattr(posterior, "tune"):
-            better: Posterior = posterior.tune(objective="evidence", over=("prior",), per_layer=False)
-            return better
-        if not posterior.quadratic:
-            return posterior
-        found = [to_mode(replace(posterior, prior=GaussianPrior(precision))) for precision in PRIOR_GRID]
-        return max(found, key=lambda one: one.log_evidence())
+        return posterior.tune(objective="evidence", over=("prior",), per_layer=False)

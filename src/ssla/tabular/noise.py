@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Gaussian
-from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.posterior import Posterior
 
 NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))  # (t, weight); the middle first
@@ -59,28 +58,10 @@ def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreemen
 
 
 def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
-    """The posterior with all noise scaled by one factor, without a pass; its mode moves along.
-
-    Needs a log likelihood that the sums hold whole (`posterior.quadratic`). With ratio ρ = σ²/σ'², curvature and gradient are
-    multiplied by ρ, and so is the quadratic form in ℓ_D = −½Q − W Σ log σ − (WD/2) log 2π.
-    """
+    """The posterior with all noise scaled by one factor, at its new mode, without a pass. Needs `State.quadratic`."""
     assert isinstance(posterior.likelihood, Gaussian)
-    old, new = (torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1) for part in (posterior.likelihood, likelihood))
-    outputs, sums = posterior.network.outputs, posterior.statistics
-    ratio = float((old[0] / new[0]) ** 2)
-    constant = [-sums.weight * float(s.expand(outputs).log().sum() + outputs * LOG_2PI / 2) for s in (old, new)]
-    statistics = replace(
-        sums,
-        log_likelihood=(sums.log_likelihood - constant[0]) * ratio + constant[1],
-        gradient=sums.gradient * ratio,
-        curvature=sums.curvature.scaled(torch.full_like(sums.gradient, math.sqrt(ratio))),
-    )
-    report = replace(posterior.report, likelihood=repr(likelihood))
-    return to_mode(replace(posterior, likelihood=likelihood, statistics=statistics, report=report))
-
-
-def to_mode(posterior: Posterior) -> Posterior:
-    """One Newton step, which is exact where the sums are a quadratic."""
-    gradient = posterior.statistics.gradient + posterior.bound_prior.gradient(posterior.theta)
-    step = posterior.operator.solve(gradient)
-    return replace(posterior, theta=posterior.theta + step, statistics=posterior.statistics.moved(step))
+    old, new = (torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1)[0] for part in (posterior.likelihood, likelihood))
+    scaled = replace(posterior.state.at_noise(float(new / old)), likelihood=likelihood)
+    theta, statistics = scaled.statistics.at_mode(scaled.bound_prior, scaled.theta)
+    report = replace(scaled.report, likelihood=repr(likelihood))
+    return Posterior(replace(scaled, theta=theta, statistics=statistics, report=report))

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ssla._checks import one_of
 from ssla.fitting.prior_change import described
-from ssla.posterior import POLISH, Posterior
 from ssla.priors import EXACT
-from ssla.trace import Trace
+from ssla.state import State, TuningHistory
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
@@ -36,7 +35,7 @@ SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to sc
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 
 
-def tune(posterior: Posterior, objective: str, data: Any, over: Sequence[str], per_layer: bool, folds: int | None) -> Posterior:
+def tune(posterior: State, objective: str, data: Any, over: Sequence[str], per_layer: bool, folds: int | None) -> State:
     """See Posterior.tune."""
     one_of("objective", objective, (EVIDENCE, NLL, CRPS))
     chosen = (over,) if isinstance(over, str) else tuple(over)
@@ -62,7 +61,7 @@ def tune(posterior: Posterior, objective: str, data: Any, over: Sequence[str], p
         score = HeldOut.of(posterior, data, objective, folds)
         notes += score.notes
         best = _climb_scores(space, score)
-    trace = _trace(objective, space, best, notes)
+    trace = _history(objective, space, best, notes)
     return _finished(space.posterior_at(best.point), trace)
 
 
@@ -109,11 +108,11 @@ def _climb_scores(space: Space, score: HeldOut) -> Maximum:
     return replace(best, evaluations=best.evaluations * (2 * len(space.free) + 1) + len(starts))
 
 
-def _trace(objective: str, space: Space, best: Maximum, notes: list[str]) -> Trace:
+def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> TuningHistory:
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
     label = "log evidence" if objective == EVIDENCE else f"held-out −{objective}"
-    return Trace(
+    return TuningHistory(
         label,
         names,
         space.units(best.points),
@@ -126,23 +125,19 @@ def _trace(objective: str, space: Space, best: Maximum, notes: list[str]) -> Tra
     )
 
 
-def _finished(posterior: Posterior, trace: Trace) -> Posterior:
-    """The tuned posterior with its trace and a report that tells of it; a poor solution is warned about."""
-    if trace.at_bound:
+def _finished(posterior: State, history: TuningHistory) -> State:
+    """The tuned posterior with its history and a report that tells of it; a poor solution is warned about."""
+    if history.at_bound:
         warnings.warn(
-            f"Tuning ended at the edge of its range for {', '.join(trace.at_bound)}: the objective has no maximum inside. A "
+            f"Tuning ended at the edge of its range for {', '.join(history.at_bound)}: the objective has no maximum inside. A "
             "precision at the upper edge says that those parameters do not help, at the lower edge that the prior is not wanted.",
             UserWarning,
             stacklevel=4,
         )
-    if not trace.converged:
-        warnings.warn("Tuning did not converge: see posterior.trace.", RuntimeWarning, stacklevel=4)
-    summary = "tuned by " + str(trace).replace("\n", "; ")
-    kept = (
-        ""
-        if posterior.quadratic and posterior.report.mode == POLISH
-        else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
-    )
-    told = described(posterior, kept + "precision and noise were tuned", posterior.report.mode)
+    if not history.converged:
+        warnings.warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning, stacklevel=4)
+    summary = "tuned by " + str(history).replace("\n", "; ")
+    kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
+    told = described(posterior, kept + "precision and noise were tuned", posterior.mode)
     notes = (note for note in told.report.notes if not note.startswith("tuned"))
-    return replace(told, trace=trace, report=replace(told.report, notes=(*notes, summary)))
+    return replace(told, tuning_history=history, report=replace(told.report, notes=(*notes, summary)))

@@ -15,10 +15,10 @@ from torch.special import ndtr
 from ssla import metrics
 from ssla.data import Batch, Inputs, leaves, map_inputs, open_source
 from ssla.fitting import collect
-from ssla.posterior import POLISH, Posterior, Statistics
 from ssla.predictive import GaussianPredictive, Predictive, from_marginal
+from ssla.state import POLISH, State, Statistics
 from ssla.structures.jacobians import Jacobian
-from ssla.tuning.space import Space, at_noise
+from ssla.tuning.space import Space
 
 EVIDENCE, NLL, CRPS = "evidence", "nll", "crps"
 
@@ -36,17 +36,17 @@ class Part(NamedTuple):
 class HeldOut:
     """−score of predictions for held-out rows, at any precision and noise."""
 
-    posterior: Posterior
+    posterior: State
     parts: tuple[Part, ...]
     score: Callable[[Predictive, Tensor], Tensor]
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOut:
+    def of(posterior: State, data: Any, objective: str, folds: int | None) -> HeldOut:
         whole = _whole(data)
         score = negative_log_density if objective == NLL else crps
         if folds is None:
-            moves = posterior.quadratic and posterior.report.mode == POLISH
+            moves = posterior.follows_mode
             part = Part(list(posterior.expansions(whole.x)), _targets(whole.y), posterior.statistics, moves)
             return HeldOut(posterior, (part,), score, [])
         count = len(whole.y)
@@ -58,7 +58,7 @@ class HeldOut:
                 "For a validation set leave folds out."
             )
         # a refit of each fold by one Newton step: exact for a quadratic, first order for other likelihoods of a last layer
-        moves = posterior.network.linear and posterior.report.mode == POLISH
+        moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
         pieces = [_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
         sums = [collect(posterior, tuple(p for p in piece if p is not None))[0] for piece in pieces]
@@ -75,7 +75,7 @@ class HeldOut:
         factor = math.exp(float(space.full(point)[-1]))
         precision, total, rows = space.precision(point), 0.0, 0
         for part in self.parts:
-            post = at_noise(replace(self.posterior, statistics=part.statistics), factor)
+            post = replace(self.posterior, statistics=part.statistics).at_noise(factor)
             operator = post.statistics.curvature.with_prior(precision)
             step = torch.zeros_like(post.theta)
             if part.moves:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.posterior import POLISH, Posterior, Statistics
 from ssla.priors import BoundGaussian, Flat
 from ssla.priors import Gaussian as GaussianPrior
+from ssla.state import State, residual_squares
 from ssla.tuning.evidence import Problem
 
 PRIOR, NOISE = "prior", "noise"
@@ -25,7 +25,7 @@ LOG_2PI = math.log(2 * math.pi)
 class Space:
     """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those that are free."""
 
-    posterior: Posterior
+    posterior: State
     bound: BoundGaussian
     pattern: Tensor  # (P,)
     groups: Tensor  # (P,)
@@ -33,7 +33,7 @@ class Space:
     free: Tensor  # indices into (a_1 … a_G, t)
 
     @staticmethod
-    def of(posterior: Posterior, over: Sequence[str], per_layer: bool) -> tuple[Space, list[str]]:
+    def of(posterior: State, over: Sequence[str], per_layer: bool) -> tuple[Space, list[str]]:
         bound, notes = posterior.bound_prior, []
         if not isinstance(bound, BoundGaussian):
             raise ValueError(
@@ -68,7 +68,7 @@ class Space:
 
     @property
     def moves(self) -> bool:
-        return self.posterior.quadratic and self.posterior.report.mode == POLISH
+        return self.posterior.follows_mode
 
     def full(self, point: Tensor) -> Tensor:
         """Free coordinates -> (a_1 … a_G, t)."""
@@ -113,23 +113,15 @@ class Space:
             columns.append(base * points[:, column].exp())
         return torch.stack(columns, 1)
 
-    def posterior_at(self, point: Tensor) -> Posterior:
+    def posterior_at(self, point: Tensor) -> State:
         """The posterior with that prior and noise; its mode where it moves with them."""
-        post = at_noise(self.posterior, math.exp(float(self.full(point)[-1])))
+        post = self.posterior.at_noise(math.exp(float(self.full(point)[-1])))
         prior = posterior_prior(post, self.precision(point))
+        found = replace(post, prior=prior)
         if not self.moves:
-            return replace(post, prior=prior)
-        moved = replace(post, prior=prior)
-        step = moved.operator.solve(moved.statistics.gradient + moved.bound_prior.gradient(moved.theta))
-        return replace(moved, theta=moved.theta + step, statistics=moved.statistics.moved(step))
-
-
-def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
-    """Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
-    assert isinstance(likelihood, Gaussian)
-    sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
-    logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())
-    return max(-2 * statistics.log_likelihood - statistics.weight * (outputs * LOG_2PI + logdet), 0.0)
+            return found
+        theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
+        return replace(found, theta=theta, statistics=statistics)
 
 
 def first_noise(likelihood: Likelihood, outputs: int) -> float:
@@ -137,28 +129,7 @@ def first_noise(likelihood: Likelihood, outputs: int) -> float:
     return math.sqrt(float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0]))
 
 
-def at_noise(posterior: Posterior, factor: float) -> Posterior:
-    """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
-    old = posterior.likelihood
-    if factor == 1.0 or not isinstance(old, Gaussian):
-        return posterior
-    stats, outputs = posterior.statistics, posterior.network.outputs
-    squares = residual_squares(stats, old, outputs)
-    if old.covariance is not None:
-        new = Gaussian(covariance=old.covariance * factor**2)
-    else:
-        assert isinstance(old.noise, float | Tensor)
-        new = Gaussian(noise=old.noise * factor)
-    statistics = replace(
-        stats,
-        log_likelihood=stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor),
-        gradient=stats.gradient / factor**2,
-        curvature=stats.curvature.scaled(torch.full_like(posterior.theta, 1 / factor)),
-    )
-    return replace(posterior, likelihood=new, statistics=statistics)
-
-
-def posterior_prior(posterior: Posterior, precision: Tensor) -> GaussianPrior:
+def posterior_prior(posterior: State, precision: Tensor) -> GaussianPrior:
     """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean that the posterior's prior has."""
     mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
     if bool((precision == precision[0]).all()):

@@ -26,7 +26,7 @@ from ssla.predictive.predictive import answer, probabilities, scalar_targets
 from ssla.prior_sets.box import BoxMembers
 from ssla.prior_sets.intervals import Merged, content, smallest_interval, union
 from ssla.prior_sets.members import Bounds, FiniteMembers, Members
-from ssla.prior_sets.sensitivity import named_priors
+from ssla.prior_sets.sensitivities import named_priors
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
 

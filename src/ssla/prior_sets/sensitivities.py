@@ -20,13 +20,14 @@ from torch import Tensor
 from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Likelihood
 from ssla.numerics.linalg import root
-from ssla.posterior import POLISH, Marginal, Posterior
+from ssla.posterior import Posterior
 from ssla.predictive import ClassPredictive, GaussianPredictive, Predictive
 from ssla.predictive.expectation import Event, expect, nodes_of, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.refit import Refit
 from ssla.refit.increments import at_mode
+from ssla.state import Marginal
 from ssla.structures import Dense
 from ssla.tuning.evidence import eigenbasis
 
@@ -192,8 +193,8 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the exact convention. Use "
             "with_prior(priors.Gaussian(…)) first."
         )
-    moves = posterior.quadratic and posterior.report.mode == POLISH
-    marginal, (b, M) = posterior.outputs_at(x), posterior.prior_response(x)
+    moves = posterior.state.follows_mode
+    marginal, (b, M) = posterior.state.outputs_at(x), posterior.state.prior_response(x)
     change = Marginal(b if moves else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)

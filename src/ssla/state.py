@@ -1,0 +1,400 @@
+"""What a posterior is: frozen values. `State` holds them all; every package below `posterior` works on it.
+
+A State holds a private copy of the network, so the user's module is neither needed unchanged nor ever written to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.data import Inputs, Source, as_inputs
+from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
+from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.network import Network, difference, fingerprint, marks, module_of
+from ssla.numerics.digests import digest
+from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
+from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
+from ssla.structures.jacobians import Jacobian
+from ssla.structures.memory import DEFAULT_BUDGET
+
+POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
+ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
+OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
+COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
+
+
+class Marginal(NamedTuple):
+    """The outputs at x as a Gaussian: mean f̂ (N, C), covariance K (N, C, C)."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Sums over the data at one θ. `merge` adds them."""
+
+    n: int  # rows seen
+    weight: float  # sum of the row weights (= n without weights)
+    log_likelihood: float
+    gradient: Tensor  # ∇ℓ_D (P,)
+    curvature: Structure  # Σ JᵀΛJ
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The sums over both data sets (at the same θ)."""
+        return Statistics(
+            self.n + other.n,
+            self.weight + other.weight,
+            self.log_likelihood + other.log_likelihood,
+            self.gradient + other.gradient,
+            self.curvature.merge(other.curvature),
+        )
+
+    def moved(self, step: Tensor) -> Statistics:
+        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature."""
+        push = self.curvature.push(step)
+        gain = float(step @ self.gradient) - 0.5 * float(step @ push)
+        return replace(self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push)
+
+    def at_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
+        """θ and the sums after one Newton step, which is exact where ℓ_D + log π is quadratic."""
+        step = self.curvature.with_prior(prior.precision(theta)).solve(self.gradient + prior.gradient(theta))
+        return theta + step, self.moved(step)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
+
+    n: int
+    weight: float
+    parameters: int
+    names: tuple[str, ...]
+    outputs: int
+    likelihood: str
+    structure: str
+    blocks: dict[str, str]  # layer -> structure
+    mode: str
+    residual: float  # √(g₀ᵀH⁻¹g₀) before: distance to the mode in posterior standard deviations
+    residual_after: float
+    steps: int  # Newton steps of polish
+    output_shift: float  # root mean square change of the outputs by polish, in units of the noise
+    passes: int
+    memory: int  # bytes of statistics and factorisation
+    notes: tuple[str, ...] = ()
+    prior: str = ""
+    convention: str = EXACT  # where the prior enters
+    output: str = ""  # the part of the network's answer that is f, if it is a part
+
+    @property
+    def residual_per_parameter(self) -> float:
+        """`residual` / √P: about how many posterior standard deviations each parameter is off its mode."""
+        return self.residual / math.sqrt(self.parameters)
+
+    def __str__(self) -> str:
+        done = {
+            POLISH: f"polished in {self.steps} Newton step{'s' * (self.steps != 1)}: residual now {self.residual_after:.2g}, "
+            f"training outputs moved by {self.output_shift:.2g} noise units (rms); your module is unchanged",
+            TILT: "tilted: θ̂ is taken as the mode, the point prediction is your network's own",
+            AS_IS: "taken as it is",
+        }[self.mode]
+        weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
+        blocks = ", ".join(f"{name or 'network'}: {kind}" for name, kind in self.blocks.items())
+        lines = [
+            f"n seen       {self.n:,} rows{weighted}, {self.passes} pass{'es' * (self.passes != 1)} over the data",
+            f"parameters   {self.parameters:,} free ({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
+            f"likelihood   {self.likelihood} on {self.outputs} output{'s' * (self.outputs != 1)}",
+            f"structure    {self.structure} ({blocks})",
+            f"prior        {self.prior or 'not described'} (convention: {self.convention})",
+            f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
+            f"mode         {done}",
+            f"memory       {self.memory / 2**20:.1f} MiB",
+            *([f"output       {self.output} of the network's answer"] if self.output else []),
+            *(f"note         {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class TuningHistory:
+    """Every accepted point of an optimisation, first to last."""
+
+    objective: str
+    names: tuple[str, ...]  # of the coordinates: "precision of head", "noise"
+    points: Tensor  # (rounds + 1, d), in their own units (not logarithms)
+    values: Tensor  # (rounds + 1,): log evidence, or minus a score: larger is better
+    gradient: Tensor  # (d,) at the end, in the logarithms of the coordinates
+    converged: bool
+    at_bound: tuple[str, ...]  # coordinates that ended at the edge of their range
+    evaluations: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        ends = ", ".join(
+            f"{name} {float(a):.4g} → {float(b):.4g}"
+            for name, a, b in zip(self.names, self.points[0], self.points[-1], strict=True)
+        )
+        lines = [
+            f"{self.objective}  {float(self.values[0]):.6g} → {float(self.values[-1]):.6g} in {len(self.values) - 1} rounds, "
+            f"{self.evaluations} evaluations" + ("" if self.converged else "; NOT converged"),
+            ends,
+        ]
+        if self.at_bound:
+            lines.append(f"at the edge of their range: {', '.join(self.at_bound)}")
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """p(θ | D) by its mode and curvature: what `Posterior` wraps."""
+
+    network: Network
+    likelihood: Likelihood
+    prior: Prior
+    theta: Tensor  # θ̂ (P,), float64
+    statistics: Statistics  # at θ̂
+    mode: str  # how θ̂ was chosen: POLISH, TILT or AS_IS
+    report: Report
+    memory_budget: int = DEFAULT_BUDGET
+    source: Source | None = None  # the training data, by reference: what a refit of the weights reads again
+    convention: str = EXACT  # where the prior enters: see `Posterior.with_prior`
+    tuning_history: TuningHistory | None = None
+
+    @cached_property
+    def bound_prior(self) -> BoundPrior:
+        return self.prior.bind(self.network.layout)
+
+    @property
+    def objective_prior(self) -> BoundPrior:
+        """The prior that θ̂ and every refit answer to: none under the additive convention."""
+        return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
+
+    @cached_property
+    def operator(self) -> Operator:
+        """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive convention)."""
+        if self.convention == ADDITIVE:
+            return self.data_operator
+        precision = self.bound_prior.precision(self.theta)
+        try:
+            return self.statistics.curvature.with_prior(precision)
+        except ValueError as error:
+            count = indefinite(precision)
+            if not count:
+                raise
+            raise ValueError(
+                f"{error} Here the prior is not log-concave in {count} directions at θ̂, and the data do not make up for it."
+            ) from None
+
+    @cached_property
+    def data_operator(self) -> Operator:
+        """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of it."""
+        try:
+            return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
+        except ValueError as error:
+            raise ValueError(
+                f"convention={self.convention!r} leaves the prior out of the curvature, and the data alone do not determine "
+                f"every parameter. Use convention='exact'. ({error})"
+            ) from None
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """θ̂ by name (after `polish` not the module's own values)."""
+        return self.network.layout.unpack(self.theta.clone())
+
+    def expansions(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
+        """f̂ and J at x, a chunk at a time."""
+        inputs = self.network.cast(as_inputs(x))
+        for part in self.network.chunks(inputs, self.memory_budget):
+            f, J = self.network.expand(part, self.theta)
+            self.likelihood.check_outputs(f)
+            yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
+
+    def marginal(self, x: Inputs) -> Marginal:
+        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""
+        found = self.outputs_at(x)
+        return Marginal(*(part.to(self.like(found)) for part in found))
+
+    def like(self, marginal: Marginal) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device: the model's.
+
+        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a noise of 0.01 at outputs of
+        10⁶ has no place in float32.
+        """
+        dtype, law = self.network.dtype, self.likelihood.predictive
+        f, K = marginal
+        if isinstance(law, Gaussian):
+            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
+        elif isinstance(law, HeteroscedasticGaussian | StudentT):
+            centre, scale = law.guess(f, K)
+            f = centre
+        else:
+            scale = torch.full_like(f, torch.inf)
+        if bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
+            dtype = torch.float64
+        return torch.empty(0, dtype=dtype, device=self.network.device)
+
+    def outputs_at(self, x: Inputs) -> Marginal:
+        """`marginal` in float64 on the CPU, where everything else is computed."""
+        return self._joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
+
+    def prior_response(self, x: Inputs) -> Marginal:
+        """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
+
+        A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀ(·)u.
+        """
+        pull = self.operator.solve(self.bound_prior.gradient(self.theta))
+        middle = self.bound_prior.precision(self.theta)
+        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
+
+    def data_covariance(self, x: Inputs) -> Tensor:
+        """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
+        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+
+    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
+        """Chunks -> all rows, in float64; no chunk -> no rows."""
+        C = self.network.outputs
+        none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, C, dtype=torch.float64))
+        return Marginal(*(torch.cat(column).double() for column in zip(*(parts or [none]), strict=True)))
+
+    def log_evidence(self) -> float:
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
+
+        H holds the prior's curvature under the exact convention only.
+        """
+        size = self.theta.numel()
+        prior = float(self.bound_prior.log_prob(self.theta))
+        operator = self.operator if self.convention == EXACT else self.data_operator
+        return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass.
+
+        So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
+        """
+        whole = isinstance(self.statistics.curvature, Dense | Kfac)
+        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
+
+    @property
+    def follows_mode(self) -> bool:
+        """Whether θ̂ can follow the mode when prior, noise or data change, from the statistics alone."""
+        return self.quadratic and self.mode == POLISH
+
+    def merge(self, other: State) -> State:
+        """The state of both data sets (see Posterior.merge)."""
+        self._refuse_unlike(other)
+        statistics = other.statistics
+        if not torch.equal(self.theta, other.theta):
+            if not self.quadratic:
+                raise ValueError(
+                    "The two posteriors stand at different modes, and their sums cannot be moved. Fit every shard with "
+                    "mode='tilt'."
+                )
+            statistics = statistics.moved(self.theta - other.theta)
+        return self.with_more(statistics, other.source, other.report.passes, other.report.notes)
+
+    def _refuse_unlike(self, other: State) -> None:
+        """ValueError unless the sums of both are of one model, so that they may be added."""
+        for what in ("names", "outputs", "output", "structure", "mode", "convention"):
+            mine, theirs = getattr(self.report, what), getattr(other.report, what)
+            if mine != theirs:
+                raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {mine} and {theirs}.")
+        ours, others = marks(self.network), marks(other.network)
+        odd = [what for what in ours if ours[what] != others[what]]
+        if odd:
+            why = difference(*(fingerprint(module_of(post.network)) for post in (self, other)))
+            parts = f"{' and '.join(odd)} differ{why and ': '}{why}"
+            raise ValueError(f"Only posteriors of the same trained network can be merged, but their {parts}.")
+        for what, mine, theirs in (
+            ("likelihoods", self.likelihood, other.likelihood),
+            ("priors", self.bound_prior, other.bound_prior),
+        ):
+            if digest(mine) != digest(theirs):
+                pair = f"{describe(getattr(self, what[:-1]))} and {describe(getattr(other, what[:-1]))}"
+                raise ValueError(
+                    f"Only posteriors with the same {what} can be merged, but the {what} differ, if only in digits that are not "
+                    f"shown: {pair}. Fit every shard with the same one; an estimated noise as the number that one shard found."
+                )
+
+    def with_more(self, statistics: Statistics, source: Source | None, passes: int, notes: tuple[str, ...] = ()) -> State:
+        """The state with the sums of more data at θ̂: at the new mode where the statistics determine it, else at θ̂."""
+        theta, whole = self.theta, self.statistics.merge(statistics)
+        note = f"{ADDED}: θ̂ was kept, and is no longer the mode of all of them"
+        if self.follows_mode:
+            (theta, whole), note = whole.at_mode(self.objective_prior, theta), f"{ADDED}: moved to the mode of all of them"
+        both = None if self.source is None or source is None else self.source.then(source)
+        moved = replace(self, theta=theta, statistics=whole, source=both)
+        before = dict.fromkeys((*self.report.notes, *notes))  # once each
+        kept = [f"before data were added: {n}" if n.startswith(OF_THE_DATA) else n for n in before if not n.startswith(ADDED)]
+        report = replace(
+            self.report,
+            n=whole.n,
+            weight=whole.weight,
+            passes=self.report.passes + passes,
+            residual_after=moved.residual,
+            notes=(*with_directions(kept, moved), note),
+        )
+        return replace(moved, report=report)
+
+    def at_noise(self, factor: float) -> State:
+        """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
+        old = self.likelihood
+        if factor == 1.0 or not isinstance(old, Gaussian):
+            return self
+        stats, outputs = self.statistics, self.network.outputs
+        squares = residual_squares(stats, old, outputs)
+        if old.covariance is not None:
+            new = Gaussian(covariance=old.covariance * factor**2)
+        else:
+            assert isinstance(old.noise, float | Tensor)
+            new = Gaussian(noise=old.noise * factor)
+        statistics = replace(
+            stats,
+            log_likelihood=stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor),
+            gradient=stats.gradient / factor**2,
+            curvature=stats.curvature.scaled(torch.full_like(self.theta, 1 / factor)),
+        )
+        return replace(self, likelihood=new, statistics=statistics)
+
+    @property
+    def residual(self) -> float:
+        """√(gᵀH⁻¹g): how far θ̂ is from the mode of the objective, in posterior standard deviations."""
+        gradient = self.statistics.gradient + self.objective_prior.gradient(self.theta)
+        return math.sqrt(max(float(gradient @ self.operator.solve(gradient)), 0.0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies travel without the training data: a refit of the weights then needs WeightRefit(data=…)."""
+        return {**self.__dict__, "source": None}
+
+
+def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
+    """Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
+    assert isinstance(likelihood, Gaussian)
+    sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
+    logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())
+    return max(-2 * statistics.log_likelihood - statistics.weight * (outputs * LOG_2PI + logdet), 0.0)
+
+
+def with_directions(notes: list[str], posterior: State) -> list[str]:
+    """The notes with what a low-rank curvature leaves out now, under its present data and prior."""
+    found, least = posterior.statistics.curvature, float(posterior.bound_prior.precision(posterior.theta).min())
+    kept = [note for note in notes if not note.startswith("low_rank:")]
+    return [*kept, found.note(least)] if isinstance(found, LowRank) and least > 0 else kept
+
+
+def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
+    """J H⁻¹ M H⁻¹ Jᵀ for any symmetric M: a diagonal (P,) of either sign, or a full matrix by its eigenvectors."""
+    if middle.dim() == 1:
+        plus = operator.response(J, middle.clamp_min(0))
+        return plus if bool((middle >= 0).all()) else plus - operator.response(J, (-middle).clamp_min(0))
+    values, vectors = torch.linalg.eigh(middle)
+    moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
+    whole: Tensor = (moves * values) @ moves.mT
+    return whole
