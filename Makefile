@@ -15,7 +15,7 @@ test: lint $(VENV)/.ready-peers
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/check_imports.py
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 format: $(VENV)/.ready-dev

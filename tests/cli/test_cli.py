@@ -18,7 +18,8 @@ from ssla import metrics
 from ssla.cli.app import app
 from ssla.cli.train import Request, split
 from ssla.sklearn import SSLARegressor, load
-from ssla.sklearn.files import load_with_extra, save
+from ssla.sklearn.files import load_with_extra
+from ssla.sklearn.saving import save
 from ssla.tables import TableError, make_plan, read_table
 
 RUN = CliRunner()

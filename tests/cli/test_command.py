@@ -425,7 +425,6 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(room, tmp_pa
     def work(*_, **__):
         raise AssertionError("the work was begun")
 
-    monkeypatch.setattr("ssla.cli.train.read_table", work)
     monkeypatch.setattr("ssla.cli.work.read_table", work)
     monkeypatch.setattr("ssla.demo.toy", work)
     (tmp_path / "file").write_text("")

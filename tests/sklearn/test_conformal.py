@@ -9,7 +9,7 @@ import torch
 from ssla.persistence import Encoder, FileError, read, write
 from ssla.sklearn import SSLARegressor, load
 from ssla.sklearn.conformal import Conformal
-from ssla.sklearn.files import KIND
+from ssla.sklearn.saving import KIND
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 2))

@@ -23,7 +23,8 @@ from ssla.cli.train import Request, prepare
 from ssla.predictive import from_marginal, mixture
 from ssla.predictive.joined import joined
 from ssla.sklearn import SSLAClassifier, SSLARegressor
-from ssla.sklearn.files import load_with_extra, save
+from ssla.sklearn.files import load_with_extra
+from ssla.sklearn.saving import save
 from ssla.tables import Plan, Style, Table, TableError, later_labels, later_numbers, make_plan, read_table, read_target
 from ssla.tables.columns import day, interpret, read_as
 from ssla.tables.plan import DRAWS, ENOUGH, MOST_LEVELS

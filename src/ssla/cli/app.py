@@ -73,7 +73,8 @@ def train(
 
     Example: ssla train houses.csv --target price --drop id -o model/
     """
-    from ssla.cli.train import Request, run
+    from ssla.cli.train import Request
+    from ssla.cli.work import train_file
 
     request = Request(
         data,
@@ -90,7 +91,7 @@ def train(
         decimal,
         thousands,
     )
-    show(run(request, quiet or as_json), as_json, "trained")
+    show(train_file(request, quiet or as_json), as_json, "trained")
 
 
 @app.command()

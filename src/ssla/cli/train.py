@@ -1,10 +1,9 @@
-"""`ssla train`: table -> plan -> estimator -> scores -> directory."""
+"""Parts of `ssla train`: table -> plan -> estimator -> scores."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,16 @@ import numpy as np
 
 import ssla
 from ssla import metrics
-from ssla._checks import one_of, writable
-from ssla.cli.console import progress
-from ssla.persistence.container import check_target
+from ssla._checks import one_of
 from ssla.predictive import Predictive
 from ssla.sklearn import SSLAClassifier, SSLARegressor
-from ssla.sklearn.files import save
-from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_table, read_target
-from ssla.tabular import Settings, predict_with_gaps
+from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
+from ssla.tabular import predict_with_gaps
 from ssla.tabular.training import Architecture
 
 LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
-SMALL_TABLE = 100  # rows under which one network covers too little
-CAUTION = "on fewer than 100 rows the intervals of a single network cover less than their level; use --members 5"
 OF_INTERVALS = ("coverage", "width")
 LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 
@@ -63,54 +57,6 @@ class Prepared:
     encoded: Encoded  # of the rows with a target
     target: Target
     read_as: dict[str, str]  # how columns were understood, where that is not plain
-
-
-def run(request: Request, quiet: bool) -> dict[str, Any]:
-    """Do it, and say what was done."""
-    started = time.perf_counter()
-    check_target(request.output)
-    writable(request.output)
-    table = read_table(request.data, request.decimal, request.thousands)
-    ready = prepare(table, request)
-    train, test = split(ready.y, ready.likelihood, request)
-    X, y = ready.X[train], ready.y[train]
-    check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
-    options: dict[str, Any] = {}
-    tuned: dict[str, Any] = {}
-    if request.tune_trials:
-        from ssla.cli.tuning import best_options
-
-        options, study = best_options(request, X, y, ready.likelihood, quiet)
-        tuned = {"tuned": options, "study": study}
-    estimator = make(request, ready.likelihood, options)
-    with progress(request.max_epochs, "training", quiet) as advance:
-        estimator.on_epoch = advance
-        estimator.fit(X, y)
-        del estimator.on_epoch
-    scores = score(estimator, ready.encoded[test], ready.y[test]) if len(test) else {}
-    facts = {
-        "rows": table.rows,
-        **rows_seen(estimator),
-        "rows_test": len(test),
-        "rows_without_target": ready.rows_without_target,
-        "columns": len(ready.plan.features),
-        "inputs": ready.plan.width,
-        "left_out": ready.plan.left_out,
-        "read_as": ready.read_as,
-        "missing": ready.missing,
-        "likelihood": ready.likelihood,
-        "members": request.members,
-        "epochs": estimator.n_iter_,
-        "scores": scores,
-        **tuned,
-    }
-    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
-        facts["caution"] = CAUTION
-    style = asdict(ready.target.style)
-    marks = {"decimal": request.decimal, "thousands": request.thousands}
-    extra = {"plan": ready.plan.as_json(), "target": request.target, "target_style": style, "facts": facts, **marks}
-    save(estimator, request.output, extra)
-    return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def prepare(table: Table, request: Request) -> Prepared:

@@ -1,10 +1,10 @@
-"""The commands that use a trained model."""
+"""What the commands do: train a model, and use it."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 import ssla
 from ssla._checks import level as checked_level
 from ssla._checks import writable
+from ssla.cli.console import progress
 from ssla.cli.train import (
+    LARGEST_TRIED,
     LIKELIHOODS,
     Prepared,
     Request,
+    check_memory,
     make,
     of_predictive,
     predictive_at,
@@ -26,17 +29,24 @@ from ssla.cli.train import (
     rows_seen,
     score,
     shuffled,
+    split,
 )
+from ssla.cli.tuning import best_options
 from ssla.persistence import FileError
+from ssla.persistence.container import check_target
 from ssla.predictive import kind_of
 from ssla.sklearn.estimator import auto_batch
 from ssla.sklearn.files import load_with_extra
+from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
 from ssla.tables.writing import check_output
+from ssla.tabular import Settings
 from ssla.tabular.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
+SMALL_TABLE = 100  # rows under which one network covers too little
+CAUTION = "on fewer than 100 rows the intervals of a single network cover less than their level; use --members 5"
 QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
 SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that no label holds
 LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
@@ -56,6 +66,52 @@ class Marks:
 
 
 AS_AT_TRAINING = Marks()
+
+
+def train_file(request: Request, quiet: bool) -> dict[str, Any]:
+    """Do it, and say what was done."""
+    started = time.perf_counter()
+    check_target(request.output)
+    writable(request.output)
+    table = read_table(request.data, request.decimal, request.thousands)
+    ready = prepare(table, request)
+    train, test = split(ready.y, ready.likelihood, request)
+    X, y = ready.X[train], ready.y[train]
+    check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+    options: dict[str, Any] = {}
+    tuned: dict[str, Any] = {}
+    if request.tune_trials:
+        options, study = best_options(request, X, y, ready.likelihood, quiet)
+        tuned = {"tuned": options, "study": study}
+    estimator = make(request, ready.likelihood, options)
+    with progress(request.max_epochs, "training", quiet) as advance:
+        estimator.on_epoch = advance
+        estimator.fit(X, y)
+        del estimator.on_epoch
+    scores = score(estimator, ready.encoded[test], ready.y[test]) if len(test) else {}
+    facts = {
+        "rows": table.rows,
+        **rows_seen(estimator),
+        "rows_test": len(test),
+        "rows_without_target": ready.rows_without_target,
+        "columns": len(ready.plan.features),
+        "inputs": ready.plan.width,
+        "left_out": ready.plan.left_out,
+        "read_as": ready.read_as,
+        "missing": ready.missing,
+        "likelihood": ready.likelihood,
+        "members": request.members,
+        "epochs": estimator.n_iter_,
+        "scores": scores,
+        **tuned,
+    }
+    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
+        facts["caution"] = CAUTION
+    style = asdict(ready.target.style)
+    marks = {"decimal": request.decimal, "thousands": request.thousands}
+    extra = {"plan": ready.plan.as_json(), "target": request.target, "target_style": style, "facts": facts, **marks}
+    save(estimator, request.output, extra)
+    return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:

@@ -16,6 +16,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from ssla._checks import one_of
 from ssla.predictive import Predictive
 from ssla.refit import resolve
+from ssla.sklearn.saving import save
 from ssla.tabular import Ensemble, Settings, fit_ensemble
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
@@ -86,8 +87,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` opens it, without any code of yours."""
-        from ssla.sklearn.files import save
-
         check_is_fitted(self, "ensemble_")
         return save(self, path)
 

@@ -1,9 +1,8 @@
-"""Fitted estimators as files, self-contained: networks, posteriors, scaling, settings. The form is that of `ssla.persistence`."""
+"""Opening estimators that `saving` wrote. What a file holds is validated before it is used."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,39 +12,19 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Gaussian
-from ssla.persistence import Decoder, Encoder, FileError, pack, read, unpack, write
+from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.regressor import SSLARegressor
+from ssla.sklearn.saving import KIND
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
 from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
 from ssla.tabular.training import Architecture, Schedule
 
-KIND = "estimator"
 ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassifier": SSLAClassifier}
-
-
-def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
-    """Write a fitted estimator. extra: more that is plain JSON, given back by `read_extra`."""
-    encoder = Encoder()
-    parameters = {name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()}
-    content = {
-        "estimator": type(estimator).__name__,
-        "parameters": encoder.encode(parameters, "parameters"),
-        "columns": int(estimator.n_features_in_),
-        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
-        "classes": _labels(getattr(estimator, "classes_", None)),
-        "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
-        "extra": extra or {},
-    }
-    conformal = getattr(estimator, "conformal_", None)
-    if conformal is not None:
-        arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
-        content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
-    return write(path, KIND, content, encoder.tensors)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -134,29 +113,6 @@ def _check_numbers(what: str, values: Tensor, shape: tuple[int, ...], least: flo
         raise ValueError(f"{what}: {shape} numbers in float64 between {least:g} and {LARGEST:g} were expected")
 
 
-def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
-    for m, module in enumerate(ensemble.modules):
-        for name, value in module.state_dict().items():
-            encoder.tensors[f"network.{m}.{name}"] = value
-    scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
-    return {
-        "settings": encoder.encode(asdict(ensemble.settings), "settings"),
-        "architecture": encoder.encode(asdict(ensemble.architecture), "architecture"),
-        "epochs": ensemble.epochs,
-        "one_target": ensemble.one_target,
-        "scaling": {
-            name: None
-            if part is None
-            else [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
-            for name, part in scalings.items()
-        },
-        "components": [
-            {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
-            for i, c in enumerate(ensemble.components)
-        ],
-    }
-
-
 def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[str, Tensor], source: Path) -> Ensemble:
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
@@ -197,27 +153,6 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         content["epochs"],
         content["one_target"],
     )
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A parameter as JSON can hold it. A random state that is an object is not needed to predict."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if name == "random_state" and not isinstance(value, int | None):
-        return None
-    if name == "refit" and not isinstance(value, str):
-        raise FileError(f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example refit='output'.")
-    return value
-
-
-def _labels(classes: np.ndarray | None) -> dict[str, Any] | None:
-    if classes is None:
-        return None
-    kind = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str", "S": "str", "O": "object"}.get(classes.dtype.kind)
-    values = classes.tolist()
-    if kind is None or any(not isinstance(v, bool | int | float | str) for v in values):
-        raise FileError("Only classes that are numbers, texts or booleans can be saved. Encode the labels first.")
-    return {"dtype": kind, "values": values}
 
 
 def _dtype(name: str) -> type:

@@ -1,0 +1,80 @@
+"""Fitted estimators to files, self-contained: networks, posteriors, scaling, settings. `files` opens them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssla.persistence import Encoder, FileError, pack, write
+from ssla.tabular import Ensemble
+
+KIND = "estimator"
+
+
+def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
+    """Write a fitted estimator. extra: more that is plain JSON, given back by `read_extra`."""
+    encoder = Encoder()
+    parameters = {name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()}
+    content = {
+        "estimator": type(estimator).__name__,
+        "parameters": encoder.encode(parameters, "parameters"),
+        "columns": int(estimator.n_features_in_),
+        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
+        "classes": _labels(getattr(estimator, "classes_", None)),
+        "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
+        "extra": extra or {},
+    }
+    conformal = getattr(estimator, "conformal_", None)
+    if conformal is not None:
+        arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
+        content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
+    return write(path, KIND, content, encoder.tensors)
+
+
+def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
+    for m, module in enumerate(ensemble.modules):
+        for name, value in module.state_dict().items():
+            encoder.tensors[f"network.{m}.{name}"] = value
+    scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
+    return {
+        "settings": encoder.encode(asdict(ensemble.settings), "settings"),
+        "architecture": encoder.encode(asdict(ensemble.architecture), "architecture"),
+        "epochs": ensemble.epochs,
+        "one_target": ensemble.one_target,
+        "scaling": {
+            name: None
+            if part is None
+            else [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
+            for name, part in scalings.items()
+        },
+        "components": [
+            {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
+            for i, c in enumerate(ensemble.components)
+        ],
+    }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A parameter as JSON can hold it. A random state that is an object is not needed to predict."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if name == "random_state" and not isinstance(value, int | None):
+        return None
+    if name == "refit" and not isinstance(value, str):
+        raise FileError(f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example refit='output'.")
+    return value
+
+
+def _labels(classes: np.ndarray | None) -> dict[str, Any] | None:
+    if classes is None:
+        return None
+    kind = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str", "S": "str", "O": "object"}.get(classes.dtype.kind)
+    values = classes.tolist()
+    if kind is None or any(not isinstance(v, bool | int | float | str) for v in values):
+        raise FileError("Only classes that are numbers, texts or booleans can be saved. Encode the labels first.")
+    return {"dtype": kind, "values": values}
