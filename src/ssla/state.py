@@ -6,7 +6,7 @@ A State holds a private copy of the network, so the user's module is neither nee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,9 +25,32 @@ from ssla.structures.jacobians import Jacobian
 from ssla.structures.memory import DEFAULT_BUDGET
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
-ADDED = "data were added"  # begins the note of `update` and `merge`, which the next of them replaces
-OF_THE_DATA = ("only one row", "the target is constant", "constant input columns", "The residuals are", "polish moved")
+# subjects of notes
+FIT, DATA, MOVED, ADDED, PRIOR, CONCAVITY, RANK, TUNING = "fit", "data", "moved", "added", "prior", "concavity", "rank", "tuning"
 COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
+
+
+class Note(str):
+    """A line of a report, with its subject, by which a later change replaces or keeps it. Notes of old files have none."""
+
+    subject: str
+
+    def __new__(cls, text: str, subject: str = FIT) -> Note:
+        note = super().__new__(cls, text)
+        note.subject = subject
+        return note
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.subject
+
+
+def subject(note: str) -> str:
+    return note.subject if isinstance(note, Note) else FIT
+
+
+def without(notes: Iterable[str], *subjects: str) -> list[str]:
+    """The notes on other subjects."""
+    return [note for note in notes if subject(note) not in subjects]
 
 
 class Marginal(NamedTuple):
@@ -326,20 +349,20 @@ class State:
     def with_more(self, statistics: Statistics, source: Source | None, passes: int, notes: tuple[str, ...] = ()) -> State:
         """The state with the sums of more data at θ̂: at the new mode where the statistics determine it, else at θ̂."""
         theta, whole = self.theta, self.statistics.merge(statistics)
-        note = f"{ADDED}: θ̂ was kept, and is no longer the mode of all of them"
+        note = "data were added: θ̂ was kept, and is no longer the mode of all of them"
         if self.follows_mode:
-            (theta, whole), note = whole.at_mode(self.objective_prior, theta), f"{ADDED}: moved to the mode of all of them"
+            (theta, whole), note = whole.at_mode(self.objective_prior, theta), "data were added: moved to the mode of all of them"
         both = None if self.source is None or source is None else self.source.then(source)
         moved = replace(self, theta=theta, statistics=whole, source=both)
-        before = dict.fromkeys((*self.report.notes, *notes))  # once each
-        kept = [f"before data were added: {n}" if n.startswith(OF_THE_DATA) else n for n in before if not n.startswith(ADDED)]
+        before = without(dict.fromkeys((*self.report.notes, *notes)), ADDED)  # once each
+        kept = [Note(f"before data were added: {n}") if subject(n) in (DATA, MOVED) else n for n in before]
         report = replace(
             self.report,
             n=whole.n,
             weight=whole.weight,
             passes=self.report.passes + passes,
             residual_after=moved.residual,
-            notes=(*with_directions(kept, moved), note),
+            notes=(*with_directions(kept, moved), Note(note, ADDED)),
         )
         return replace(moved, report=report)
 
@@ -385,8 +408,8 @@ def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: in
 def with_directions(notes: list[str], posterior: State) -> list[str]:
     """The notes with what a low-rank curvature leaves out now, under its present data and prior."""
     found, least = posterior.statistics.curvature, float(posterior.bound_prior.precision(posterior.theta).min())
-    kept = [note for note in notes if not note.startswith("low_rank:")]
-    return [*kept, found.note(least)] if isinstance(found, LowRank) and least > 0 else kept
+    kept = without(notes, RANK)
+    return [*kept, Note(found.note(least), RANK)] if isinstance(found, LowRank) and least > 0 else kept
 
 
 def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ssla.likelihoods import Custom, Gaussian, Likelihood
 from ssla.network import Network, output_words
 from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
-from ssla.state import POLISH, TILT, Report, State, Statistics
+from ssla.state import CONCAVITY, MOVED, POLISH, RANK, TILT, Note, Report, State, Statistics
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
 RUNAWAY = (
@@ -95,7 +95,7 @@ class Job:
             target.spread.warn_scale(missed, self.notes)
             noise = self.likelihood.covariance_for(missed).diagonal().sqrt()
             target.spread.warn_rounding(noise, network.dtype, self.notes)
-        self.notes.extend(concavity_notes(bound.precision(theta)))
+        self.notes.extend(Note(note, CONCAVITY) for note in concavity_notes(bound.precision(theta)))
         self._note_directions(sums)
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
@@ -141,7 +141,7 @@ class Job:
         if not isinstance(found, LowRank) or least <= 0:
             return
         note = found.note(least)
-        self.notes.append(note)
+        self.notes.append(Note(note, RANK))
         if found.rank is None and found.overstated(least) > 2 * found.tail:
             why = "the memory budget" if self.repeatable else "a source that can be read only once"
             warnings.warn(
@@ -182,7 +182,7 @@ class Job:
                 "scale of its weights and targets. Standardise the targets, weaken the prior "
                 "(priors.Gaussian(precision=1e-4)), or use mode='tilt', which keeps your network's predictions."
             )
-            self.notes.append(message)
+            self.notes.append(Note(message, MOVED))
             warnings.warn(message, UserWarning, stacklevel=5)
 
     def sums_at(self, theta: Tensor) -> Statistics:

@@ -23,12 +23,11 @@ from ssla._checks import one_of
 from ssla.fitting import polish_again
 from ssla.fitting.sums import climbing
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
-from ssla.state import AS_IS, POLISH, TILT, State, Statistics, with_directions
+from ssla.state import AS_IS, CONCAVITY, MOVED, POLISH, PRIOR, TILT, Note, State, Statistics, with_directions, without
 
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
 TRUSTED = 1e-10  # a squared decrement below which a gain drowns in rounding, and the full step is safe
-MARK = "prior: "  # begins the notes written here, so that the next change replaces them
 
 
 def with_prior(posterior: State, prior: Prior | Distribution, convention: str, data: Any) -> State:
@@ -62,11 +61,9 @@ def described(posterior: State, what: str, mode: str) -> State:
     """The posterior with a report that tells of its prior, its convention and its distance to the mode."""
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
-    stale = (MARK, "polish moved")  # said of the prior before
-    notes = [note for note in posterior.report.notes if not note.startswith(stale) and "log-concave" not in note]
-    notes = with_directions(notes, posterior)
-    notes += [MARK + what.format(residual=residual, each=each)]
-    notes += concavity_notes(posterior.bound_prior.precision(posterior.theta))
+    notes = with_directions(without(posterior.report.notes, PRIOR, CONCAVITY, MOVED), posterior)
+    notes += [Note(f"prior: {what.format(residual=residual, each=each)}", PRIOR)]
+    notes += [Note(note, CONCAVITY) for note in concavity_notes(posterior.bound_prior.precision(posterior.theta))]
     report = replace(
         posterior.report,
         prior=describe(posterior.prior),

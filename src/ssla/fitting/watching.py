@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssla.data import Batch, Source
-from ssla.state import AS_IS, POLISH, TILT, Report
+from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
@@ -66,7 +66,7 @@ class Spread:
             "change the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) a strong prior in conflict with "
             "the data: see ssla.conflict(posterior)."
         )
-        notes.append(message)
+        notes.append(Note(message, DATA))
         warnings.warn(message, UserWarning, stacklevel=5)
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
@@ -113,17 +113,17 @@ class TargetRange:
 
     def note(self, notes: list[str]) -> None:
         if self.rows == 1:
-            notes.append("only one row was seen: the posterior is almost the prior")
+            notes.append(Note("only one row was seen: the posterior is almost the prior", DATA))
             warnings.warn("The data hold one row only, so the posterior is almost the prior.", UserWarning, stacklevel=4)
             return
         numbers = self.low is not None and self.low.is_floating_point()
         if numbers and self.low is not None and self.high is not None and bool((self.low == self.high).any()):
-            notes.append("the target is constant: nothing can be learned about its noise")
+            notes.append(Note("the target is constant: nothing can be learned about its noise", DATA))
             warnings.warn("The target is constant: nothing can be learned about its noise.", UserWarning, stacklevel=4)
         if self.x_low is not None and self.x_high is not None:
             constant = (self.x_low == self.x_high).nonzero().flatten().tolist()
             if constant and len(constant) < self.x_low.numel():
-                notes.append(f"constant input columns: {', '.join(map(str, constant))}")
+                notes.append(Note(f"constant input columns: {', '.join(map(str, constant))}", DATA))
 
 
 def _either(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:

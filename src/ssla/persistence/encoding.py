@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla import likelihoods, priors, structures
 from ssla.network import LayerPlan, Opening
-from ssla.state import Report, Statistics
+from ssla.state import Note, Report, Statistics
 from ssla.structures.kfac import LayerFactors
 
 LIKELIHOODS = (
@@ -60,6 +60,8 @@ class Encoder:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def encode(self, value: Any, place: str) -> Any:
+        if isinstance(value, Note):
+            return {"note": [value.subject, str(value)]}
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float):
@@ -97,6 +99,8 @@ class Decoder:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         match value:
+            case {"note": [str(subject), str(text)]}:
+                return Note(text, subject)
             case {"float": str(text)}:
                 return float(text)
             case {"tensor": str(name)}:

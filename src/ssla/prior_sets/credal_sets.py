@@ -29,6 +29,7 @@ from ssla.prior_sets.members import Bounds, FiniteMembers, Members
 from ssla.prior_sets.sensitivities import named_priors
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
+from ssla.state import PRIOR, subject
 
 __all__ = ["Bounds", "Credal", "Decomposition", "credal"]
 
@@ -165,7 +166,8 @@ def credal(
         return Credal(members, members.names, convention, members.notes)
     chosen = named_priors(posterior, priors)
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
-    notes = tuple(dict.fromkeys(note for p in posteriors for note in p.report.notes if note.startswith("prior: θ̂ was kept")))
+    kept = [p.report.notes for p in posteriors if not p.state.follows_mode]
+    notes = tuple(dict.fromkeys(note for notes in kept for note in notes if subject(note) == PRIOR))
     return Credal(FiniteMembers(tuple(p.predict(x, refit) for p in posteriors)), tuple(chosen), convention, notes)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.fitting.prior_change import described
 from ssla.priors import EXACT
-from ssla.state import State, TuningHistory
+from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
@@ -139,5 +139,8 @@ def _finished(posterior: State, history: TuningHistory) -> State:
     summary = "tuned by " + str(history).replace("\n", "; ")
     kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
     told = described(posterior, kept + "precision and noise were tuned", posterior.mode)
-    notes = (note for note in told.report.notes if not note.startswith("tuned"))
-    return replace(told, tuning_history=history, report=replace(told.report, notes=(*notes, summary)))
+    return replace(
+        told,
+        tuning_history=history,
+        report=replace(told.report, notes=(*without(told.report.notes, TUNING), Note(summary, TUNING))),
+    )
