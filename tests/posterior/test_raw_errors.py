@@ -458,7 +458,8 @@ def test_a_saved_part_is_the_same_in_a_fresh_process(tmp_path):
     post.save(tmp_path / "p")
     torch.save(post.predict(X).probs, tmp_path / "probs.pt")
     code = (
-        "import sys, torch, ssla; from test_raw_errors import Parts, X\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "import torch, ssla; from test_raw_errors import Parts, X\n"
         f"found = ssla.load({str(tmp_path / 'p')!r}, Parts('dataclass')).predict(X).probs\n"
         f"assert torch.equal(found, torch.load({str(tmp_path / 'probs.pt')!r}))"
     )

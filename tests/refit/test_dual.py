@@ -84,10 +84,10 @@ def test_an_exact_determinant_beyond_the_memory_budget_is_refused_before_it_is_t
     """61 rows of 501 weights, three times, and six 61 × 61 matrices: 0.9 MB."""
     _, post, _ = wide_network()
     new, y, exact = T([0.5, -0.2]), T(0.0), ssla.WeightRefit(tolerance=1e-6, logdet="exact")
-    enough = dataclasses.replace(post, memory_budget=1 << 20)
+    enough = ssla.Posterior(dataclasses.replace(post.state, memory_budget=1 << 20))
     assert torch.allclose(ssla.ssla(enough, new, y, exact).curvature, ssla.ssla(post, new, y, exact).curvature, atol=1e-9)
     with pytest.raises(ValueError, match=r"logdet='exact' for 501 weights needs .* GiB.*logdet='frozen'"):
-        ssla.ssla(dataclasses.replace(post, memory_budget=800_000), new, y, exact)
+        ssla.ssla(ssla.Posterior(dataclasses.replace(post.state, memory_budget=800_000)), new, y, exact)
 
 
 def test_the_work_for_jacobians_grows_with_the_rows_not_with_their_square():

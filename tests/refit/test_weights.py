@@ -231,7 +231,7 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
     monkeypatch.setattr(weights.WeightExpansion, "_hopeless", lambda *_: False)
-    expansion = few(post, new)
+    expansion = few(post.state, new)
     solved = expansion.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right
     assert early < 0.1 * (work[0] - early)

@@ -19,7 +19,7 @@ from ssla import priors
 from ssla.tuning.bfgs import maximise
 from ssla.tuning.evidence import OperatorEvidence, SpectralEvidence, evidence_of
 from ssla.tuning.scores import HeldOut
-from ssla.tuning.space import Space, at_noise
+from ssla.tuning.space import Space
 from support.oracles import linear_log_evidence, linear_predictive
 
 G = torch.Generator().manual_seed(2)
@@ -94,7 +94,7 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(structure, weights, 
     """At random precisions and noises: against Posterior.log_evidence, and against central differences of it."""
     y = Y if isinstance(likelihood, L.Gaussian) else COUNTS
     post = quiet(ssla.fit, net(), (X, y), likelihood=likelihood, structure=structure, weights=weights)
-    space, _ = Space.of(post, ("prior", "noise"), per_layer)
+    space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
     evidence = evidence_of(space.problem)
     assert isinstance(evidence, kind)
     other = OperatorEvidence(space.problem)
@@ -120,7 +120,7 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     tuned = quiet(post.tune, per_layer=per_layer)
     assert tuned.tuning_history.converged
     assert tuned.log_evidence() >= post.log_evidence()
-    space, _ = Space.of(post, ("prior", "noise"), per_layer)
+    space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
     low, high = space.box
     free = ~torch.tensor([name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names])
     start = (tuned.tuning_history.points[-1] / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]).log()
@@ -161,7 +161,7 @@ def test_several_outputs_share_one_factor_on_their_noises():
     full = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=L.Gaussian(covariance=sigma)).tune()
     again = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=full.likelihood, prior=full.prior)
     assert abs(full.log_evidence() - again.log_evidence()) < 1e-8
-    assert abs(float(full.trace.values[-1]) - full.log_evidence()) < 1e-8
+    assert abs(float(full.tuning_history.values[-1]) - full.log_evidence()) < 1e-8
 
 
 def test_a_pattern_of_precisions_and_means_is_kept():
@@ -235,8 +235,8 @@ def test_validation_scores_are_minimised(objective):
 
 def test_folds_are_scored_as_if_each_had_been_fitted():
     post = line()
-    space, _ = Space.of(post, ("prior", "noise"), True)
-    held = HeldOut.of(post, (X, Y), "nll", 5)
+    space, _ = Space.of(post.state, ("prior", "noise"), True)
+    held = HeldOut.of(post.state, (X, Y), "nll", 5)
     point = torch.tensor([0.7, -0.9], dtype=torch.float64)
     total = 0.0
     for k in range(5):
@@ -269,7 +269,7 @@ def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
 
 def test_another_noise_rescales_the_sums_exactly():
     post = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), weights="all", structure="kfac")
-    other = at_noise(post, 1.7)
+    other = post.state.at_noise(1.7)
     fresh = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.85), weights="all", structure="kfac")
     assert abs(other.statistics.log_likelihood - fresh.statistics.log_likelihood) < 1e-9
     assert (other.statistics.gradient - fresh.statistics.gradient).abs().max() < 1e-9

@@ -61,6 +61,8 @@ def check_target(target: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
+        if not target.exists():  # below a file: the attempt to write will say so
+            return
         raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.") from None
     if names and MANIFEST not in names:
         raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
