@@ -1,4 +1,4 @@
-"""The public names: what `ssla.name` finds."""
+"""The public names of `ssla`."""
 
 from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.explicit import ExplicitModel
