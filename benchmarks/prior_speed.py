@@ -1,4 +1,4 @@
-"""Another prior against another fit, and tuning: MLP 8-50-50-1, Gaussian noise.
+"""A change of prior against a new fit, and tuning: MLP 8-50-50-1, Gaussian noise.
 
 Goal: with_prior ≥ 50× faster than a fit at n = 100,000.
 

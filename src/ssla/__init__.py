@@ -1,7 +1,7 @@
-"""ssla: predictive distributions for trained PyTorch models, without sampling.
+"""ssla: an honest predictive distribution for any trained PyTorch model, without sampling.
 
-Public names are listed in `ssla._public` and imported with the first use of one of them, so that `ssla --help` does not wait for
-torch. A package (`ssla.sklearn`, `ssla.priors`) is imported when it is first used.
+Public names are listed in `ssla._public` and imported with the first use of one of them, so that `ssla --help` need not wait for
+torch. A room (`ssla.sklearn`, `ssla.priors`) is imported when it is named.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if not name.startswith("__") and find_spec(f"ssla.{name}") is not None:  # a package: import it alone
+        if not name.startswith("__") and find_spec(f"ssla.{name}") is not None:  # a room: itself alone
             return import_module(f"ssla.{name}")
         if name == "__all__" or not name.startswith("_"):
             public = import_module("ssla._public")

@@ -1,4 +1,4 @@
-"""The public names of `ssla`."""
+"""The public names: what `ssla.name` finds."""
 
 from ssla import distributed, likelihoods, metrics, priors, structures
 from ssla.explicit import ExplicitModel
