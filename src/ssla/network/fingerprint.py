@@ -52,7 +52,7 @@ def marks(network: Network) -> dict[str, str]:
     return {
         "networks": digest(fingerprint(module_of(network))),
         "free parameters": digest((opening.linear, opening.names, opening.outputs)),
-        "parts of the answer (output=)": digest(output_words(network)),
+        "part of the result (output=)": digest(output_words(network)),
         "layers with a Kronecker form": digest((opening.layers, opening.others)),
     }
 

@@ -39,9 +39,11 @@ STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # add a new structure her
 def _table() -> dict[str, type]:
     own: tuple[type, ...] = (Report, Statistics, LayerFactors, LayerPlan, Opening)
     table: dict[str, type] = {cls.__name__: cls for cls in own}
-    for room, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
-        place = room.__name__.rpartition(".")[2]
-        table |= {f"{place}.{name}": getattr(room, name) for name in names if dataclasses.is_dataclass(getattr(room, name, None))}
+    for package, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
+        place = package.__name__.rpartition(".")[2]
+        table |= {
+            f"{place}.{name}": getattr(package, name) for name in names if dataclasses.is_dataclass(getattr(package, name, None))
+        }
     return table
 
 
