@@ -1,4 +1,4 @@
-"""Each case of the API's last section: the message says what was expected, what came and what to do; nothing is changed."""
+"""Every error says what was expected, what was given and what to do; nothing is changed."""
 
 import math
 from dataclasses import replace

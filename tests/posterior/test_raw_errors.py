@@ -485,7 +485,7 @@ def test_answers_in_parts_name_their_parts():
     with pytest.raises(TypeError, match=r"one tensor of outputs, but returned a float without tensors.*output=lambda"):
         fit("dict", output=lambda answer: 1.0)
     for output in (0, "logits"):  # an index would be one row of a tensor
-        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Leave output= out"):
+        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Omit output="):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
     for output in (True, 1.5, ["logits"]):
         with pytest.raises(TypeError, match=r"output must name the part of the network's answer.*'logits'"):
