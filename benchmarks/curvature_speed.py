@@ -1,7 +1,7 @@
 """Fit and predict beside laplace-torch at equal settings: MLP 8-50-50-1, Gaussian noise, in one run, as ratios.
 
 Goals: all weights, KFAC: predict ≥ 100× faster, fit ≥ 3×; dense fit ≥ 20×; diag fit ≥ 5×; last layer fit and predict ≥ 3×.
-laplace-torch predicts the variance of f only (`la(x)`); ours here is `marginal`, the same thing.
+laplace-torch predicts the variance of f only (`la(x)`); ours here is `marginal`, the same quantity.
 
     python benchmarks/curvature_speed.py [--rows 10000] [--points 2000] [--quick]
 """
@@ -56,7 +56,7 @@ def main() -> None:
         from laplace import Laplace
     except ImportError:
         Laplace = None
-        print("laplace-torch is not installed: `make bench` installs it; times of ours only\n")
+        print("laplace-torch is not installed: `make bench` installs it; only our times\n")
     threads = torch.get_num_threads()
     print(f"n = {options.rows:,}, {options.points:,} test points, {threads} threads; both read the same DataLoader\n")
     print("weights     structure      fit s  predict s  theirs fit   predict    fit ×  predict ×")

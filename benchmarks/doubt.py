@@ -1,10 +1,10 @@
-"""What "auto" goes by: the error of the output rung's log density beside the two signs of it, over many models and inputs.
+"""The rule of "auto": the error of the output refit's log density beside its two indicators, over many models and inputs.
 
     python benchmarks/doubt.py
 
 The error of an input is the mean over y ~ weights of |log p_weights(y) − log p_output(y)|. Prints how it relates to s², the
-square of the largest step that a plausible y makes (in posterior standard deviations), and to m, how far the mass is off
-one; then, for targets of `AutoRefit`, which part of the inputs is left to the output rung, and how many of these are off by more.
+square of the largest step that a plausible y makes (in posterior standard deviations), and to m, the distance of the mass
+from one; then, for targets of `AutoRefit`, the share of inputs that are not refitted, and how many of these exceed the target.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
         low, middle, high = (float(ratio[seen].quantile(q)) for q in (0.05, 0.5, 0.95))
         print(f"error / {name} of {int(seen.sum())} inputs: median {middle:.2g}, 90% between {low:.2g} and {high:.2g}")
     guess = torch.maximum(STEP_ERROR * s, MASS_ERROR * m)
-    print("\n| target | left to the output rung | of these off by more | their mean error | refitted, off by less than half |")
+    print("\n| target | not refitted | of these, above the target | their mean error | refitted, below half the target |")
     print("|---|---|---|---|---|")
     for target in (0.01, 0.02, 0.05, 0.1):
         left = guess <= target

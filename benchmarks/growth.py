@@ -1,7 +1,7 @@
 """How cost grows: rows 10³ → 10⁶, widths 50 → 1,000, outputs 1 → 1,000, and a convolutional net of ten million parameters.
 
-Each line is a process of its own, so that its peak memory is its own: what `import ssla` takes is subtracted. Rows are made on
-the way and never held. Goals: time per row and memory flat in n; memory by widths and not by parameters.
+Each line runs in its own process, so that peak memory is measured separately; the memory of `import ssla` is subtracted. Rows are
+generated when they are read and not stored. Goals: time per row and memory constant in n; memory by widths and not by parameters.
 
     python benchmarks/growth.py [--quick] [--only rows|rows_all|widths|outputs|convolution]
 """
@@ -40,14 +40,14 @@ def peak() -> float:
 
 
 def child(case: str, size: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """One measurement, in its own process."""
     import torch
     from torch import nn
 
     import ssla
 
     class Stream:
-        """Rows that are made when they are read, the same each time."""
+        """Rows that are generated when they are read, the same each time."""
 
         def __init__(self, rows: int, shape: tuple[int, ...], outputs: int = 1, classes: int = 0) -> None:
             self.rows, self.shape, self.outputs, self.classes = rows, shape, outputs, classes

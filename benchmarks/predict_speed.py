@@ -1,8 +1,8 @@
-"""How much a whole predictive costs, in forward passes of the same network, and beside laplace-torch.
+"""The cost of a predictive in forward passes of the same network, beside laplace-torch.
 
 10,000 inputs, network 8-50-50-2 (mean and log variance), last layer, float32. Goals: `marginal` (f and K) in under 4 forward
-passes, the whole predictive density in under 30. Every round times all candidates one after the other, so that they see the same
-machine; the table gives the median over rounds of the ratio to the forward pass of that round, and the best time.
+passes, the whole predictive density in under 30. Every round times all candidates one after the other, so that they have the
+same load; the table gives the median over rounds of the ratio to the forward pass of that round, and the best time.
 
     python benchmarks/predict_speed.py [--rounds 40] [--points 10000]
 """

@@ -1,4 +1,4 @@
-"""Another prior against another fit, and tuning: MLP 8-50-50-1, Gaussian noise.
+"""A change of prior against a new fit, and tuning: MLP 8-50-50-1, Gaussian noise.
 
 Goal: with_prior ≥ 50× faster than a fit at n = 100,000.
 
@@ -52,7 +52,7 @@ def main() -> None:
         tuned, result = clock(lambda p=posterior: p.tune(), 3)  # type: ignore[misc]
         print(
             f"{weights:<12}{structure:<10}{1e3 * fitted:>10.1f}{1e3 * moved:>16.2f}{fitted / moved:>18.0f}"
-            f"{1e3 * tuned:>21.1f}{result.trace.evaluations:>13}",
+            f"{1e3 * tuned:>21.1f}{result.tuning_history.evaluations:>13}",
             flush=True,
         )
 

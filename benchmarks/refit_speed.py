@@ -2,7 +2,7 @@
 
     python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200]
 
-Every ratio comes from the same run: the jobs take turns. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
+Every ratio comes from the same run: the jobs alternate. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
 and is timed on a part of the tasks. "The authors' way" retrains a copy of the network on the data and (x, y) for each y: a
 fresh Adam, ten epochs, batches of 32.
 """
@@ -79,7 +79,7 @@ def authors_way(model: nn.Module, x: Tensor, y: Tensor, new: Tensor, target: Ten
 
 
 def timed(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each job, taking turns; the first round does not count."""
+    """Seconds of each job, alternating; the first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for round_ in range(rounds + 1):
         for name, job in jobs.items():
@@ -128,13 +128,13 @@ def last_layer(rounds: int, singles: int) -> None:
     solved, single = refit(post, new).solve(grid), singly()
     worst = max(abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True))
     print(f"Last layer: n = 1,000, 51 features, 2 outputs, {grid.numel():,} refits at 1e-8, {torch.get_num_threads()} threads")
-    print(f"  together        {min(times['together']):8.2f} s, {float(solved.steps.double().mean()):.1f} gradients a task")
+    print(f"  together        {min(times['together']):8.2f} s, {float(solved.steps.double().mean()):.1f} gradients for each task")
     print(f"  one by one      {min(times['one by one']) / singles * grid.numel():8.2f} s (from {singles}), "
-          f"{statistics.mean(s for _, s in single):.1f} Newton steps a task")  # fmt: skip
+          f"{statistics.mean(s for _, s in single):.1f} Newton steps for each task")  # fmt: skip
     faster = ratio(times, "one by one", "together", singles, grid.numel())
     print(f"  ratio           {faster:8.1f}x; the two differ by at most {worst:.1e}")
     refits = float(post.predict(many, refit="weights").diagnostics.refits.double().mean())
-    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} refits a point, "
+    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} refits for each point, "
           f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of OutputRefit\n")  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def all_weights(rounds: int) -> None:
     x = torch.randn(300, 4, dtype=torch.float64)
     y = torch.sin(x[:, 0]) + 0.2 * torch.randn(300, dtype=torch.float64)
     likelihood, prior = ssla.likelihoods.Gaussian(noise=0.2), ssla.priors.Gaussian(precision=10.0)
-    # to the mode: a refit is a question about a maximum
+    # to the mode: a refit assumes a maximum
     optimiser = torch.optim.LBFGS(
         model.parameters(),
         max_iter=3000,

@@ -5,10 +5,10 @@
 Ninety per cent of the rows for training, five random splits; NLL and CRPS in units of the target's standard deviation.
 
     plug-in           the same network with the noise of its training residuals
-    plug-in, noise    the same network with the noise that ssla found on rows left out
+    plug-in, noise    the same network with the noise that ssla estimates on held-out rows
     MLP               sklearn.neural_network.MLPRegressor (defaults, standardised), constant residual variance
     ensemble          the same five networks, each with the noise of its training residuals, mixed
-    ensemble, noise   the same five networks, each with the noise that ssla found, mixed
+    ensemble, noise   the same five networks, each with the noise that ssla estimates, mixed
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = ("ssla", "plug-in", "plug-in, noise", "MLP", "ssla x5", "ensemble", "e
 
 
 class TrainingTime:
-    """Seconds spent in training alone: what a deep ensemble of the same networks would take."""
+    """Seconds of training: the time of a deep ensemble of the same networks."""
 
     def __enter__(self) -> TrainingTime:
         self.seconds, self.train = 0.0, building.train
@@ -142,8 +142,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--first", type=int, default=100, help="seed of the first split; 0 to 4 helped to choose the defaults")
-    parser.add_argument("--out", type=Path, default=None, help="JSON lines, one a split; what is there is not computed again")
+    parser.add_argument("--first", type=int, default=100, help="seed of the first split; 0 to 4 were used to choose the defaults")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="JSON lines, one for each split; existing ones are not computed again"
+    )
     options = parser.parse_args()
     folder = Path(os.environ.get("SSLA_DATA", "data/uci"))
     done = []

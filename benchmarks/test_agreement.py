@@ -1,10 +1,10 @@
-"""Agreement with laplace-torch on its own ground: the covariance of the outputs, float64. Run by `make bench`.
+"""Agreement with laplace-torch on the covariance of the outputs, float64. Run by `make bench`.
 
 Conventions that are matched: our likelihoods are log densities, laplace-torch's curvature is that of ½‖y − f‖² (scaled by 1/σ²)
-or of the cross entropy; both priors are isotropic; both posteriors stand at the trained weights (mode="as_is").
+or of the cross entropy; both priors are isotropic; both posteriors are at the trained weights (mode="as_is").
 
-Kronecker factors for a *last layer*: laplace-torch (curvlinops) keeps weight and bias apart, ours folds the bias in, so with a
-bias the two are different approximations. Without a bias they are the same, and with one folded into the features by hand too.
+Kronecker factors for a *last layer*: laplace-torch (curvlinops) separates weight and bias, ours treats the bias as an input, so
+with a bias the two are different approximations. Without a bias, or with a column of ones in the features, they are the same.
 """
 
 import pytest

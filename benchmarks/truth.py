@@ -1,13 +1,13 @@
-"""How far each rung is from the truth: small heteroscedastic networks whose predictives are known by importance sampling.
+"""Distance of each refit from the truth: small heteroscedastic networks whose true predictives come from importance sampling.
 
     python benchmarks/truth.py [--seeds 6] [--rows 150] [--draws 400000]
 
-For each seed there are other data and another network, trained to its mode. Prints the mean ± standard deviation over seeds of
+Each seed has its own data and network, trained to its mode. Prints the mean ± standard deviation over seeds of
 the KL divergence from the truth to each predictive, at test inputs inside and outside the data, and how often refits fell back.
 
 The proposal is a Student's t around the mode, its moments adapted in rounds; the effective number of draws is printed,
-and the Monte Carlo error of the truth is shown by the KL between two halves of the draws. The posterior is the part around the
-mode that was trained, which is what every rung approximates (the units' signs and order make 8 copies of it).
+and the Monte Carlo error of the truth is shown by the KL between two halves of the draws. The posterior is the part around
+the trained mode, which every refit approximates (signs and order of the units give 8 copies of it).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ INSIDE, OUTSIDE = torch.linspace(-2.4, 2.4, 13), torch.tensor([-3.5, -3.0, 3.0, 
 
 
 def train(rows: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """A 1-2-2 tanh network (P = 10) at the mode of its posterior; the data are a bump that needs both units."""
+    """A 1-2-2 tanh network (P = 10) at the mode of its posterior; the data are a bump that needs both units to fit."""
     generator = torch.Generator().manual_seed(seed)
     x = 5 * torch.rand(rows, 1, dtype=torch.float64, generator=generator) - 2.5
     up, down = torch.tanh(1.5 * (x[:, 0] + 1)), torch.tanh(1.5 * (x[:, 0] - 1))
     y = up - down + 0.2 * torch.exp(0.3 * up) * torch.randn(rows, dtype=torch.float64, generator=generator)
     model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2)).double()
-    with torch.no_grad():  # near what made the data: a mode there, and not another
+    with torch.no_grad():  # near the true parameters, to find the mode there
         for parameter, value in zip(
             model.parameters(), ([[1.5], [1.5]], [1.5, -1.5], [[1.0, -1.0], [0.6, 0.0]], [0.0, -3.2]), strict=True
         ):
@@ -104,7 +104,7 @@ def predictive_log_density(post: ssla.Posterior, thetas: Tensor, x: Tensor, y: T
 
 
 def one(seed: int, rows: int, draws: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """KL from the truth to each predictive at every input (17,), and what is to be known about them."""
+    """KL from the truth to each predictive at every input (17,), and diagnostics."""
     model, x, y = train(rows, seed)
     law = ssla.likelihoods.HeteroscedasticGaussian()
     post = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(PRECISION), weights="all")
@@ -140,15 +140,15 @@ def one(seed: int, rows: int, draws: int) -> tuple[dict[str, Tensor], dict[str, 
     found = {name: kl(truth, rung.log_prob(grid)) for name, rung in rungs.items()}
     found["linearised Monte Carlo"] = kl(truth, linearised - torch.log(torch.tensor(20_000.0, dtype=torch.float64)))
     halves = [predictive_log_density(post, half, new, grid) for half in theta.chunk(2)]
-    found["*one half of the truth to the other*"] = kl(*halves)
-    told = {}
+    found["*one half of the draws against the other half*"] = kl(*halves)
+    flagged = {}
     for name in ("weights (SSLA)", "weights, full Hessian"):
         flags = rungs[name].diagnostics
-        told[f"{name}: fell back"], told[f"{name}: not resolved"] = flags.unconverged, flags.inaccurate
-        told[f"{name}: refits"] = flags.refits
-    told["auto: weights"] = torch.tensor([rung == "weights" for rung in rungs["auto"].diagnostics.rung])
-    told["mass off"] = (rungs["output"].mass - 1).abs()
-    return found, told
+        flagged[f"{name}: fell back"], flagged[f"{name}: not resolved"] = flags.unconverged, flags.inaccurate
+        flagged[f"{name}: refits"] = flags.refits
+    flagged["auto: weights"] = torch.tensor([rung == "weights" for rung in rungs["auto"].diagnostics.rung])
+    flagged["mass off"] = (rungs["output"].mass - 1).abs()
+    return found, flagged
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=150)
     parser.add_argument("--draws", type=int, default=400_000)
     options = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)  # rows that are not resolved are counted below
+    warnings.simplefilter("ignore", UserWarning)  # unresolved rows are counted below
     runs = [one(seed, options.rows, options.draws) for seed in range(options.seeds)]
     where = {"inside": slice(0, len(INSIDE)), "outside": slice(len(INSIDE), None)}
     print(f"\n| KL from the truth, n = {options.rows}, {options.seeds} seeds | inside the data | outside |\n|---|---|---|")
@@ -168,7 +168,9 @@ def main() -> None:
             cells.append(f"{float(means.mean()):.1e} ± {float(means.std()):.0e}")
         print(f"| {name} | {' | '.join(cells)} |")
     for name in runs[0][1]:
-        text = ", ".join(f"{k} {torch.cat([told[name][p].double() for _, told in runs]).mean():.3g}" for k, p in where.items())
+        text = ", ".join(
+            f"{k} {torch.cat([flagged[name][p].double() for _, flagged in runs]).mean():.3g}" for k, p in where.items()
+        )
         print(f"{name}, mean over inputs: {text}")
 
 

@@ -1,6 +1,6 @@
-"""The paper's conjugate checks, and what a prior does: SSLA beside exact predictives, in numbers and a picture.
+"""The paper's conjugate checks, and the effect of a prior: SSLA beside exact predictives, as numbers and a figure.
 
-    python examples/conjugate_priors.py [picture.png]
+    python examples/conjugate_priors.py [figure.png]
 
 Needs torch and matplotlib (pip install 'ssla[plots]'). Every function returns {name: (approximation, exact)} as log densities.
 """
@@ -29,7 +29,7 @@ def normal(y: Tensor, mean: Tensor | float, variance: Tensor | float) -> Tensor:
 
 
 def normal_normal(y: Tensor) -> Table:
-    """μ ~ N(4, 1), known variance 2, five observations: exact, whatever y."""
+    """μ ~ N(4, 1), known variance 2, five observations: exact for every y."""
     data = torch.tensor([3.1, 4.7, 5.2, 2.9, 4.4], dtype=F64)
     model = ssla.ExplicitModel(lambda row, t: normal(row, t[0], 2.0), data, [4.0], priors.Gaussian(1.0, mean=4.0))
     variance = 1 / (len(data) / 2 + 1)
@@ -42,7 +42,7 @@ def poisson(row: Tensor, rate: Tensor) -> Tensor:
 
 
 def poisson_gamma(y: Tensor) -> Table:
-    """λ ~ Gamma(6, 2): the same belief in λ and in log λ, where Laplace's approximation differs a little."""
+    """λ ~ Gamma(6, 2): the same prior in λ and in log λ, for which Laplace's approximations differ a little."""
     exact = dist.NegativeBinomial(6 + COUNTS.sum(), logits=-torch.tensor(2.0 + len(COUNTS), dtype=F64).log()).log_prob(y)
     identity = ssla.ExplicitModel(lambda row, t: poisson(row, t[0]), COUNTS, [3.0], priors.Gamma(6.0, 2.0, link="identity"))
     log = ssla.ExplicitModel(lambda row, t: poisson(row, t[0].exp()), COUNTS, [1.0], priors.Gamma(6.0, 2.0, link="log"))
@@ -77,7 +77,7 @@ def unknown_noise(y: Tensor, x: float = 1.5, shape: float = 3.0, scale: float = 
     rows, candidates = line(x, y)
 
     def log_prior(t: Tensor) -> Tensor:
-        s = t[2]  # log σ²: the change of variable adds s, and the normal density of two weights takes s away again
+        s = t[2]  # log σ²: the change of variable adds s, and the normal density of two weights subtracts it again
         return -(shape + 1) * s - (scale + 0.5 * (t[:2] ** 2).sum()) * (-s).exp()
 
     model = ssla.ExplicitModel(
@@ -116,7 +116,7 @@ def normal_unknown(y: Tensor) -> Table:
 
 
 def conflicting() -> tuple[Tensor, Any, Any]:
-    """A line whose slope the prior puts at −3 although the data say 0.8: bands for priors of growing strength, a credal set."""
+    """A line with prior slope −3 and slope 0.8 in the data: bands for priors of growing strength, a credal set."""
     rows, _ = line(1.5, torch.zeros(1, dtype=F64))
     model = nn.Linear(1, 1).double()
     prior = priors.Gaussian(precision=0.1, mean={"weight": -3.0, "bias": 1.0})
@@ -128,7 +128,7 @@ def conflicting() -> tuple[Tensor, Any, Any]:
 
 
 def run(picture: Path | None = None) -> dict[str, float]:
-    """Print every check and return the largest errors of the log density; draw them if asked."""
+    """Print every check and return the largest errors of the log density; plot them if a path is given."""
     real, counts = torch.linspace(0, 8, 81, dtype=F64), torch.arange(0, 15, dtype=F64)
     tables = {
         **normal_normal(real),

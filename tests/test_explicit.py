@@ -1,4 +1,4 @@
-"""Models written out by hand: the issue's numbers, conjugate answers, conventions, and the orders that theory promises."""
+"""Models written by hand: published numbers, conjugate predictives, conventions, and orders of error."""
 
 import importlib.util
 import math

@@ -1,6 +1,6 @@
-"""How far a datum walks: files passed and changes of package on the four main paths. Run: python tools/trace_paths.py [--list]
+"""Files and changes of package on the four main paths through the library. Run: python tools/trace_paths.py [--list]
 
-Every Python function of ssla that a path calls is taken once, in the order of the first calls. `files` counts their files,
+Every Python function of ssla on a path counts once, in the order of the first calls. `files` counts their files,
 `changes` how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file
 at its top.
 """
@@ -61,7 +61,7 @@ def main() -> None:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for path in paths.values():  # once before: what is imported or cached at the first use is not the path
+        for path in paths.values():  # a first run, so that imports and caches are not counted
             post = ssla.fit(two, (x, y), likelihood=varying)
             path()
         print(f"{'path':36}  files  changes  functions")

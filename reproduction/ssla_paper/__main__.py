@@ -21,17 +21,17 @@ def reproduce(
     page: Path | None = None,
     work: bool = True,
 ) -> None:
-    """Run the studies (work=False: only report what is there) and write the page, beside the results or where `page` says."""
+    """Run the studies (work=False: only report existing records) and write the page, beside the results and at `page`."""
     if jobs < 1:
         raise ValueError(f"jobs must be 1 or more, but is {jobs}.")
-    place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first begins
+    place, studies = Workplace(folder, quick), [study(name) for name in names]  # all of them before the first starts
     if page is not None:
         _can_be_written(page)
     failed: list[str] = []
     for each in studies:
         try:
             found = run(each, place, jobs, progress, work)
-        except TaskError as error:  # the other studies need not wait for it
+        except TaskError as error:  # the other studies still run
             failed.append(f"{each.name}: {error}")
             continue
         for claim in found:
@@ -43,11 +43,11 @@ def reproduce(
         written = write_page(place, STUDIES, page)
     print(f"tables and figures are in {place.results('')}, the page is {written}")
     if failed:
-        raise TaskError("Not reproduced (what was done is kept; start again to go on): " + "; ".join(failed))
+        raise TaskError("Not reproduced (finished tasks are kept; run again to continue): " + "; ".join(failed))
 
 
 def _can_be_written(page: Path) -> None:
-    """ValueError before the work of hours where its page has no place."""
+    """ValueError before hours of work if the page cannot be written."""
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         is_new = not page.exists()
@@ -63,9 +63,9 @@ def main() -> int:
     parser.add_argument("studies", nargs="*", help=f"of: {', '.join(STUDIES)}")
     parser.add_argument("--all", action="store_true", help="every study")
     parser.add_argument("--quick", action="store_true", help="a small version of each, for CI")
-    parser.add_argument("--folder", type=Path, default=Path("paper"), help="where records and results go (default: paper)")
+    parser.add_argument("--folder", type=Path, default=Path("paper"), help="folder of records and results (default: paper)")
     parser.add_argument("--page", type=Path, help="write the page here too, with copies of the figures (docs/paper.md)")
-    parser.add_argument("--report", action="store_true", help="no work: tables and page from the records that are there")
+    parser.add_argument("--report", action="store_true", help="no computation: tables and page from existing records")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
     names = list(STUDIES) if options.all else options.studies
@@ -78,7 +78,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: what was done is kept; start again to go on", file=sys.stderr)
+        print("interrupted: finished tasks are kept; run again to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""The credal extension that the paper's conclusion asks for: a set of priors, and the set of predictives that follows.
+"""The credal extension that the paper's conclusion proposes: a set of priors, and the resulting set of predictives.
 
 The model of the prior-modularity tables under every prior N(m, 1/τ) with m in [−1, 1] and τ in [0.1, 100]. Beside the bounds of
 the library: those over the four corners alone, and those over a fine grid of closed forms.
@@ -64,13 +64,15 @@ def tasks() -> list[Task]:
 
 
 def report(records: Mapping[str, Record], folder: Path) -> list[Claim]:
-    """A table, a figure, and what became of the conclusion's proposal."""
+    """A table, a figure, and a check of the conclusion's proposal."""
     rows: list[list[Cell]] = []
     missed = error = 0.0
     for record in records.values():
         bounds, corners, grid = (torch.tensor(record[name]) for name in ("log_prob", "corners", "grid"))
         short = max(float((corners[0] - grid[0]).max()), float((grid[1] - corners[1]).max()))
-        gap = max(float((bounds[0] - grid[0]).max()), float((grid[1] - bounds[1]).max()))  # how far the grid lies outside ours
+        gap = max(
+            float((bounds[0] - grid[0]).max()), float((grid[1] - bounds[1]).max())
+        )  # how far the grid is outside our bounds
         missed, error = max(missed, short), max(error, gap)
         low, high = record["interval"]
         rows.append([record["n"], record["imprecision"], record["width"], high - low, short, max(gap, 0.0)])
@@ -90,12 +92,12 @@ def report(records: Mapping[str, Record], folder: Path) -> list[Claim]:
             "not stated",
             f"they miss up to {missed:.2f} of the upper log density; the library's search misses {max(error, 0.0):.0e}",
             missed < 1e-3,
-            "The conclusion proposes the extreme points of a credal set of priors, and is right; but they are every N(m, "
+            "The conclusion correctly proposes the extreme points of a credal set of priors; but these are every N(m, "
             "1/τ) of the "
-            "box, not its corners: the highest density at y often belongs to one inside.",
+            "box, not its corners: the highest density at y often belongs to a prior inside.",
         ),
         Claim(
-            "What only the prior decides goes with more data, the width of each predictive does not",
+            "The spread due to the prior vanishes with more data, the width of each predictive does not",
             "not stated",
             f"imprecision {first[1]:.2f} to {last[1]:.2f}, width {first[2]:.2f} to {last[2]:.2f} (n = {first[0]} to {last[0]})",
             float(str(last[1])) < 0.1 * float(str(first[1])) and float(str(last[2])) > 0.5 * float(str(first[2])),

@@ -1,7 +1,7 @@
-"""Prior modularity: both tables, by the convention that made them and by the exact one.
+"""Prior modularity: both tables, by the convention of the paper and by the exact one.
 
 One weight, n = 50 rows, σ = 0.5, x* = 1.5, priors N(0, τ²). The inputs are not published, but all ten numbers depend on
-them only through h = x*²/Σx² = 0.05317; ours are scaled to that. The published values have the prior in the refit and not
+them only through h = x*²/Σx² = 0.05317; ours are scaled to that value. The published values have the prior in the refit and not
 in the curvature (`paper`) and leave out −½ log 2πσ²; with the prior in both (`exact`) the value is the exact predictive.
 """
 
@@ -61,7 +61,7 @@ def one(prior: str) -> Record:
             "assla": model.increments(candidates, refit=False).total.tolist(),
         }
     likely = ssla.ExplicitModel(log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), "additive")
-    found["additive"] = likely.increments(candidates).total.tolist()  # at the ŷ of the posterior mode, as the others
+    found["additive"] = likely.increments(candidates).total.tolist()  # at the ŷ of the posterior mode, like the others
     spread = POINT**2 / (float((x * x).sum()) / NOISE**2 + 1 / variance)
     total = NOISE**2 + spread
     constant = 0.5 * math.log(NOISE**2 / total)  # the normal density without −½ log 2πσ²
@@ -123,7 +123,7 @@ class Priors:
 
 
 def _conventions(strong: Record) -> list[Claim]:
-    """What the convention of the tables is under the strongest prior, and what the paper's sentence would give."""
+    """The convention of the tables under the strongest prior, and the result of the paper's sentence."""
     off = [told - truth for told, truth in zip(strong["paper"]["ssla"], strong["predictive"], strict=True)]
     added = [told - truth for told, truth in zip(strong["additive"], strong["predictive"], strict=True)]
     return [
@@ -136,10 +136,10 @@ def _conventions(strong: Record) -> list[Claim]:
         ),
         Claim(
             "No refit is needed for another prior: its increment between the estimates is enough",
-            "said in the text; the tables are refitted under each prior",
-            f"between maximum-likelihood estimates, under N(0, 0.01): off by {added[0]:+.2f} at ŷ and {added[1]:+.2f} at ŷ + 1, "
-            "which no normalisation mends",
+            "stated in the text; the tables are refitted under each prior",
+            f"between maximum-likelihood estimates, under N(0, 0.01): wrong by {added[0]:+.2f} at ŷ and {added[1]:+.2f} at "
+            "ŷ + 1, which no normalisation corrects",
             abs(added[1] - added[0]) < 1e-3,
-            "The prior moves the estimate that both increments start from; Gaussian sums move it without a pass over the data.",
+            "The prior moves the estimate at which both increments start; Gaussian sums move it without a pass over the data.",
         ),
     ]

@@ -16,19 +16,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def squared_error(f: Tensor, y: Tensor) -> Tensor:
-    """What the published network was trained by. f (n, 1), y (n,)."""
+    """The loss of the published network. f (n, 1), y (n,)."""
     return (f[:, 0] - y).square().mean()
 
 
 def gaussian_nll(f: Tensor, y: Tensor) -> Tensor:
-    """−log N(y; μ, σ²) with f = (μ, log σ²), what the text describes; without its constant. f (n, 2), y (n,)."""
+    """−log N(y; μ, σ²) with f = (μ, log σ²), as the text describes; without its constant. f (n, 2), y (n,)."""
     return 0.5 * ((y - f[:, 0]).square() * torch.exp(-f[:, 1]) + f[:, 1]).mean()
 
 
 def perceptron(
     inputs: int, outputs: int, generator: torch.Generator, activation: type[nn.Module] = nn.ReLU, dropout: float = 0.0
 ) -> nn.Sequential:
-    """Weights and biases as torch draws them, U(±1/√inputs), from the generator."""
+    """Weights and biases as torch initialises them, U(±1/√inputs), from the generator."""
     layers: list[nn.Module] = []
     width = inputs
     for hidden in HIDDEN:
@@ -46,13 +46,13 @@ def perceptron(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and in what steps."""
+    """Epochs, batches and rates."""
 
     learning_rate: float = 1e-2
     batch_size: int = 32
     epochs: int = EPOCHS
     patience: int = PATIENCE
-    weight_decay: float = 0.0  # torch.optim.Adam's: τ/n where the loss is a mean
+    weight_decay: float = 0.0  # of torch.optim.Adam: τ/n if the loss is a mean
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
     recipe: Recipe,
     generator: torch.Generator,
 ) -> float:
-    """Train in place; keep the weights that were best on the validation rows, and say how good they were."""
+    """Train in place; keep the best weights on the validation rows, and return their loss."""
     x, y = data
     optimiser = torch.optim.Adam(net.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     best, kept, since = math.inf, copy.deepcopy(net.state_dict()), 0

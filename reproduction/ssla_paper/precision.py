@@ -1,9 +1,9 @@
-"""The intermediate regime: what float32 loses when two sums over n are subtracted, and what increments keep.
+"""The intermediate regime: the error of subtracting two float32 sums over n, and of increments.
 
 Normal–normal model, X_i ~ N(4, 2), prior N(4, 1). The published column is ASSLA by subtraction: ℓ over n + 1 rows less ℓ
 over n rows, both in float32, so that each log density is rounded to the spacing of float32 numbers near ℓ ≈ −1.77 n. Its
-error is half that spacing, stepwise by powers of two, whatever the method: an observation about sums and not about
-curvature: both parts are measured. Beside it: the library's own predictive from a float32 network and rows, and from float64
+error is half that spacing, in steps of powers of two, for every method: it comes from the sums and not from the
+curvature. Both parts are measured. Beside it: the library's own predictive from a float32 network and rows, and from float64
 ones, compared with the exact N(μ_n, σ² + σ_n²). Its sums over rows are in float64 in both cases.
 """
 
@@ -38,7 +38,7 @@ BATCH = 1_000_000
 
 
 class Draws:
-    """n rows (1, X) drawn in float32, made batch by batch."""
+    """n rows (1, X) drawn in float32, batch by batch."""
 
     def __init__(self, n: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         self.n, self.seed, self.dtype = n, seed, dtype
@@ -160,17 +160,18 @@ class Precision:
                 kind=REPEATED,
             ),
             Claim(
-                "float64 subtraction errs by 1e-11 to 1e-10",
+                "float64 subtraction has an error of 1e-11 to 1e-10",
                 "1e-11 to 1e-10",
                 f"at most {doubles:.1e}",
                 doubles < 1e-9,
                 kind=REPEATED,
             ),
             Claim(
-                "What float32 loses it loses in the difference of two sums of ℓ, not in the curvature term",
-                "one sentence says the curvature term, the next and a footnote say the sums",
-                f"at most {curvature:.0e} is lost in the curvature term, at least {least:.0e} in all; the library's predictive, "
-                f"which subtracts no such sums, errs by {ours:.0e} at most, at any n and from float32 rows too",
+                "The error of float32 is in the difference of two sums of ℓ, not in the curvature term",
+                "one sentence names the curvature term, the next and a footnote name the sums",
+                f"the error is at most {curvature:.0e} in the curvature term, at least {least:.0e} in total; "
+                f"the library's predictive, which subtracts no such sums, has an error of at most {ours:.0e}, for every n and "
+                "also from float32 rows",
                 curvature < 1e-3 * least and ours < 1e-6,
                 kind=OURS,
             ),

@@ -1,4 +1,4 @@
-"""Tasks that are done once: records written whole, runs that can be killed and started again."""
+"""Runs each task once: records are written in one step, so a run can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ssla
 from ssla.persistence.replacing import new_file, new_folder
 
 Record = dict[str, Any]
-"""What a task found: numbers, strings, lists and dicts of them."""
+"""The result of a task: numbers, strings, lists and dicts of them."""
 
 
 class TaskError(ValueError):
@@ -27,19 +27,19 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of a study: function(**settings) -> Record. Another process must find the function, so it is a module's own."""
+    """One piece of a study: function(**settings) -> Record. The function is at the top level of a module, for other processes."""
 
     key: str  # a file name
     function: Callable[..., Record]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    edition: int = 1  # of what the function computes: a record of an older one is made again
+    edition: int = 1  # of the function: a record of an older edition is computed again
 
 
 PAPER, REPEATED, OURS = "paper", "repeated", "ours"
 
 
 class Study(Protocol):
-    """A table or figure of the paper, or several that share their work."""
+    """A table or figure of the paper, or several with shared tasks."""
 
     @property
     def name(self) -> str: ...
@@ -50,13 +50,13 @@ class Study(Protocol):
     def tasks(self, quick: bool) -> list[Task]: ...
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
-        """Write tables and figures; say which published statements hold."""
+        """Write tables and figures; return which published statements hold."""
         ...
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement beside what was found. kind: the paper says it; that a procedure gives published numbers; or ours."""
+    """A statement and the result. kind: the paper's statement; that a procedure gives published numbers; or ours."""
 
     statement: str
     published: str
@@ -71,7 +71,7 @@ class Claim:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of the text, or the file as it was."""
+    """Write the text in one step: all of it, or no change."""
     with new_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
@@ -90,7 +90,7 @@ class Workplace:
         return self.folder / ("quick" if self.quick else "results") / study
 
     def recall(self, study: str, task: Task) -> Record | None:
-        """What the task found, if that is there, whole, and of the same settings and version."""
+        """The record of the task, if it exists, is complete, and has the same settings and version."""
         try:
             kept = json.loads((self.records(study) / f"{task.key}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
@@ -101,7 +101,7 @@ class Workplace:
         return found
 
     def complete(self, study: str) -> bool:
-        """Whether there are tables, made from all tasks of a run."""
+        """Whether there are tables from all tasks of a run."""
         try:
             done, tasks = json.loads((self.results(study) / "summary.json").read_text(encoding="utf-8"))["done"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -109,7 +109,7 @@ class Workplace:
         return bool(done == tasks)
 
     def settled(self, study: str, task: Task) -> bool:
-        """Whether there is nothing left to do: a record without a peer that was not installed."""
+        """Whether the task is finished: a record in which no peer was missing."""
         found = self.recall(study, task)
         return found is not None and not _misses(found)
 
@@ -118,36 +118,36 @@ class Workplace:
 
 
 def _misses(found: Any) -> bool:
-    """Whether something in a record says that a library was missing."""
+    """Whether a record notes a missing library."""
     if isinstance(found, dict):
         return bool(found.get("missing")) or any(map(_misses, found.values()))
     return isinstance(found, list) and any(map(_misses, found))
 
 
 def _maker(task: Task) -> Record:
-    """What a record depends on, as JSON gives it back."""
+    """What a record depends on, after a round trip through JSON."""
     settings: Record = json.loads(json.dumps(dict(task.settings)))
     edition = {"edition": task.edition} if task.edition > 1 else {}
     return {"ssla": ssla.__version__, "settings": settings, **edition}
 
 
 def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, work: bool = True) -> list[Claim]:
-    """Do what is not yet done, then report. Safe to interrupt and to start again.
+    """Run unfinished tasks, then report. Can be interrupted and run again.
 
-    work=False reports what is there, which may be part of a run that was interrupted; the summary says how much.
+    work=False reports existing records, possibly of an interrupted run; the summary gives their number.
     """
     tasks = study.tasks(place.quick)
     keys = [task.key for task in tasks]
     if len(set(keys)) < len(keys):
-        raise ValueError(f"The study {study.name!r} has two tasks of one key.")
+        raise ValueError(f"The study {study.name!r} has two tasks with the same key.")
     try:  # before the work, not after it
         place.records(study.name).mkdir(parents=True, exist_ok=True)
         write_whole(place.results("") / ".writable", "")
         (place.results("") / ".writable").unlink()
     except OSError as error:
-        raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder that you may write to.") from error
+        raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder with write permission.") from error
     missing = [task for task in tasks if not place.settled(study.name, task)]
-    label = f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} known)"
+    label = f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} done)"
     for task, record in _done(missing if work else [], jobs, label, progress):
         place.keep(study.name, task, record)
     records = {task.key: found for task in tasks if (found := place.recall(study.name, task)) is not None}
@@ -156,10 +156,10 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
     if len(records) < len(tasks) and place.complete(study.name):
         raise ValueError(
             f"There are records of {len(records)} of the {len(tasks)} tasks of the study {study.name!r} in {place.folder}, and "
-            f"tables of all tasks of an earlier run in {place.results(study.name)}, which part of a run does not replace. Run "
+            f"tables of a complete earlier run in {place.results(study.name)}, which a partial run does not replace. Run "
             "the study to its end, or move that directory away."
         )
-    with new_folder(place.results(study.name)) as folder:  # tables of an earlier run stay until all of the new ones are there
+    with new_folder(place.results(study.name)) as folder:  # old tables stay until the new ones are complete
         claims = study.report(records, folder)
         summary = {
             "title": study.title,
@@ -195,7 +195,7 @@ def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[
     except BaseException:
         for future in futures:
             future.cancel()
-        for process in list(pool._processes.values()):  # what they are at would be thrown away
+        for process in list(pool._processes.values()):  # their results would be discarded
             process.terminate()
         raise
     finally:
@@ -211,7 +211,7 @@ def _named(task: Task, result: Callable[[], Record]) -> Record:
 
 
 def _with_parent(parent: int) -> None:
-    """A worker whose parent was killed ends too, and does not share the cores with the run that goes on."""
+    """End a worker whose parent was killed, so that it does not use the cores of the next run."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -2,8 +2,8 @@
 
 The paper gives neither code nor settings; its spreads fit two runs of 100 test points. Ours: 100 training points, x ~ U(−3,
 3), y = sin x + noise, 10 Gaussian basis functions, a unit prior on their weights, the noise by maximum likelihood. With
-varying noise its shape a(x) is known and its level is estimated: rows are divided by a(x), which makes it constant. What is
-checked is the pattern, which no setting changes: ASSLA is the plug-in, SSLA is exact Laplace.
+varying noise its shape a(x) is known and its level is estimated: rows are divided by a(x), which makes it constant. Only the
+pattern is checked, which no setting changes: ASSLA is the plug-in, SSLA is exact Laplace.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Bases(nn.Module):
 
 
 def shape(x: Tensor, varying: bool) -> Tensor:
-    """a(x): how the noise varies."""
+    """a(x): the shape of the noise."""
     return 0.3 + x.abs() / 2 if varying else torch.ones_like(x)
 
 
@@ -93,7 +93,7 @@ def _answer(
     posterior: ssla.Posterior, name: str, noise: float, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, dict[float, float]]:
     """Mean, log density and coverage of one method."""
-    if name == "exact":  # written out, not by the library's predictive
+    if name == "exact":  # computed here, not by the library's predictive
         f, K = posterior.state.outputs_at(x)
         mean, sd = f[:, 0], (noise**2 + K[:, 0, 0]).sqrt()
         normal = torch.distributions.Normal(mean, sd)
@@ -183,7 +183,7 @@ def _spread(values: list[float], digits: int) -> str:
 
 
 def _figure(differences: dict[str, list[float]], folder: Path) -> None:
-    """What the refit gains in NLL, run by run."""
+    """The gain of the refit in NLL, for each run."""
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 2.2))

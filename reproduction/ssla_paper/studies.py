@@ -1,4 +1,4 @@
-"""The studies by name, in the order in which the paper tells them. Each is imported when it is wanted."""
+"""The studies by name, in the order of the paper. Each is imported when it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from ssla._checks import unknown_name
 from ssla_paper.runner import Study
 
-STUDIES = {  # name -> where it is
+STUDIES = {  # name -> module
     "conjugate": "ssla_paper.conjugate:Conjugate",
     "rates": "ssla_paper.rates:Rates",
     "precision": "ssla_paper.precision:Precision",
@@ -20,7 +20,7 @@ STUDIES = {  # name -> where it is
 
 
 def study(name: str) -> Study:
-    """The study of that name. ImportError says which extra its work needs."""
+    """The study of that name. ImportError names the missing library."""
     if name not in STUDIES:
         raise ValueError(unknown_name("study", name, STUDIES))
     place, kind = STUDIES[name].split(":")

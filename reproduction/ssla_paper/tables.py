@@ -1,4 +1,4 @@
-"""Tables as CSV (numbers as they are), Markdown and LaTeX (as they are read)."""
+"""Tables as CSV (full precision), Markdown and LaTeX (formatted)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _escaped(text: str) -> str:
             found.append(f"$^{{{letter.translate(str.maketrans(RAISED, ON_THE_LINE))}}}$")
         else:
             found.append(f"${MATHS[letter]}$" if letter in MATHS else ESCAPED.get(letter, letter))
-    return "".join(found).replace("$$", "")  # neighbours share one formula
+    return "".join(found).replace("$$", "")  # merge adjacent formulas
 
 
 def draw(figure: Any, folder: Path, name: str) -> None:

@@ -238,7 +238,7 @@ def test_an_unknown_study_names_the_nearest(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be written .*Give a folder that you may write to"):
+    with pytest.raises(ValueError, match=r"cannot be written .*Give a folder with write permission"):
         run(Squares(tmp_path), Workplace(tmp_path / "file"), progress=False)
     assert not (tmp_path / "marks").exists()
 

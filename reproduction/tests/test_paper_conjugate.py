@@ -139,7 +139,7 @@ def test_a_divergence_by_scipy():
 
 def test_a_density_without_an_end_is_refused():
     y = torch.linspace(-8, 8, 81, dtype=F64)
-    with pytest.raises(ValueError, match="has no mass to normalise by"):
+    with pytest.raises(ValueError, match="cannot be normalised"):
         widened(torch.zeros_like, y, torch.zeros_like(y), False)
 
 

@@ -61,7 +61,7 @@ def test_test_rows_are_as_many_as_the_published_steps_of_coverage_say():
 
 
 def test_what_is_not_there_is_said_with_the_remedy(tmp_path, monkeypatch):
-    with pytest.raises(MissingDataError, match=r"auto_mpg.csv is not there. SSLA_DATA must name a folder"):
+    with pytest.raises(MissingDataError, match=r"auto_mpg.csv does not exist. Set SSLA_DATA to a folder"):
         read(tmp_path, "auto_mpg")
     (tmp_path / "auto_mpg.csv").write_text("a,b\n1,2\n")
     with pytest.raises(MissingDataError, match="must have the column 'mpg', but has a, b"):

@@ -1,4 +1,4 @@
-"""Errors, worded once: what was expected, what came, what to do."""
+"""Shared error messages: what was expected, what was given, what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """A hint for an error: the valid name that is most alike, without regard to case; empty if none is."""
+    """A hint for an error: the most similar valid name, ignoring case; empty if there is none."""
     folded: dict[str, str] = {}
     for known in valid:
         folded.setdefault(known.casefold(), known)
@@ -21,13 +21,13 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The text of an error for a name that is not in a list, with the nearest one that is."""
+    """The error text for an unknown name, with the most similar valid one."""
     names = list(valid)
     return f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
 
 
 def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
-    """`name`, if it is in the list."""
+    """Return `name`, or raise ValueError if it is not in the list."""
     names = list(valid)
     if name not in names:
         raise ValueError(unknown_name(kind, name, names))
@@ -35,7 +35,7 @@ def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
 
 
 def finite(what: str, values: Tensor, remedy: str) -> None:
-    """Refuse NaN and infinity, naming the first bad row."""
+    """Raise ValueError for NaN and infinity, with the index of the first."""
     if not (values.is_floating_point() or values.is_complex()):
         return
     if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
@@ -51,7 +51,7 @@ def finite(what: str, values: Tensor, remedy: str) -> None:
 
 
 def positive(what: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:
-    """Refuse anything but finite values above zero."""
+    """Raise ValueError unless all values are finite and above zero."""
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         shown = values.flatten()[:4].tolist()
         raise ValueError(f"{what} must be positive and finite, but is {shown}. {remedy}")
@@ -67,12 +67,12 @@ def level(value: float) -> float:
 
 
 def writable(path: Path) -> None:
-    """Refuse a place where no file can be made, before the work."""
+    """Raise ValueError if `path` cannot be written; called before the work starts."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise ValueError(f"{path} cannot be written: {folder} is a file and not a folder. Give another place.")
+        raise ValueError(f"{path} cannot be written: {folder} is a file and not a folder. Give another path.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{path} cannot be written: you have no permission to write to {folder}. Give another place.")
+        raise ValueError(f"{path} cannot be written: you have no permission to write to {folder}. Give another path.")
 
 
 def covariances(what: str, K: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def covariances(what: str, K: Tensor) -> Tensor:
     eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
-    # a product that was rounded is off by √ε of its row at worst; a difference of larger numbers by ε of those
+    # the rounding error of a product is at most √ε of its row; that of a difference of larger numbers is ε of those
     allowed = eps**0.5 * size * (K.shape[-1] > 1) + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
     values = (values + values.mT) / 2

@@ -1,11 +1,11 @@
-"""Data as it comes: loaders, arrays, iterables -> batches of (inputs, targets, row weights).
+"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights).
 
 Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
 
   * (x, y) or (x, y, weights), where x may itself be a tuple or a dict, or
-  * a dict with a key "y" (or "labels", "target"), optionally "weights", the rest being inputs.
+  * a dict with a key "y" (or "labels", "target"), optionally "weights"; all other keys are inputs.
 
-Rows are counted as they are seen; nothing here asks a loader for its length but to draw a bar.
+Rows are counted while they are read. The length of a loader is used only for a progress bar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPECTED = "Give a DataLoader, a tuple (X, y) or (X, y, weights) of tensors or a
 
 
 class Batch(NamedTuple):
-    """One batch, as tensors, uncast."""
+    """One batch of tensors, in their original dtypes."""
 
     x: Inputs
     y: Tensor
@@ -41,12 +41,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A way to iterate over batches, once or often."""
+    """Batches that can be iterated once, or repeatedly if `repeatable`."""
 
     iterate: Callable[[], Iterator[Batch]]
     repeatable: bool
     length: int | None  # batches, if known
-    rows: int | None = None  # as announced, not as counted: for a forecast of memory
+    rows: int | None = None  # as the loader states, not as counted: for the estimate of memory
 
     def __iter__(self) -> Iterator[Batch]:
         return self.iterate()
@@ -58,7 +58,7 @@ class Source:
 
 
 def open_source(data: Any) -> Source:
-    """Recognise what the user gave."""
+    """The Source of the user's data; TypeError if its type is not supported."""
     if isinstance(data, Source):
         return data
     if isinstance(data, TensorDataset):
@@ -70,7 +70,7 @@ def open_source(data: Any) -> Source:
         rows = row_count(whole.x)
         return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS), rows)
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
-        raise TypeError(f"data is a {type(data).__name__}, from which inputs and targets cannot be told apart. {EXPECTED}")
+        raise TypeError(f"data is a {type(data).__name__}, which does not separate inputs from targets. {EXPECTED}")
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -80,7 +80,7 @@ def open_source(data: Any) -> Source:
 
 
 def _announced(data: Any) -> int | None:
-    """The rows that a loader says it will give."""
+    """The number of rows that a loader states."""
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -88,7 +88,7 @@ def _announced(data: Any) -> int | None:
 
 
 def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
-    """A loader that would pick rows of tensors one by one and stack them again: the same batches, picked at once."""
+    """The batches of a loader over tensors, selected by index at once instead of row by row; None for other loaders."""
     if type(loader) is not DataLoader or loader.num_workers or loader.batch_sampler is None or loader.pin_memory:
         return None
     sampler, dataset, chosen = loader.batch_sampler, loader.dataset, []
@@ -110,7 +110,7 @@ def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
 
 
 def as_batch(item: Any) -> Batch:
-    """One item of the user's iterable -> Batch, with its rows counted and compared."""
+    """One item of the user's iterable -> Batch; x, y and weights must have the same number of rows."""
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
         if target is None:
@@ -123,8 +123,8 @@ def as_batch(item: Any) -> Batch:
         parts = tuple(item)
     else:
         what = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
-        raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but came as {what}. {EXPECTED}")
-    with torch.no_grad():  # the rows of a fit are constants, also where they come with a graph
+        raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {what}. {EXPECTED}")
+    with torch.no_grad():  # rows are constants, even if they carry an autograd graph
         x = as_inputs(parts[0])
         y = as_tensor(parts[1])
         weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
@@ -142,7 +142,7 @@ def _checked_weights(weights: Tensor, rows: int) -> Tensor:
     if weights.shape != (rows,):
         raise ValueError(f"Row weights must have shape ({rows},), one for each row, but have {tuple(weights.shape)}.")
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-        raise ValueError("Row weights must be finite and not negative. A row of weight 2 counts as if it were there twice.")
+        raise ValueError("Row weights must be finite and not negative. A row of weight 2 counts as two equal rows.")
     return weights
 
 
@@ -156,9 +156,9 @@ def as_inputs(x: Any) -> Inputs:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor, array, data frame or list of numbers -> Tensor (shared memory where it can be).
+    """A tensor, array, data frame or list of numbers -> Tensor (shares memory if possible).
 
-    ValueError for a tensor in which a gradient is taken: everything after this point is computed without one.
+    ValueError for a tensor that requires a gradient: the library computes none.
     """
     if isinstance(value, Tensor):
         _refuse_gradient(value)
@@ -176,15 +176,15 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def _refuse_gradient(value: Tensor) -> None:
-    """ValueError where a gradient of `value`, or a batch of values, would pass through here and come out as zero."""
+    """ValueError if `value` requires a gradient or is batched by torch.func: its gradient would be zero."""
     if (value.requires_grad and torch.is_grad_enabled()) or unpack_dual(value).tangent is not None:
-        came = "a tensor that requires a gradient"
+        given = "a tensor that requires a gradient"
     elif is_functorch_wrapped_tensor(value):
-        came = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
+        given = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
     else:
         return
     raise ValueError(
-        f"Expected plain numbers, but got {came}. Differentiation through a posterior or a predictive is not supported yet: its "
+        f"Expected plain numbers, but got {given}. Differentiation through a posterior or a predictive is not supported yet: its "
         "gradient would be zero. Give x.detach(), or call it under torch.no_grad() or outside the transform."
     )
 
@@ -197,7 +197,7 @@ def leaves(x: Inputs) -> list[Tensor]:
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """Apply to every tensor, keep the nesting."""
+    """Apply `function` to every tensor and keep the nesting."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):

@@ -28,7 +28,7 @@ LEVELS = (0.5, 0.75, 0.9, 0.95)
 
 
 def toy(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The paper's section 4.2: x (n, 1), y (n,)."""
+    """The toy data of the paper's section 4.2: x (n, 1), y (n,)."""
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
     which = torch.randint(3, (n,), generator=generator)
@@ -64,7 +64,7 @@ def train(network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor
 
 
 def timed(work: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds, the best of some."""
+    """Seconds, the best of several runs."""
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
@@ -74,10 +74,10 @@ def timed(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def run(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
-    """Train, fit, compare, draw."""
+    """Train, fit, compare, plot."""
     writable(out)
     if out.suffix.lower() not in PICTURES:
-        raise ValueError(f"The picture {out} must end in one of {', '.join(PICTURES)}.")
+        raise ValueError(f"The figure {out} must end in one of {', '.join(PICTURES)}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     (x, y), (x_val, y_val), (x_test, y_test) = (toy(n, generator) for n in (200, 100, n_test))
@@ -104,7 +104,7 @@ def run(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summa
         scores[label] = s = metrics.summary(posterior.predict(x_test, refit=refit), y_test, LEVELS)
         cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
         print(f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}{cost:12.0f}")
-    print("\nmass is the integral before normalisation: 1 for the true predictive, so it shows the error of each rung.")
+    print("\nmass is the integral before normalisation: 1 for the true predictive, so it shows the error of each refit.")
     draw(posterior, x, y, out)
     print(f"picture: {out}")
     return scores
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ssla.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the picture goes (default: demo.png)")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="path of the figure (default: demo.png)")
     parser.add_argument("--seed", type=int, default=0, help="data and network seed (default: 0)")
     arguments = parser.parse_args()
     run(arguments.out, arguments.seed)

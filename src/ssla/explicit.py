@@ -1,8 +1,8 @@
-"""Models written out by hand: equation (1) for a few parameters, with a real refit for every candidate.
+"""Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-For studying priors without a network: the model is log p(row | θ), the data are rows, the prior is any of `ssla.priors`. Modes
+For studies of priors without a network: the model is log p(row | θ), the data are rows, the prior is any of `ssla.priors`. Modes
 are found by Newton steps on autograd derivatives in float64, for all candidates at once; the curvature is the observed one, of
-the data and (by convention) of the prior. This is the paper's SSLA itself, where it can be compared with conjugate answers:
+the data and (by convention) of the prior. This is the paper's SSLA, for models with a known conjugate predictive:
 
     log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| − log|H(θ̂)|]
 """
@@ -25,7 +25,7 @@ from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior
 from ssla.refit.increments import Increments
 
-LARGEST = 50  # parameters: beyond, dense Hessians for every candidate are the wrong tool
+LARGEST = 50  # parameters: more would make dense Hessians for every candidate too expensive
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
 """log p(row | θ): one row (a number, or a vector such as (x…, y)) and θ (P,) -> a scalar, in torch."""
@@ -76,7 +76,7 @@ class ExplicitModel:
 
     @property
     def steering(self) -> BoundPrior:
-        """The prior that the modes answer to: none under the additive convention."""
+        """The prior in the objective of the modes: none for the additive convention."""
         return Flat().bind(contiguous_layout({"theta": self.start.shape})) if self.convention == ADDITIVE else self.bound
 
     def _rows(self, theta: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class ExplicitModel:
             if some is not None and extra is not None and slope is not None:
                 value = value + vmap(self.log_prob)(some, points)
                 gradient, H = gradient + slope(points, some), H - extra(points, some)
-            # a bound prior speaks of one θ: a loop over candidates, of which there are few hundreds
+            # a bound prior takes one θ: a loop over candidates, which are a few hundred
             value = value + torch.stack([prior.log_prob(p) for p in points])
             gradient = gradient + torch.stack([prior.gradient(p) for p in points])
             H = H + torch.stack([self._prior_curvature(p, prior) for p in points])
@@ -123,7 +123,7 @@ class ExplicitModel:
         if not bool(found.converged.all()):
             count = int((~found.converged).sum())
             raise ValueError(
-                f"The mode was not found for {count} of {len(starts)} candidates: log p may have none there. Start nearer, or "
+                f"The mode was not found for {count} of {len(starts)} candidates: log p may have none there. Start closer, or "
                 "choose another parameterisation (a logarithm for a positive parameter)."
             )
         return found.point
@@ -142,12 +142,12 @@ class ExplicitModel:
         return y
 
     def modes(self, rows: Any) -> Tensor:
-        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data, by itself."""
+        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data separately."""
         y = self._candidates(rows)
         return self._climb(self.mode.expand(len(y), -1).clone(), y)
 
     def increments(self, rows: Any, refit: bool = True) -> Increments:
-        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with a refit of its own.
+        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with its own refit.
 
         refit=False holds θ̃ = θ̂ (ASSLA).
         """
@@ -180,13 +180,13 @@ class ExplicitModel:
 
 
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """∇² in the first argument, by reverse mode twice (forward mode would load what torch has deprecated)."""
+    """∇² in the first argument, by reverse mode twice (forward mode would import deprecated parts of torch)."""
     found: Callable[..., Tensor] = jacrev(grad(function))
     return found
 
 
 def _climbing_factor(H: Tensor) -> Tensor:
-    """Cholesky of H (k, P, P); of a positive definite stand-in (|eigenvalues|) where it is not one: the step still climbs."""
+    """Cholesky of H (k, P, P); where H is not positive definite, of Q|λ|Qᵀ, so that the step is an ascent direction."""
     factor, info = torch.linalg.cholesky_ex(H)
     bad = info != 0
     if bool(bad.any()):

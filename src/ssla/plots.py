@@ -1,4 +1,4 @@
-"""Pictures of predictives, with matplotlib (`pip install 'ssla[plots]'`)."""
+"""Plots of predictives, with matplotlib (`pip install 'ssla[plots]'`)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def bands(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Mean and central intervals along one input.  x (N,) or (N, 1), the inputs that were predicted; data = (x, y) dots."""
+    """Mean and central intervals along one input.  x (N,) or (N, 1), the inputs of the predictive; data = (x, y) as dots."""
     ax = _axes(ax)
     place = as_tensor(x).flatten().numpy()
     order = np.argsort(place)
     shades = np.linspace(0.16, 0.55, len(levels)) if len(levels) > 1 else [0.3]
     for level, shade in zip(sorted(levels, reverse=True), shades, strict=True):
         low, high = predictive.interval(level).double().unbind(-1)
-        color = tuple(1 - shade * (1 - c) for c in (0.18, 0.43, 0.71))  # opaque, so that the legend shows what is drawn
+        color = tuple(1 - shade * (1 - c) for c in (0.18, 0.43, 0.71))  # opaque, so that the legend has the colours of the plot
         ax.fill_between(place[order], low.numpy()[order], high.numpy()[order], color=color, lw=0, label=f"{level:.0%}")
     ax.plot(place[order], predictive.mean.double().numpy()[order], color=BAND, lw=1.8, label="mean")
     if data is not None:
@@ -97,7 +97,7 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
 
 
 def p_box(credal: Credal, row: int = 0, *, points: int = 60, ax: Any = None) -> Any:
-    """Lower and upper distribution function of one input, with the set's smallest 90% interval below."""
+    """Lower and upper distribution function of one input, with the smallest 90% interval of the set below."""
     ax = _axes(ax)
     ends = credal.quantile([0.002, 0.998])
     low, high = float(ends.lower[row, 0]), float(ends.upper[row, 1])

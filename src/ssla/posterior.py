@@ -242,11 +242,11 @@ def load(
     prior: Prior | None = None,
     output: Output = None,
 ) -> Posterior:
-    """Open what `posterior.save(path)` wrote. It predicts bit by bit as before.
+    """Load a posterior that `posterior.save(path)` wrote. Its predictions have the same bits.
 
-    model: the same network with the same weights, in eval mode; it is copied, never written to. No data are needed.
-    likelihood, prior, output: needed only where the saved one was your own code (`likelihoods.custom(…)`, a function as output=),
-    which a file cannot hold.
+    model: the same network with the same weights, in eval mode; it is copied and never modified. No data are needed.
+    likelihood, prior, output: needed only if the saved one was custom code (`likelihoods.custom(…)`, a function as output=),
+    which a file cannot contain.
 
     >>> post.save("posterior")                                       # doctest: +SKIP
     >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP

@@ -278,7 +278,7 @@ def test_one_network_on_a_small_table_gets_a_caution(tmp_path, rows, members, sa
     done = call("train", data, "-t", "y", "-o", tmp_path / "model", "--members", members, "--max-epochs", 1)
     assert done.exit_code == 0, done.output
     assert ("--members 5" in done.stdout) == said
-    assert ("cover less than their level" in " ".join(done.stdout.split())) == said
+    assert ("coverage of a single network's intervals is below their level" in " ".join(done.stdout.split())) == said
 
 
 MALFORMED = {
@@ -304,7 +304,7 @@ MALFORMED = {
     "ragged": (b"a,price\n1,2\n1,2,3\n", "line 3: 3 cells"),
     "binary": (b"\xff\xfe\x00a,b", "UTF-8"),
     "no name": (b"a,,price\n1,2,3\n", "has no name"),
-    "nothing to learn from": (b"a,price\n" + b"".join(b"1,%d\n" % i for i in range(20)), "no column to learn from"),
+    "nothing to learn from": (b"a,price\n" + b"".join(b"1,%d\n" % i for i in range(20)), "no usable input column"),
 }
 
 

@@ -167,7 +167,7 @@ def test_an_index_of_pandas_is_no_input_and_a_note_says_so(tmp_path, head):
     done = call("train", tmp_path / "data.csv", "-t", "mean", "-o", tmp_path / "model", "--max-epochs", 1)
     assert done.exit_code == 0, done.output
     name = head or "Unnamed: 0"
-    assert f"the column '{name}' is taken as a row index and is not an input" in words(done)
+    assert f"the column '{name}' is treated as a row index and is not an input" in words(done)
     names = [feature["name"] for feature in load_with_extra(tmp_path / "model")[1]["plan"]["features"]]
     assert names == ["x", "kind"]
     good("predict", tmp_path / "model", tmp_path / "data.csv", "-o", tmp_path / "out.csv", "--keep", name)
@@ -254,7 +254,7 @@ def test_numbers_in_the_marks_of_other_countries(tmp_path, cell, decimal, thousa
     if cell == "1,5,5":
         assert table.column("a").kind == "text"
     elif value is None:
-        with pytest.raises(TableError, match="is not written with"):
+        with pytest.raises(TableError, match="is not in the format"):
             table.column("a")
     else:
         assert table.column("a").values.tolist() == [value]

@@ -1,4 +1,4 @@
-"""method.md, "Facts to rely on" 1–4, and the numbers that the issue names. float64, 1e-10."""
+"""Exact results for Gaussian models, and the paper's published numbers. float64, 1e-10."""
 
 import math
 

@@ -89,9 +89,9 @@ def test_integers_stay_integers_where_they_were_at_fit():
     expected = post.predict(ids[:5]).mean
     for x in (ids[:5].int(), ids[:5].double(), ids[:5].float()):
         assert torch.equal(post.predict(x).mean, expected)
-    with pytest.raises(ValueError, match=r"refused the inputs x \(N, 4\) of torch.float64.*indices are whole numbers"):
+    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 4\) of torch.float64.*indices are whole numbers"):
         post.predict(ids[:5] + 0.5)
-    with pytest.raises(ValueError, match=r"refused the inputs x \(N, 4\) of torch.int64: index out of range.*range of their emb"):
+    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 4\) of torch.int64: index out of range.*their emb"):
         post.predict(ids[:5] + 3)
     both = ssla.fit(IdsAndNumbers(), ((ids[:, 0], X), Y), **FIT)
     mixed = both.predict((ids[:2, 0], torch.ones(2, 3, dtype=torch.long))).mean
@@ -159,7 +159,7 @@ def test_signals_of_several_lengths_are_fitted_predicted_and_refitted(weights):
     post = ssla.fit(Signal(), data, weights=weights, mode="polish", likelihood=likelihood, prior=priors.Gaussian(precision=20.0))
     x = numbers(2, 2, 12, seed=4)
     assert post.predict(x, refit="weights").diagnostics.rung == ("weights", "weights")
-    with pytest.raises(ValueError, match=r"refused the inputs x \(N, 2, 2\).*took x \(N, 2, 9\) as at fit"):
+    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 2, 2\).*At fit they were x \(N, 2, 9\)"):
         post.predict(numbers(2, 2, 2))
 
 
@@ -168,7 +168,7 @@ def test_columns_are_no_length():
     for columns in (1, 2, 4):
         with pytest.raises(ValueError, match=r"x must have shape \(N, 3\) as at fit, but one row of it is \(\d,\)"):
             post.predict(numbers(2, columns))
-    with pytest.raises(ValueError, match=r"must have shape \(N, 3\) as at fit.*\(N, 1, length\) say, the length may vary"):
+    with pytest.raises(ValueError, match=r"must have shape \(N, 3\) as at fit.*\(N, 1, length\), the length may vary"):
         ssla.fit(net(), [(X, Y), (X[:, :1], Y)], **FIT)
 
 
@@ -443,7 +443,7 @@ def test_the_part_of_an_answer_is_kept_in_a_file_and_must_match(tmp_path):
         ssla.load(tmp_path / "p", Parts("dict"), output="hidden")
     own, _ = in_parts("function", "all")
     own.save(tmp_path / "own")
-    with pytest.raises(ssla.FileError, match=r"output of .* is your own code .*function.*Give it as output="):
+    with pytest.raises(ssla.FileError, match=r"output of .* is custom code .*function.*Give it as output="):
         ssla.load(tmp_path / "own", Parts("function"))
     with pytest.raises(ssla.FileError, match=r"output of .* was a function, but output= is a str"):
         ssla.load(tmp_path / "own", Parts("function"), output="logits")
@@ -470,7 +470,7 @@ def test_a_saved_part_is_the_same_in_a_fresh_process(tmp_path):
 def test_answers_in_parts_name_their_parts():
     options = {"likelihood": L.Categorical()}
     fit = lambda form, **more: ssla.fit(Parts(form), (X, CLASSES), **options, **more)  # noqa: E731
-    with pytest.raises(TypeError, match=r"returned a Answer with the tensors 'hidden', 'logits'. Say which.*output='hidden'"):
+    with pytest.raises(TypeError, match=r"returned a Answer with the tensors 'hidden', 'logits'. Name the part.*output='hidden'"):
         fit("dataclass")
     with pytest.raises(TypeError, match=r"returned a tuple with the tensors 0, 1.*output=0"):
         fit("tuple")
@@ -481,12 +481,12 @@ def test_answers_in_parts_name_their_parts():
             fit("tuple", output=index)
     with pytest.raises(ValueError, match=r"no part 0: it is a dict"):
         fit("dict", output=0)
-    with pytest.raises(ValueError, match=r"function output= failed on the network's answer, a dict .*KeyError"):
+    with pytest.raises(ValueError, match=r"function output= failed on the network's result, a dict .*KeyError"):
         fit("dict", output=lambda answer: answer["logit"])
     with pytest.raises(TypeError, match=r"one tensor of outputs, but returned a float without tensors.*output=lambda"):
         fit("dict", output=lambda answer: 1.0)
     for output in (0, "logits"):  # an index would be one row of a tensor
-        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Leave output= out"):
+        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Omit output="):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
     for output in (True, 1.5, ["logits"]):
         with pytest.raises(TypeError, match=r"output must name the part of the network's answer.*'logits'"):

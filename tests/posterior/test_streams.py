@@ -95,7 +95,7 @@ def own(width):
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        ({"net": changed("body")}, {}, "networks differ: the layers are alike, but the values of buffers or weights differ"),
+        ({"net": changed("body")}, {}, "networks differ: the layers are equal, but the values of buffers or weights differ"),
         ({"net": changed("head")}, {}, "weights differ"),
         ({"net": nn.Sequential(mlp(), nn.Identity()).eval()}, {}, "parameters or buffers differ|names differ"),
         ({}, {"likelihood": L.Gaussian(noise=0.3 + 1e-12)}, "likelihoods differ, if only in digits that are not shown"),

@@ -110,7 +110,7 @@ def test_where_the_log_density_is_not_concave_is_counted():
     ("make", "message"),
     [
         (lambda: priors.Laplace(scale=-1.0), "prior scale must be positive"),
-        (lambda: priors.Laplace(smoothing=0.0), "smoothing must be positive.*rounded tip"),
+        (lambda: priors.Laplace(smoothing=0.0), "smoothing must be positive.*width"),
         (lambda: priors.StudentT(df=0.0), "df must be positive"),
         (lambda: priors.Horseshoe(smoothing=-1.0), "smoothing must be positive"),
         (lambda: priors.SpikeSlab(weight=1.0), "weight must be strictly between 0 and 1"),

@@ -170,7 +170,7 @@ def test_an_ambiguous_column_is_refused_with_both_options():
         interpret("c", ["950", "1,234"])
     assert interpret("c", ["950", "1,234"], Style(".", ",")).values.tolist() == [950, 1234]
     assert interpret("c", ["950", "1,234"], Style(",")).values.tolist() == [950, 1.234]
-    with pytest.raises(TableError, match="not written with --decimal ','"):
+    with pytest.raises(TableError, match="not in the format --decimal ','"):
         interpret("c", ["1.5", "2.5"], Style(","))
 
 
@@ -301,7 +301,7 @@ def rare_cities(rows_each=25, frequent=MOST_LEVELS, rare=10):
 def test_rare_categories_are_counted_and_have_a_column_of_their_own():
     cells = rare_cities()
     plan = make_plan(table(city=cells, y=range(len(cells))), {"y"})
-    assert plan.said == {"city": "the 50 most frequent of 60 categories; the others (30 rows) together"}
+    assert plan.said == {"city": "the 50 most frequent of 60 categories; the others (30 rows) share one column"}
     assert plan.width == MOST_LEVELS + 1
     encoded = plan.encode(table(city=["rare 3", "city 07", "Rome", ""]))
     assert encoded.values[:, -1].tolist() == [1, 0, 1, 0]  # thirty rows are enough: a new one counts as a rare one

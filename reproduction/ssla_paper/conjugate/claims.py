@@ -1,4 +1,4 @@
-"""The paper's statements on conjugate models beside what was found."""
+"""The paper's statements on conjugate models, and the results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _close(records: list[Record]) -> list[Claim]:
 
 
 def _rounding(records: list[Record]) -> list[Claim]:
-    """What a million rows lose, and where."""
+    """The error at a million rows, and its source."""
     last = [record for record in _shown(records) if record["n"] == LAST]
     at_last = {method: _most(f"float32 {method}", "error", last) for method in METHODS}
     kl_last = {method: [v for record in last for v in values(record, f"float32 {method}", "kl")] for method in METHODS}
@@ -78,16 +78,16 @@ def _rounding(records: list[Record]) -> list[Claim]:
             "closely, where ASSLA does not",
             f"largest error {at_last['SSLA']:.1e}, KL {min(kl_last['SSLA']):.1e} to {max(kl_last['SSLA']):.1e}, in float32",
             max(kl_last["SSLA"]) < 0.5 * max(kl_last["ASSLA"]),
-            "SSLA sums ℓ anew at every θ̃(y), so that each y has a rounding error of its own: it loses as much as ASSLA or more. "
-            "How much depends on the order of summation; ours is torch's. With increments row by row there is no such loss.",
+            "SSLA sums ℓ anew at every θ̃(y), so that each y has its own rounding error: its error is as large as that of ASSLA "
+            "or larger. How much depends on the order of summation; ours is torch's. Increments row by row have no such error.",
             kind=REPEATED,
         ),
         Claim(
             "The reason for the instabilities primarily lies in the curvature term",
-            "one sentence; the next, and a footnote, say: cancellation between float32 sums",
-            f"at n = 1,000,000 float32 loses {curvature:.0e} in the curvature and {sums:.1e} in the difference of the sums of ℓ",
+            "one sentence; the next, and a footnote, name cancellation between float32 sums",
+            f"error of float32 at n = 1,000,000: {curvature:.0e} in the curvature, {sums:.1e} in the difference of the sums of ℓ",
             curvature > sums,
-            "The other sentence is right. log J is of size 10 to 30, ℓ of size a million: only the latter has no digits left for "
+            "The other sentence is correct. log J is of size 10 to 30, ℓ of size a million: only the latter leaves no digits for "
             "a difference of order one.",
         ),
     ]
@@ -109,7 +109,7 @@ def _conflict(records: list[Record]) -> list[Claim]:
 
 
 def _exact(records: list[Record]) -> list[Claim]:
-    """What our own formulas are."""
+    """Properties of our own formulas."""
     smallest = min(record["n"] for record in records)
     gaussian = [record for record in records if record["model"] in GAUSSIAN]
     exact, mass = _most("ours SSLA", "error", gaussian), _most("ours SSLA", "log_mass", gaussian)
@@ -120,7 +120,7 @@ def _exact(records: list[Record]) -> list[Claim]:
     gain = max(abs(ratio - 1) for ratio in _ratios(records, "ours ASSLA", "plug-in"))
     return [
         Claim(
-            "With the prior in the refit and in J, SSLA is exact in the Gaussian models, whatever the prior and n",
+            "With the prior in the refit and in J, SSLA is exact in the Gaussian models, for every prior and n",
             "not stated",
             f"largest error of the log density {exact:.0e}, of the log mass {mass:.0e}",
             max(exact, mass) < 1e-9,
@@ -139,13 +139,13 @@ def _exact(records: list[Record]) -> list[Claim]:
             "not stated",
             f"the same KL, to {gain:.0e} of it",
             gain < 1e-6,
-            "The curvature increment does not depend on y there and cancels. That ASSLA comes close for large n says that the "
-            "predictive comes close to the plug-in.",
+            "The curvature increment does not depend on y there and cancels. That ASSLA is close for large n means that the "
+            "predictive is close to the plug-in.",
         ),
     ]
 
 
 def _ratios(records: list[Record], above: str, below: str) -> list[float]:
-    """Of two methods' KL, run by run."""
+    """Ratios of two methods' KL, for each run."""
     pairs = [zip(values(record, above, "kl"), values(record, below, "kl"), strict=True) for record in records]
     return [a / b for pair in pairs for a, b in pair]

@@ -27,8 +27,8 @@ PRIORS: dict[str, dict[str, tuple[float, float]]] = {
 }
 STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)  # prior variances of the regression's weights, for one table
 PRIORS["linear regression"] |= {f"variance {v:g}": (0.0, v) for v in STRENGTHS}
-FLOOR, NEAR = 25.0, 8.0  # log units below the peak: where a grid may end; where errors are looked for (±4 sd of a normal)
-AT_ONCE = 1 << 20  # log densities at a time: what a cache holds
+FLOOR, NEAR = 25.0, 8.0  # log units below the peak: where a grid may end; where errors are measured (±4 sd of a normal)
+AT_ONCE = 1 << 20  # log densities at a time, to fit the cache
 
 
 class Parts(NamedTuple):
@@ -62,7 +62,7 @@ def published(model: Model, rows: Tensor, y: Tensor, refit: bool, dtype: torch.d
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
-    """KL(p ‖ q) of log probabilities that each sum to one: Σ p d − p + q with d = log p − log q, no term of it negative."""
+    """KL(p ‖ q) of log probabilities that each sum to one: Σ p d − p + q with d = log p − log q, without negative terms."""
     d = p - q
     small = p.exp() * d**2 * (0.5 - d / 6 + d**2 / 24)
     return float(torch.where(d.abs() < 1e-3, small, p.exp() * d - p.exp() + q.exp()).sum())
@@ -97,7 +97,7 @@ def widened(log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, c
         if high:
             y = torch.cat([y, y[-1] + more])
             log_q = torch.cat([log_q, log_density(y[-len(more) :])])
-    raise ValueError("The density does not fall within hundreds of standard deviations: it has no mass to normalise by.")
+    raise ValueError("The density does not fall within hundreds of standard deviations: it cannot be normalised.")
 
 
 def grid(analytic: Analytic, counts: bool) -> Tensor:

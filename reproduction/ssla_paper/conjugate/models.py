@@ -1,7 +1,7 @@
 """Three conjugate models: their data, their analytic predictive, the published formulas, and the library's posterior.
 
 The published formulas are maximum likelihood, log likelihood and Fisher information in the dtype of the rows: every operation
-of theirs rounds as the authors' did. Rows are (n, E) with y last, θ is (k, P), candidates y are (k,).
+rounds as in the authors' code. Rows are (n, E) with y last, θ is (k, P), candidates y are (k,).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 class Analytic(NamedTuple):
-    """The predictive itself: log density, centre and standard deviation."""
+    """The analytic predictive: log density, centre and standard deviation."""
 
     log_prob: Callable[[Tensor], Tensor]
     centre: float
@@ -34,7 +34,7 @@ class Model(Protocol):
     counts: bool
 
     def draw(self, n: int, seed: int) -> Tensor:
-        """Rows (n, E) of float32 numbers, in float64: what both procedures see."""
+        """Rows (n, E) of float32 numbers, in float64: the input of both procedures."""
         ...
 
     def analytic(self, rows: Tensor) -> Analytic: ...
@@ -52,13 +52,13 @@ class Model(Protocol):
         ...
 
     def logdet(self, rows: Tensor, y: Tensor | None, theta: Tensor) -> Tensor:
-        """log|J| (k,) or (1,), no prior in it."""
+        """log|J| (k,) or (1,), without the prior."""
         ...
 
     def log_prior(self, theta: Tensor) -> Tensor: ...
 
     def posteriors(self, rows: Tensor) -> dict[str, ssla.Posterior]:
-        """The library's, by parametrisation."""
+        """The library's posteriors, by parametrisation."""
         ...
 
     @property
@@ -122,7 +122,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Poisson:
-    """X ~ Poisson(3), λ ~ Gamma(shape, rate). The library has it in log λ, and in λ as the paper has."""
+    """X ~ Poisson(3), λ ~ Gamma(shape, rate). The library uses log λ, and λ as in the paper."""
 
     shape: float = 6.0
     rate: float = 2.0
@@ -136,7 +136,7 @@ class Poisson:
         shape, rate = self.shape + float(rows.sum()), self.rate + len(rows)
 
         def log_prob(y: Tensor) -> Tensor:
-            """Negative binomial; Γ(shape + y)/Γ(shape) as a product, since lgamma near 10⁷ keeps eight digits only."""
+            """Negative binomial; Γ(shape + y)/Γ(shape) as a product, since lgamma near 10⁷ has only eight digits."""
             below = torch.arange(int(y.max()), dtype=F64)
             rising = torch.cat([torch.zeros(1, dtype=F64), torch.log((shape + below) / (rate + 1)).cumsum(0)])
             return rising[y.long()] - torch.lgamma(y + 1) - shape * math.log1p(1 / rate)

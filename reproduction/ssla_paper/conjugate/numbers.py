@@ -1,4 +1,4 @@
-"""Numbers of a record, and how they are told."""
+"""Numbers of a record, and their format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictive curves, as in the paper's figures, and how the distance falls with n."""
+"""Predictive curves, as in the paper's figures, and the distance against n."""
 
 from __future__ import annotations
 

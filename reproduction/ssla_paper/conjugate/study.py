@@ -34,7 +34,7 @@ class Conjugate:
                 at = sizes if prior == "reference" else conflicts_at if prior in CONFLICTING else (20,)
                 for n in at:
                     if quick and n == LAST and model != "normal–normal":
-                        continue  # where the time goes
+                        continue  # the slow part
                     count = seeds if n < LAST else 1 if quick else SEEDS_AT_LAST
                     settings = {"model": model, "prior": prior, "n": n, "seeds": count}
                     tasks.append(Task(f"{short}-{prior.replace(' ', '-')}-{n}", one, settings))
@@ -83,7 +83,7 @@ def errors(reference: list[Record]) -> Table:
         columns += [f"{words}, {m} {name}" for name in methods for m in ("SSLA", "ASSLA")]
     caption = (
         "Before normalisation: the largest error of the log density where the analytic one is within e⁻⁸ of its peak, and the "
-        "logarithm of the mass (0 is right)."
+        "logarithm of the mass (0 is exact)."
     )
     return Table("conjugate-errors", caption, columns, rows, {})
 
@@ -96,7 +96,7 @@ def rounding(reference: list[Record]) -> Table:
             row += [max(run["loss"][method][part] for run in record["runs"]) for part in ("likelihood", "prior", "curvature")]
         rows.append(row)
     columns = ["model", "n", *(f"{method}: {part}" for method in ("SSLA", "ASSLA") for part in ("ℓ", "prior", "curvature"))]
-    caption = "What float32 loses in each term of the published procedure: the largest difference from the same in float64."
+    caption = "The error of float32 in each term of the published procedure: the largest difference from float64."
     return Table("conjugate-rounding", caption, columns, rows, dict.fromkeys(columns[2:], ".1e"))
 
 
@@ -124,5 +124,5 @@ def strengths(records: list[Record]) -> Table:
             cells = [spread(values(record, method, "kl"), ".3g") for method in methods]
             rows.append([f"N(0, {PRIORS[record['model']][record['prior']][1]:g})", *cells])
     columns = ["prior of both weights", "SSLA as published", "ASSLA as published", "SSLA ours", "ASSLA ours"]
-    caption = "Linear regression, n = 20: KL from the analytic predictive as the prior grows stronger."
+    caption = "Linear regression, n = 20: KL from the analytic predictive, for stronger and stronger priors."
     return Table("conjugate-strength", caption, columns, rows, {})

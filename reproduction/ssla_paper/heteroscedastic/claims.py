@@ -1,4 +1,4 @@
-"""What the paper says of its coverage table, beside what was found."""
+"""The paper's statements about its coverage table, and the results."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _width() -> Claim:
     return Claim(
         "The published ASSLA has one width for all inputs, the bandwidth of a kernel density estimate",
         "widths are not given; the authors' code gives 0.3985",
-        f"{width:.4f} from the recipe, whatever the data",
+        f"{width:.4f} from the procedure, for any data",
         round(width, 4) == 0.3985,
-        "The 'uncertainty' is a smoothing parameter over 30 candidates; no property of the posterior enters.",
+        "The 'uncertainty' is a smoothing parameter over 30 candidates; it does not depend on the posterior.",
         kind=REPEATED,
     )
 
@@ -74,19 +74,21 @@ def _columns(records: Mapping[str, Record]) -> list[Claim]:
         whole = sum(_within_a_row(row, published) for row in rows.values())
         tuned = [one for one in settings if _within_a_row(one[name.lower()], published)]
         outside = [f"{v} at {level}%" for v, level, (a, b) in zip(published, LEVELS, ends, strict=True) if not a <= v <= b]
-        told = f"whole on {whole} of {len(rows)} data seeds"
+        findings = f"whole on {whole} of {len(rows)} data seeds"
         if settings:
-            told += f", and by {len(tuned)} of {len(settings)} settings on the toy module's own seed"
-            told += "".join(f" ({slashed(one[name.lower()])} at rate {one['rate']:g}, batch {one['batch']})" for one in tuned[:1])
+            findings += f", and by {len(tuned)} of {len(settings)} settings on the toy module's own seed"
+            findings += "".join(
+                f" ({slashed(one[name.lower()])} at rate {one['rate']:g}, batch {one['batch']})" for one in tuned[:1]
+            )
         ranges = ", ".join(f"{low:.0f}–{high:.0f}" for low, high in ends)
         made.append(
             Claim(
                 f"Table 2's {name} columns are {what} (one test row, 4 points, at each level)",
                 slashed(published),
-                f"{told}; the module's seed by our settings: {slashed(rows[OWN])}; central 95% over data seeds: {ranges}; the "
-                f"three structures give one column on {same} of {len(rows)} seeds",
+                f"{findings}; the module's seed by our settings: {slashed(rows[OWN])}; central 95% over data seeds: {ranges}; "
+                f"the three structures give one column on {same} of {len(rows)} seeds",
                 whole + len(tuned) > 0,
-                "The authors' rows and network are not given: as for Table 4 it holds if one of those tried gives all cells."
+                "The authors' rows and network are not given: as for Table 4 it holds if one of those tried reproduces all cells."
                 + (f" Outside the central 95%: {', '.join(outside)}." if outside else ""),
                 kind=REPEATED,
             )
@@ -99,7 +101,7 @@ def _within_a_row(column: Sequence[float], published: Sequence[float]) -> bool:
 
 
 def _order(records: Mapping[str, Record]) -> list[Claim]:
-    """How far the order of rows alone moves the published SSLA."""
+    """The effect of the order of rows on the published SSLA."""
     runs: dict[float, list[list[float]]] = {}
     for record in records.values():
         if "widths" in record:
@@ -117,7 +119,7 @@ def _order(records: Mapping[str, Record]) -> list[Claim]:
             f"up to {published} points apart",
             f"runs that differ in nothing else: up to {said}",
             most >= published,
-            "The published refit stops ten epochs into a new Adam, and its curvature term is zero: the structure does not enter."
+            "The published refit stops ten epochs into a new Adam, and its curvature term is zero: the structure has no effect."
             + ("" if most >= published else " It explains part of the spread; the rest is not known."),
             kind=REPEATED,
         )
@@ -152,9 +154,9 @@ def _structure(records: Mapping[str, Record], found: Found) -> Claim:
         "SSLA's uncertainty varies with the covariance approximation and is unstable (more than 4 points of coverage)",
         f"columns up to {published} points apart",
         f"in the mean over seeds {apart(WEIGHTS):.1f} points between structures with refits of the last layer, whose curvature "
-        f"is exact (the prior differs); {apart(OUTPUTS):.1f} with the output rung, which uses the structure",
+        f"is exact (the prior differs); {apart(OUTPUTS):.1f} with the output refit, which uses the structure",
         max(apart(WEIGHTS), apart(OUTPUTS)) > STEP,
-        "Refits taken to their mode are deterministic.",
+        "Refits that converge are deterministic.",
     )
 
 
@@ -211,8 +213,8 @@ def _averse(records: Mapping[str, Record], found: Found) -> Claim:
         f"{found.coverage('mean_field_deep')}, RMSE {mf['rmse'].value:.2f} (HMC {hmc['rmse'].value:.2f}); "
         f"one hidden layer of 20: {found.coverage('mean_field')}, RMSE {found.means['mean_field']['rmse'].value:.2f}",
         mf["rmse"].value > 1.5 * hmc["rmse"].value and all(mf[f"cover{level}"].value > level for level in LEVELS),
-        "With 2,752 weights and 215 rows the optimised q leaves the data; a small network stays too wide. The published run also "
-        "weighted its divergence by the number of weights.",
+        "With 2,752 weights and 215 rows the optimised q does not fit the data; a small network stays too wide. The published "
+        "run also weighted its divergence by the number of weights.",
     )
 
 

@@ -1,6 +1,6 @@
-"""The toy set: y = 7 sin x + 3|cos(x/2)| e, with x from three clusters; rows as ToyHeteroscedasticDatamodule makes them.
+"""The toy set: y = 7 sin x + 3|cos(x/2)| e, with x from three clusters; rows as ToyHeteroscedasticDatamodule generates them.
 
-That module's facts: numpy's global generator at one seed gives, row by row, a uniform that picks the cluster, the input and the
+In that module numpy's global generator at one seed gives, row by row, a uniform that picks the cluster, the input and the
 noise; a tenth of 250 rows is for testing, a tenth for validation, of which two fifths are set aside for conformal methods. That
 leaves the paper's 200/15/25. Both columns are standardised by the training rows. Its default seed is 42, for rows and splits.
 (One of its versions drew a single e for all rows, which leaves no noise at all; the published coverages rule it out.)
@@ -50,7 +50,7 @@ class Toy:
 
     @property
     def known(self) -> Pair:
-        """Training and validation rows: what a method may see."""
+        """Training and validation rows: the input of a method."""
         return torch.cat([self.train[0], self.validation[0]]), torch.cat([self.train[1], self.validation[1]])
 
     def standardised(self, x: np.ndarray, y: np.ndarray) -> Pair:
@@ -69,7 +69,7 @@ class Toy:
 
 
 def toy(seed: int = 42) -> Toy:
-    """The set at this seed, which is the module's default of 42 for rows and splits alike."""
+    """The set at this seed, which is the module's default of 42 for rows and splits."""
     split = library("sklearn.model_selection", "scikit-learn").train_test_split
     x, y = drawn(ROWS, np.random.RandomState(seed))
     rest, test = split(np.arange(ROWS), test_size=TEST_SHARE, random_state=seed)

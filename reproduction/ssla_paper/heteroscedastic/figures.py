@@ -1,4 +1,4 @@
-"""The bands of every method on the module's own seed, and coverage against what was promised."""
+"""The bands of every method on the module's own seed, and coverage against nominal coverage."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ def against_nominal(found: Found, folder: Path) -> None:
             gaps = [score.value - level for score, level in zip(scores, LEVELS, strict=True)]
             errors = [0.0 if math.isnan(score.error) else 2 * score.error for score in scores]
             right.errorbar(at, gaps, errors, fmt=marker, color=colour, ms=5, lw=1, label=LABELS[method][0])
-    for axis, title in ((left, "published: 25 rows, one seed"), (right, "computed right: mean over seeds ± 2 standard errors")):
+    for axis, title in (
+        (left, "published: 25 rows, one seed"),
+        (right, "computed correctly: mean over seeds ± 2 standard errors"),
+    ):
         axis.axhline(0, color="black", lw=0.8)
         axis.set_xticks(LEVELS)
         axis.set_xlabel("nominal coverage, per cent")

@@ -1,6 +1,6 @@
-"""Every method on the (μ, log σ²) network, or at its own best: one task is one seed and a group of methods that share their work.
+"""Every method on the (μ, log σ²) network, or with its own best settings: one task is one seed and a group of related methods.
 
-All see the same 215 rows, of which networks keep the 15 of validation for stopping. Scores are of standardised targets.
+All use the same 215 rows, of which networks keep the 15 of validation for stopping. Scores are of standardised targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ask = Callable[[slice], Answer]  # rows of the new inputs -> a distribution for 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """The rows, and the inputs asked about: `rows` of test points first, then the grid of the figure, if any."""
+    """The rows, and the new inputs: `rows` test points first, then the grid of the figure, if any."""
 
     data: Toy
     new: Tensor
@@ -51,7 +51,7 @@ class Setting:
 
 
 def setting(seed: int, fresh: int) -> Setting:
-    """fresh > 0: so many new test rows. 0: the module's own 25, and a grid of inputs for the figure."""
+    """fresh > 0: the number of new test rows. 0: the module's own 25, and a grid of inputs for the figure."""
     data = toy(seed)
     if fresh:
         x, y = data.fresh(fresh, FRESH_SEED + seed)
@@ -90,7 +90,7 @@ def done(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
 
 
 def networks(data: Toy, seed: int, heteroscedastic: bool, members: int) -> tuple[nn.Sequential, ...]:
-    """Trained by the likelihood and the prior N(0, 1); with one output σ is trained along."""
+    """Trained by the likelihood and the prior N(0, 1); with one output σ is trained too."""
     x, y = data.known
     held = torch.zeros(members, len(x), dtype=torch.bool)
     held[:, len(data.train[0]) :] = True
@@ -109,7 +109,7 @@ def _plug_in(nets: tuple[nn.Sequential, ...], new: Tensor) -> GaussianMixture:
 def ours(seed: int, fresh: int, every: bool = True) -> Record:
     """The refits on one network and on five, beside the plug-in, the deep ensemble and the truth.
 
-    every: refit weights with every structure too, which changes no more than the prior that the evidence prefers.
+    every: refit weights with every structure too, which changes only the prior that the evidence selects.
     """
     at = setting(seed, fresh)
     nets = networks(at.data, seed, True, MEMBERS)
@@ -200,7 +200,7 @@ def collapsed(seed: int, fresh: int, steps: int = 4000) -> Record:
 
 
 def sampled(seed: int, fresh: int, draws: int = 200, hidden: tuple[int, ...] = HIDDEN) -> Record:
-    """NUTS, with how its chain did."""
+    """NUTS, with its convergence diagnostics."""
     from ssla_paper.peers.sampling import chain
 
     at = setting(seed, fresh)

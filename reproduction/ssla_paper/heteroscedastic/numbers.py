@@ -125,7 +125,7 @@ def by_seed(records: Mapping[str, Record]) -> dict[int, dict[str, list[float]]]:
 
 
 def percentiles(rows: list[list[float]], low: float = 0.025, high: float = 0.975) -> list[tuple[float, float]]:
-    """By level, the ends of the central range over rows (N, 4): order statistics, so that they are coverages that occurred."""
+    """By level, the ends of the central range over rows (N, 4): order statistics, so that they are observed coverages."""
     ends = []
     for column in zip(*rows, strict=True):
         ordered = sorted(column)

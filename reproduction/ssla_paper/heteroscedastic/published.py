@@ -1,4 +1,4 @@
-"""What produced the published numbers: one output trained by squared error, and intervals ŷ ± z·s, with s no predictive's.
+"""The published procedures: one output trained by squared error, and intervals ŷ ± z·s, where s is not from a predictive.
 
 ASSLA: s is the bandwidth of a kernel density estimate over 30 candidates y on ŷ ± 1.96, weighted by exp(−(y − ŷ)²): 0.3985 for
 every input. LA: σ stays at 1 on standardised targets. SSLA: for each of 20 candidates all weights are trained on from θ̂ by a new
@@ -86,7 +86,7 @@ def laplace_widths(net: nn.Module, data: Toy) -> dict[str, Tensor]:
 
 
 def of_settings(rates: list[float], seed: int = 42) -> Record:
-    """The same on the module's default seed, by learning rate and batch size: what a search over them could have ended with."""
+    """The same on the module's default seed, by learning rate and batch size: possible results of a search over them."""
     data, found = toy(seed), []
     for rate in rates:
         for batch in BATCHES:

@@ -50,7 +50,7 @@ class Heteroscedastic:
 
 
 def _methods() -> list[Task]:
-    """Seed by seed, so that part of a run is of use. The module's own seed: its 25 rows, and the figure's grid."""
+    """Seed by seed, so that a partial run is useful. The module's own seed: its 25 rows, and the figure's grid."""
     kinds: dict[str, tuple[Callable[..., Record], int]] = {
         "nuts": (methods.sampled, SLOW_SEEDS),
         "ours": (methods.ours, SEEDS),
@@ -69,7 +69,7 @@ def _methods() -> list[Task]:
 
 
 def _quick_methods() -> list[Task]:
-    """Without numpyro's methods: their compilation alone takes longer than all of this."""
+    """Without numpyro's methods: their compilation alone takes longer than all other tasks."""
     made = [Task("ours-own", methods.ours, {"seed": OWN, "fresh": 0, "every": False})]
     for seed in range(2):
         settings = {"seed": seed, "fresh": 200}
@@ -116,7 +116,7 @@ def _coverage_table(found: Found) -> Table:
     formats = {f"25 rows {level}": ".0f" for level in LEVELS}
     caption = (
         "Coverage in per cent: published; ours on the toy module's own 25 test rows; ours on fresh test rows, mean ± standard "
-        "error over data seeds (fewer seeds for the slow methods, as the last column says)."
+        "error over data seeds (fewer seeds for slow methods, see the last column)."
     )
     return Table("heteroscedastic-coverage", caption, columns, rows, formats)
 
@@ -142,7 +142,7 @@ def _refit_table(records: Mapping[str, Record]) -> Table:
         [f"{run['rate']:g}", run["seed"], *run["coverage"], min(run["widths"]), max(run["widths"])] for run in runs
     ]
     caption = (
-        "SSLA as published on one data set, one network for each learning rate: runs differ in nothing but the order of rows in "
+        "SSLA as published on one data set, one network for each learning rate: runs differ only in the order of rows in "
         "the refits. Coverage in per cent of 25 rows, and the range of the widths."
     )
     columns = ["rate", "run", *(str(level) for level in LEVELS), "least width", "largest width"]
@@ -171,6 +171,6 @@ def _chain_table(records: Mapping[str, Record]) -> Table:
         if "chain" in record:
             chain = record["chain"]
             rows.append([record["seed"], chain["draws"], chain["r_hat"], chain["effective"], chain["divergent"]])
-    caption = "NUTS: one chain a seed; split R̂ and effective draws of μ at the test rows (median), divergent transitions."
+    caption = "NUTS: one chain for each seed; split R̂ and effective draws of μ at the test rows (median), divergent transitions."
     columns = ["data seed", "draws", "split R̂", "effective", "divergent"]
     return Table("heteroscedastic-chains", caption, columns, rows, {"split R̂": ".3f", "effective": ".0f"})

@@ -1,4 +1,4 @@
-"""A peer's answer: Gaussians, one a draw or member, mixed with equal weights. And the scores of any answer."""
+"""The prediction of a peer: Gaussians, one for each draw or member, with equal weights; and its scores."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GaussianMixture:
         return self.icdf(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
 
     def crps(self, y: Tensor) -> Tensor:
-        """In closed form (scoringrules), rows in parts: it holds S² pairs a row."""
+        """In closed form (scoringrules), in chunks of rows: it needs S² pairs for each row."""
         size = max(1, MOST_PAIRS // len(self.means) ** 2)
         parts = []
         for rows in range(0, len(y), size):

@@ -32,7 +32,7 @@ def layered_mean_field(
 
     Weights have the prior N(0, 1/inputs of the layer), biases N(0, 1); σ is a parameter. The bound is n·E log p(y|f) − KL, the KL
     being a sum over weights: the layers' own is a mean for each tensor, as if there were one weight. Adam's rate falls from
-    0.01 to 0.0001. Torch's global random state is as it was before.
+    0.01 to 0.0001. Torch's global random state is restored.
     """
     layers = library("bayesian_torch.layers", INSTALL)
     x, y, new = x.float(), y.float().flatten(), new.float()

@@ -16,7 +16,7 @@ INSTALL = "mapie"
 
 
 class _Fitted(RegressorMixin, BaseEstimator):  # type: ignore[misc]
-    """A function of rows in the dress of a fitted estimator."""
+    """Wraps a function of rows as a fitted estimator."""
 
     def __init__(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ def split_conformal(
     new: np.ndarray,
     levels: Sequence[float] = (0.95, 0.75, 0.5),
 ) -> dict[float, np.ndarray]:
-    """Intervals f(new) ± q by level, each (N, 2), infinite where the rows are too few; x, y must not have been trained on.
+    """Intervals f(new) ± q by level, each (N, 2), infinite if there are too few rows; x, y must not be training rows.
 
     q is the ⌈(n + 1)·level⌉-th smallest |y − f(x)|, so a row exchangeable with these is covered with at least that probability.
     """

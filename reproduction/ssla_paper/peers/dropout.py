@@ -1,4 +1,4 @@
-"""Monte Carlo dropout: the paper's network with dropout after each hidden layer, left on when it predicts."""
+"""Monte Carlo dropout: the paper's network with dropout after each hidden layer, active in predictions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def mc_dropout(
 ) -> GaussianMixture:
     """p(y|new) as a mixture over draws of the dropped units; x (n, d), y (n,), new (N, d), standardised.
 
-    A tenth of the rows is left out (of small sets up to thirty): for early stopping, and for the noise σ, and the rate among
-    several, of the highest likelihood of those rows under the mixture. σ is no less than the training residuals, for the rows
-    left out chose the epoch that looked best on them. Torch's global random state is as it was before.
+    A tenth of the rows is held out (for small sets up to thirty): for early stopping, and to choose the noise σ and one of
+    several rates by the likelihood of those rows under the mixture. σ is at least that of the training residuals, because early
+    stopping selected the best epoch on the held-out rows. Torch's global random state is restored.
     """
     rates = (rate,) if isinstance(rate, float | int) else tuple(rate)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Monte Carlo dropout for classes: the paper's network with dropout after each hidden layer, left on when it predicts."""
+"""Monte Carlo dropout for classes: the paper's network with dropout after each hidden layer, active in predictions."""
 
 from __future__ import annotations
 

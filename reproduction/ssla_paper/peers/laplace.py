@@ -32,7 +32,7 @@ def laplace(
 
     structure: "kron", "diag" or "full". noise None: σ and the prior's precision maximise the Laplace evidence by Adam, from
     the training residuals and one; a number is kept, with the prior N(0, 1): the published setting is 1. fit_prior: with a
-    noise that is given, the prior's precision alone maximises the evidence.
+    given noise, only the prior's precision maximises the evidence.
     scale, new_scale: a known σ(x) > 0 at the rows, by which outputs and targets are divided first; σ is then its factor.
     """
     peer = library("laplace", INSTALL)
@@ -94,7 +94,7 @@ class _Before(nn.Module):
 
 
 def _divided(net: nn.Module) -> nn.Sequential:
-    """f / σ with a linear last layer: it takes no notice of what comes after it, so the division comes before."""
+    """f / σ with a linear last layer: laplace-torch ignores what comes after it, so the division comes before."""
     if not isinstance(net, nn.Sequential) or not isinstance(net[-1], nn.Linear) or net[-1].out_features != 1:
         raise TypeError("A known σ(x) with subset='last_layer' needs an nn.Sequential that ends in nn.Linear(…, 1).")
     head = nn.Linear(net[-1].in_features + 1, 1, bias=False).double()

@@ -1,7 +1,7 @@
 """The Bayesian network that sampling and mean-field inference share, as a numpyro program.
 
 Weights w ~ N(0, s²/inputs of the layer), biases b ~ N(0, s²), both as s times standard normals, which is the better geometry for
-either. The last layer gives μ, or (μ, log σ²); with μ alone, σ ~ HalfNormal(1). Rows should be standardised.
+both. The last layer gives μ, or (μ, log σ²); with μ alone, σ ~ HalfNormal(1). Rows should be standardised.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Program:
         return x[:, 0], jax.numpy.exp(0.5 * jax.numpy.clip(x[:, 1], -MOST_LOG_VARIANCE, MOST_LOG_VARIANCE))
 
     def model(self, batch_size: int | None = None) -> Callable[..., None]:
-        """The program itself: model(x, y). batch_size: rows of a random part, weighted up to all."""
+        """The program itself: model(x, y). batch_size: rows of a random subset, weighted to the full data."""
         numpyro, dist = library("numpyro", INSTALL), library("numpyro.distributions", INSTALL)
 
         def model(x: Any, y: Any) -> None:
@@ -72,7 +72,7 @@ class Program:
         return model
 
     def mixture(self, draws: Mapping[str, Any], new: Any) -> GaussianMixture:
-        """One Gaussian a draw: every array of `draws` has the draws in front."""
+        """One Gaussian for each draw: every array of `draws` has the draws in front."""
         jax = library("jax", INSTALL)
         mean, sd = jax.vmap(lambda values: self.outputs(values, new))(dict(draws))
         return GaussianMixture(*(torch.from_numpy(np.array(part, dtype=np.float64)) for part in (mean, sd)))

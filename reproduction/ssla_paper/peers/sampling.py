@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo by numpyro's NUTS: the reference that the approximations are held against."""
+"""Hamiltonian Monte Carlo by numpyro's NUTS: the reference for the approximations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TREE_DEPTH = 8
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The mixture over draws, and how well the chain moved: of μ(new), the median over rows."""
+    """The mixture over draws, and convergence diagnostics of μ(new), the median over rows."""
 
     answer: GaussianMixture
     r_hat: float  # split in halves; 1 at convergence
@@ -41,7 +41,7 @@ def chain(
 ) -> Chain:
     """p(y|new) as a mixture over the draws of one chain; x (n, d), y (n,), new (N, d), standardised.
 
-    Weights of a layer are exchangeable, so the diagnostics watch predictions, not weights.
+    Weights of a layer are exchangeable, so the diagnostics use predictions, not weights.
     """
     jax, infer = library("jax", INSTALL), library("numpyro.infer", INSTALL)
     program = Program(x.shape[1], tuple(hidden), activation, heteroscedastic, prior_sd)
@@ -61,7 +61,7 @@ def _diagnostics(means: np.ndarray) -> tuple[float, float]:
     """Split R̂ and the effective number of draws of μ at each row (draws, rows), then the median."""
     diagnostics = library("numpyro.diagnostics", INSTALL)
     if len(means) < 4:
-        raise ValueError(f"Diagnostics need four draws or more, but there are {len(means)}. Raise draws, or lower thin.")
+        raise ValueError(f"Diagnostics need four draws or more, but there are {len(means)}. Increase draws, or decrease thin.")
     several = means[None].astype(np.float64)
     r_hat = diagnostics.split_gelman_rubin(several)
     effective = diagnostics.effective_sample_size(several)

@@ -31,7 +31,7 @@ def mean_field(
     """p(y|new) as a mixture over draws from q; x (n, d), y (n,), new (N, d), standardised.
 
     Adam's rate falls from 0.01 to 0.0001 in even steps. q starts at a draw from the prior (its mean is a saddle, where all units
-    are alike) with deviations of a hundredth of the prior's: larger ones drown the data first. particles: draws in each
+    are equal) with deviations of a hundredth of the prior's: larger ones hide the data at first. particles: draws in each
     estimate of the bound.
     """
     jax, numpyro, infer = library("jax", INSTALL), library("numpyro", INSTALL), library("numpyro.infer", INSTALL)

@@ -1,4 +1,4 @@
-"""One data set of one model: how far the refit moves, and what it gains."""
+"""One data set of one model: the step of the refit, and its gain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def output(model: str, theta: Tensor, x: Tensor) -> Tensor:
 
 
 def log_prob(model: str, row: Tensor, theta: Tensor) -> Tensor:
-    """log p(y | x, θ) of one row (x…, y), without what does not depend on θ."""
+    """log p(y | x, θ) of one row (x…, y), without terms that do not depend on θ."""
     f, y = output(model, theta, row[:-1]), row[-1]
     return y * f - f.exp() if model == "poisson" else -0.5 * ((y - f) / NOISE[model]) ** 2
 

@@ -15,12 +15,12 @@ from ssla_paper.tables import Cell, Table, draw
 
 SIZES = (500, 1000, 2000, 4000, 8000, 16000, 32000)
 SEEDS = 8
-CLOSE = 0.1  # a slope this near to a power of n counts as that power
+CLOSE = 0.1  # a slope within this distance of a power of n counts as that power
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is measured, where the paper speaks of it, the power of n that it states and the right one."""
+    """A quantity, its place in the paper, the power of n that the paper states and the correct one."""
 
     key: str
     words: str
@@ -45,7 +45,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Slope:
-    """Mean and standard error over seeds; none of what is zero throughout."""
+    """Mean and standard error over seeds; none for a quantity that is always zero."""
 
     mean: float | None
     error: float
@@ -154,7 +154,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "a step against the gradient: factor −1",
             f"factor {min(along):.3f} to {max(along):.3f} on J̃⁻¹∇log p",
             max(along) < 0,
-            "The sign is reversed: θ̃ climbs towards the new observation. The rate is not touched by it.",
+            "The sign is reversed: θ̃ moves towards the new observation. The rate does not change.",
         ),
         holds("J grows like n when inputs keep varying", "power 1", "smallest", 1),
         Claim(
@@ -170,8 +170,8 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "power −2",
             "loss",
             -2,
-            "The second derivative of ℓ is a sum over n: O(n) · O(1/n)² = O(1/n). The theorem keeps its rate, since its other "
-            "term is O(1/n) as well. (Measured with log π in ℓ, of which θ̂ is the mode, so that the first order vanishes.)",
+            "The second derivative of ℓ is a sum over n: O(n) · O(1/n)² = O(1/n). The rate of the theorem does not change, since "
+            "its other term is O(1/n) as well. (Measured with log π in ℓ, so that θ̂ is its mode and the first order vanishes.)",
         ),
         holds("Corollary 1: J̃(θ̃)/n = J̃(θ̂)/n + O(1/n)", "power −1", "bend", -1, "For the line J does not depend on θ at all."),
         holds("Corollary 1: π(θ̃) = π(θ̂) + O(1/n)", "power −1", "prior"),
@@ -180,16 +180,16 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "subleading",
             f"both have power −1; their ratio lies between {min(ratios):.2f} and {max(ratios):.2f}",
             not (all_near("prior", -1) and all_near("curvature", -1)),
-            "Prior, curvature and the refit's gain are all O(1/n), the order of everything by which a predictive differs from "
-            "the plug-in: of three terms of one order ASSLA keeps one.",
+            "Prior, curvature and the refit's gain are all O(1/n), the order of the whole difference between a predictive and "
+            "the plug-in: of three terms of the same order ASSLA keeps one.",
         ),
         Claim(
             "Corollary 2: J̃ ≈ G̃ᵀG̃/n with G̃ from ℓ̃ at θ̂",
             "equal to leading order",
             f"at ŷ tr G̃ᵀG̃ / tr(−ℓ̃″) has {found('outer')}; the new row's own part is {own:g}",
             all_near("outer", 0),
-            "G̃ is zero at θ̂ but for the prior's pull, and the new row's gradient is zero at ŷ. Curvature needs the generalised "
-            "Gauss–Newton, or for the data rows the sum of their own outer products.",
+            "G̃ is zero at θ̂ except for the gradient of the prior, and the new row's gradient is zero at ŷ. Curvature needs the "
+            "generalised Gauss–Newton, or for the data rows the sum of their own outer products.",
         ),
         holds("SSLA and ASSLA differ by O(1/n), off the prediction", "power −1", "gap"),
     ]

@@ -1,7 +1,7 @@
-"""One choice of ours changed at a time: curvature, structure, weights in scope, refit, prior, mode.
+"""Ablations, one setting changed at a time: curvature, structure, selected weights, refit, prior, mode.
 
-The base is a dense last layer, polished, the prior by the evidence, the output rung. Classes: the digits 0–4. Regression: the toy
-with (μ, log σ²), and a table with Gaussian noise, tested where they were trained.
+The base is a dense last layer, polished, the prior by the evidence, the output refit. Classes: the digits 0–4. Regression: the
+toy with (μ, log σ²), and a table with Gaussian noise, tested on inputs like the training inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 @dataclass(frozen=True)
 class Variant:
-    """What is chosen; tuned: a precision, or how it is found."""
+    """One variant; tuned: a precision, or how it is chosen."""
 
     factor: str
     level: str
@@ -64,7 +64,7 @@ def variants() -> list[Variant]:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A trained network with its rows; held_out (n,) are rows that it has not seen."""
+    """A trained network with its rows; held_out (n,) are held-out rows."""
 
     module: torch.nn.Module
     x: Tensor
@@ -76,7 +76,7 @@ class Case:
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def posterior(self, variant: Variant) -> Any:
-        """Made once for all refits."""
+        """Computed once for all refits."""
         key = (variant.structure, variant.weights, variant.tuned, variant.mode)
         if key not in self.known:
             self.known[key] = self._fitted(variant)
@@ -118,7 +118,7 @@ def one(dataset: str, seed: int, size: float = 1.0, epochs: int = 200, skip: Seq
     """Every variant on one case."""
     case = _classes(dataset, seed, size, epochs) if dataset in data.SIZES else _regression(dataset, seed, size, epochs)
     chosen = [variant for variant in variants() if variant.factor not in skip]
-    if dataset not in data.SIZES:  # the pipeline's noise is from the held-out rows already
+    if dataset not in data.SIZES:  # the pipeline's noise already comes from the held-out rows
         chosen = [variant for variant in chosen if variant.tuned != HELD_OUT]
     return {"dataset": dataset, "seed": seed, "variants": [case.record(variant) for variant in chosen]}
 
@@ -134,7 +134,7 @@ def _classes(dataset: str, seed: int, size: float, epochs: int) -> Case:
 
 
 def _regression(dataset: str, seed: int, size: float, epochs: int) -> Case:
-    """The network, the noise and the rows as the library's own pipeline has them, in the standardised unit."""
+    """The network, the noise and the rows of the library's own pipeline, standardised."""
     found = data.regression(dataset, seed, size)
     settings = settings_for(found, seed, epochs, 1)
     whole = fit_ensemble(found.x, found.y, torch.ones(len(found.x)).double(), settings)
@@ -144,8 +144,8 @@ def _regression(dataset: str, seed: int, size: float, epochs: int) -> Case:
     none = torch.zeros(len(found.x), dtype=torch.bool)
 
     def scored(predictive: Any) -> Record:
-        told = scores(predictive, target)
-        return {key: told[key] for key in ("nll", "crps", "cover95", "width95")}
+        findings = scores(predictive, target)
+        return {key: findings[key] for key in ("nll", "crps", "cover95", "width95")}
 
     y = whole.target(found.y[:, None])[:, 0]
     likelihood = whole.components[0].posterior.likelihood

@@ -1,4 +1,4 @@
-"""The appendix's statements beside what was found."""
+"""The statements of the appendix, and the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssla_paper.robustness.methods import BASELINES, NAMES
 from ssla_paper.robustness.results import Results, mean, unique
 from ssla_paper.runner import OURS, PAPER, Claim
 
-NOT_SHOWN = "said in the appendix; no table, figure or code"
+NOT_SHOWN = "stated in the appendix; no table, figure or code"
 CLOSE_ACCURACY, CLOSE_AUROC, CLOSE_ECE = 0.01, 0.02, 0.01
 
 
@@ -67,13 +67,13 @@ def _by_dataset(results: Results) -> list[Claim]:
     for method, label, kind in (("output", "our default", OURS), ("none", "ASSLA", PAPER), ("weights", "SSLA", PAPER)):
         known = [d for d in datasets if results.scores(d, method, "nll")]
         for score in ("ece", "nll"):
-            wins, told = 0, []
+            wins, findings = 0, []
             for dataset in known:
                 name, best = _best(lambda m, d=dataset, s=score: _value(results, d, m, s), BASELINES)  # type: ignore[misc]
                 ours = _value(results, dataset, method, score)
                 assert ours is not None
                 wins += ours < best
-                told.append(f"{dataset} {ours:.3f} against {best:.3f} ({NAMES[name]})")
+                findings.append(f"{dataset} {ours:.3f} against {best:.3f} ({NAMES[name]})")
             if known:
                 reason = "" if wins == len(known) else _why(results, method, score)
                 statement = f"Uncertainties are better calibrated than every baseline's: {score.upper()} of {label}"
@@ -81,7 +81,7 @@ def _by_dataset(results: Results) -> list[Claim]:
                     Claim(
                         statement,
                         NOT_SHOWN,
-                        f"lowest on {wins} of {len(known)}: {'; '.join(told)}",
+                        f"lowest on {wins} of {len(known)}: {'; '.join(findings)}",
                         wins == len(known),
                         reason,
                         kind=kind,
@@ -113,27 +113,27 @@ def _why(results: Results, method: str, score: str) -> str:
         lost = [d for d in known if _above(results, d, method, "none", score)]
         return f"Against the plug-in of its own polished network it is worse on {', '.join(lost) or 'none'} of these."
     even = [d for d in results.datasets() if _above(results, d, "output", "none", "ece")]
-    told = [
-        "A saturated softmax has almost no curvature at the mode, so the linearised K is wide and the probabilities too even: "
-        f"ECE is above that of its own network's plug-in on {', '.join(even) or 'no set'}."
+    findings = [
+        "A saturated softmax has almost no curvature at the mode, so the linearised K is wide and the probabilities are "
+        f"underconfident: ECE is above that of its own network's plug-in on {', '.join(even) or 'no set'}."
     ]
     ece = {d: {m: _value(results, d, m, "ece") for m in ("plug_in", "laplace", "output", "weights")} for d in results.datasets()}
     peers = [(one["laplace"], one["plug_in"]) for one in ece.values() if one["laplace"] is not None]
     if peers:
         worse = sum(la > plain for la, plain in peers if la is not None and plain is not None)
-        told.append(f"laplace-torch's ECE is above its network's own on {worse} of {len(peers)} sets.")
+        findings.append(f"laplace-torch's ECE is above its network's own on {worse} of {len(peers)} sets.")
     refitted = [one for one in ece.values() if one["weights"] is not None]
     if refitted:
         before, after, plain = (mean([one[m] for one in refitted]) or 0.0 for m in ("output", "weights", "plug_in"))
-        told.append(
-            f"A real refit (SSLA) brings the ECE from {before:.3f} to {after:.3f} in the mean of the {len(refitted)} sets that "
+        findings.append(
+            f"A real refit (SSLA) reduces the ECE from {before:.3f} to {after:.3f} on average over the {len(refitted)} sets that "
             f"have one (plug-in {plain:.3f})."
         )
-    return " ".join(told)
+    return " ".join(findings)
 
 
 def _price(results: Results) -> Claim | None:
-    """What the doubt costs where the network knows, and buys where it does not."""
+    """The effect of the epistemic uncertainty inside the distribution and outside."""
     datasets = [d for d in results.datasets() if results.scores(d, "validated", "nll")]
     if not datasets:
         return None
@@ -147,17 +147,17 @@ def _price(results: Results) -> Claim | None:
     by = ("output", "validated", "plug_in")
     nll, ece, auroc = [average(m, "nll") for m in by], [average(m, "ece") for m in by], [told_apart(m) for m in by]
     return Claim(
-        "The doubt of our default costs likelihood on rows like the training rows and finds inputs from elsewhere: the prior by "
-        "rows left out, which all but removes it, undoes both",
+        "The epistemic uncertainty of our default costs likelihood in distribution and detects out-of-distribution inputs: the "
+        "prior by held-out rows, which almost removes it, undoes both",
         "not stated",
-        f"means over {len(datasets)} sets, evidence / rows left out / plug-in: NLL {_three(nll)}; ECE {_three(ece)}; AUROC by "
+        f"means over {len(datasets)} sets, evidence / held-out rows / plug-in: NLL {_three(nll)}; ECE {_three(ece)}; AUROC by "
         f"entropy {_three(auroc)}",
         nll[1] < nll[0] and auroc[1] < auroc[0],
     )
 
 
 def _both(results: Results) -> Claim | None:
-    """Real refits: as sure as the plug-in where the network knows, as doubtful as our default where it does not."""
+    """Real refits: as confident as the plug-in in distribution, as uncertain as our default outside."""
     datasets = [d for d in results.datasets() if results.scores(d, "weights", "nll")]
     pairs = [(d, p) for d in datasets for p in results.places(d) if results.aurocs(d, p, "weights")]
     if not pairs:
@@ -166,8 +166,8 @@ def _both(results: Results) -> Claim | None:
     nll, ece = ([mean([_value(results, d, m, score) for d in datasets]) or 0.0 for m in by] for score in ("nll", "ece"))
     auroc = [mean([mean(results.aurocs(*pair, m)) for pair in pairs]) or 0.0 for m in by]
     return Claim(
-        "SSLA is as well calibrated as the plug-in of its network (ECE within 0.01) and finds inputs from elsewhere as well as "
-        "our default does (AUROC within 0.02)",
+        "SSLA is as well calibrated as the plug-in of its network (ECE within 0.01) and detects out-of-distribution inputs as "
+        "well as our default (AUROC within 0.02)",
         "not stated",
         f"SSLA / our default / plug-in of the polished network: NLL {_three(nll)}, ECE {_three(ece)} over {len(datasets)} sets; "
         f"AUROC {_three(auroc)} over {len(pairs)} kinds of inputs",
@@ -193,17 +193,17 @@ def _outside(results: Results) -> Claim:
         f"{NAMES[m]} {mean([mean(results.aurocs(*pair, m)) for pair in few]) or 0.0:.3f}" for m in ("weights", "none", "output")
     )
     return Claim(
-        "Inputs from elsewhere are found about as well as by the best baseline (mean AUROC by entropy within 0.02)",
+        "Out-of-distribution inputs are detected about as well as by the best baseline (mean AUROC by entropy within 0.02)",
         NOT_SHOWN,
         f"our default {ours:.3f} (on five networks {five:.3f}) against {best:.3f} ({NAMES[name]}), plug-in "
-        f"{average('plug_in') or 0.0:.3f}" + (f"; on the {len(few)} that SSLA was asked: {refitted}" if few else ""),
+        f"{average('plug_in') or 0.0:.3f}" + (f"; on the {len(few)} on which SSLA was run: {refitted}" if few else ""),
         ours >= best - CLOSE_AUROC,
         kind=OURS,
     )
 
 
 def _shift(results: Results) -> Claim:
-    told, good = [], True
+    findings, good = [], True
     for kind in ("noise", "rotation"):
         last = unique(d for r in results.shift for d in r[kind])[-1]
 
@@ -213,18 +213,18 @@ def _shift(results: Results) -> Claim:
         name, best = _best(value, BASELINES)
         ours = value("output") or 0.0
         good &= ours <= best
-        told.append(f"{kind} {last}: {ours:.2f} against {best:.2f} ({NAMES[name]}), plug-in {value('plug_in') or 0.0:.2f}")
+        findings.append(f"{kind} {last}: {ours:.2f} against {best:.2f} ({NAMES[name]}), plug-in {value('plug_in') or 0.0:.2f}")
     return Claim(
         "Robust under shift (our reading: at its strongest our default's NLL is no worse than any baseline's)",
         NOT_SHOWN,
-        "; ".join(told),
+        "; ".join(findings),
         good,
         kind=OURS,
     )
 
 
 def _labels(results: Results) -> Claim:
-    told, good = [], True
+    findings, good = [], True
     for dataset in unique(r["dataset"] for r in results.labels):
         most = max(r["share"] for r in results.labels if r["dataset"] == dataset)
         runs = [r["methods"] for r in results.labels if r["dataset"] == dataset and r["share"] == most]
@@ -235,15 +235,15 @@ def _labels(results: Results) -> Claim:
         name, best = _best(value, BASELINES)
         ours = value("output") or 0.0
         good &= ours <= best
-        told.append(
+        findings.append(
             f"{dataset}, {most:.0%}: {ours:.3f} against {best:.3f} ({NAMES[name]}), plug-in {value('plug_in') or 0.0:.3f}"
         )
     statement = "Robust to wrong labels: our default's NLL is no worse than any baseline's"
-    return Claim(statement, NOT_SHOWN, "; ".join(told), good, kind=OURS)
+    return Claim(statement, NOT_SHOWN, "; ".join(findings), good, kind=OURS)
 
 
 def _distance(results: Results) -> Claim:
-    told, good = [], True
+    findings, good = [], True
     for source in unique(r["source"] for r in results.covariate):
         runs = [r["methods"] for r in results.covariate if r["source"] == source]
 
@@ -259,16 +259,16 @@ def _distance(results: Results) -> Claim:
 
         ratio, plain = wider("output"), wider("plug_in")
         good &= ratio > plain
-        told.append(
+        findings.append(
             f"{source}: our default's 95% interval is {ratio:.2f} times as wide far outside as inside (plug-in {plain:.2f}), and "
-            f"holds {holds('output')} there (on five networks {holds('output5')}, SSLA {holds('weights')}, ASSLA {holds('none')})"
+            f"covers {holds('output')} (on five networks {holds('output5')}, SSLA {holds('weights')}, ASSLA {holds('none')})"
         )
     return Claim(
-        "Under drift the increments can still tell that inputs are unusual",
-        "said in the conclusion, to be taken with caution",
-        "; ".join(told),
+        "Under drift the increments can still indicate unusual inputs",
+        "stated in the conclusion, with caution",
+        "; ".join(findings),
         good,
-        "Intervals do widen, and far too little: last-layer doubt does not make a network know what it does not know.",
+        "Intervals widen, but far too little: the uncertainty of the last layer does not cover errors of the features.",
         kind=OURS,
     )
 
@@ -303,16 +303,16 @@ def _identity(results: Results) -> Claim:
 
 
 def _newton(results: Results) -> Claim | None:
-    told = {
+    findings = {
         d: (_value(results, d, "newton", "nll") or 0.0, _value(results, d, "plug_in", "nll") or 0.0) for d in results.datasets()
     }
-    bad = [d for d, (newton, plain) in told.items() if newton > 2 * plain]
+    bad = [d for d, (newton, plain) in findings.items() if newton > 2 * plain]
     return Claim(
         "One Newton step is enough for classes (NLL at most twice the plug-in's)",
         "not stated",
-        "; ".join(f"{d} {a:.2f} against {b:.2f}" for d, (a, b) in told.items()),
+        "; ".join(f"{d} {a:.2f} against {b:.2f}" for d, (a, b) in findings.items()),
         not bad,
-        "The quadratic value ½gᵀK(I+ΛK)⁻¹g is not bounded by log p ≤ 0: an improbable class with a wide K outweighs all others."
+        "The quadratic value ½gᵀK(I+ΛK)⁻¹g is not bounded by log p ≤ 0: an improbable class with a wide K dominates all others."
         if bad
         else "",
     )

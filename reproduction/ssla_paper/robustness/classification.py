@@ -1,4 +1,4 @@
-"""Tasks on classes: scores and calibration, inputs from elsewhere, shift by degrees, labels that are wrong."""
+"""Tasks on classes: scores and calibration, out-of-distribution inputs, increasing shift, wrong labels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ssla_paper.runner import Record
 NOISES = (0.0, 0.1, 0.2, 0.3, 0.5)
 ANGLES = (0.0, 15.0, 30.0, 45.0, 60.0)
 SHIFTED = 100
-FEW = 3  # classes: with more, SSLA is asked about one set from elsewhere only
+FEW = 3  # classes: with more, SSLA is run on one out-of-distribution set only
 
 
 def calibration(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -> Record:
-    """Scores on test rows like the training rows, and how well each method tells other inputs from them."""
+    """Scores on in-distribution test rows, and how well each method detects out-of-distribution inputs."""
     found = data.classes(dataset, seed, size)
     methods = trained(found.x, found.y, found.count, seed, epochs)
     answers, missing = methods.answers(found.new, methods.affordable(), epistemic=True)
@@ -33,7 +33,7 @@ def calibration(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -
         name: {
             "scores": class_scores(answer.probs, found.target),
             "reliability": reliability(answer.probs, found.target),
-            "auroc": {place: _told_apart(answer, other[name]) for place, other in elsewhere.items() if name in other},
+            "auroc": {place: _auroc(answer, other[name]) for place, other in elsewhere.items() if name in other},
         }
         for name, answer in answers.items()
     }
@@ -41,19 +41,19 @@ def calibration(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -
     return record
 
 
-def _told_apart(inside: Answer, outside: Answer) -> dict[str, float]:
-    """AUROC by entropy, by the highest probability, and by the method's own measure of doubt where it has one."""
-    told = {
+def _auroc(inside: Answer, outside: Answer) -> dict[str, float]:
+    """AUROC by entropy, by the highest probability, and by the method's own epistemic measure, if it has one."""
+    aurocs = {
         "entropy": auroc(entropy(inside.probs), entropy(outside.probs)),
         "highest": auroc(-inside.probs.amax(1), -outside.probs.amax(1)),
     }
     if inside.epistemic is not None and outside.epistemic is not None:
-        told["epistemic"] = auroc(inside.epistemic, outside.epistemic)
-    return told
+        aurocs["epistemic"] = auroc(inside.epistemic, outside.epistemic)
+    return aurocs
 
 
 def _polished(posterior: object, x: Tensor) -> Tensor:
-    """softmax f̂ of the polished network, written out."""
+    """softmax f̂ of the polished network, computed directly."""
     f: Tensor = posterior.marginal(x).mean  # type: ignore[attr-defined]
     return torch.softmax(f.double(), 1)
 
@@ -61,7 +61,7 @@ def _polished(posterior: object, x: Tensor) -> Tensor:
 def shift(
     seed: int, size: float = 1.0, epochs: int = 200, noises: Sequence[float] = NOISES, angles: Sequence[float] = ANGLES
 ) -> Record:
-    """Digits with more and more noise, and more and more turned."""
+    """Digits with increasing noise, and with increasing rotation."""
     found = data.classes("digits", seed, size)
     methods = trained(found.x, found.y, found.count, seed, epochs)
     names = methods.affordable(without=("newton", "validated"))
@@ -77,7 +77,7 @@ def shift(
 
 
 def labels(dataset: str, share: float, seed: int, size: float = 1.0, epochs: int = 200) -> Record:
-    """Trained, stopped and tuned on labels of which a share is wrong; tested on right ones."""
+    """Trained, stopped and tuned with a share of wrong labels; tested on correct labels."""
     found = data.classes(dataset, seed, size)
     y = data.mislabelled(found.y, share, found.count, torch.Generator().manual_seed(4000 + seed))
     methods = trained(found.x, y, found.count, seed, epochs)

@@ -17,7 +17,7 @@ from ssla_paper.robustness.data import Regression, regression
 from ssla_paper.robustness.methods import quiet
 from ssla_paper.runner import Record
 
-BINS = 4  # inside, and thirds of the rows outside by their distance
+BINS = 4  # inside, and three bins of equal size outside, by distance
 
 
 def settings_for(found: Regression, seed: int, epochs: int, members: int) -> Settings:
@@ -63,10 +63,10 @@ def _places(distance: Tensor) -> tuple[Tensor, list[float]]:
 def _scored(way: Callable[[Tensor], Any], found: Regression, rows: Tensor) -> Record:
     with quiet():
         answer = way(found.new[rows])
-        told: Record = scores(answer, found.target[rows])
+        findings: Record = scores(answer, found.target[rows])
     flags = getattr(answer, "diagnostics", None)
     bad = 0.0 if flags is None else float(flags.inaccurate.double().mean())
-    kept: Record = {key: told[key] for key in ("nll", "crps", "cover95", "width95")}
+    kept: Record = {key: findings[key] for key in ("nll", "crps", "cover95", "width95")}
     return {**(kept if bad == 0 else dict.fromkeys(kept)), "no_density": bad}
 
 
@@ -76,17 +76,17 @@ def _laplace(alone: Ensemble, found: Regression, new: Tensor) -> GaussianMixture
     z, fresh, y = alone.inputs(found.x), alone.inputs(new), alone.target(found.y[:, None])[:, 0]
     net = alone.modules[0]
     if found.likelihood == "gaussian":
-        told = laplace(net, z, y, fresh)
+        findings = laplace(net, z, y, fresh)
     else:
         with torch.no_grad():
             spread, fresh_spread = ((net(part)[:, 1] / 2).exp() for part in (z, fresh))
-        told = laplace(_mean_of(net), z, y, fresh, scale=spread, new_scale=fresh_spread)
+        findings = laplace(_mean_of(net), z, y, fresh, scale=spread, new_scale=fresh_spread)
     shift, scale = float(alone.target.shift[0]), float(alone.target.scale[0])
-    return GaussianMixture(told.means * scale + shift, told.sds * scale)
+    return GaussianMixture(findings.means * scale + shift, findings.sds * scale)
 
 
 def _mean_of(net: nn.Sequential) -> nn.Sequential:
-    """The network with its first output alone."""
+    """The network with only its first output."""
     last = net[-1]
     assert isinstance(last, nn.Linear)
     head = nn.Linear(last.in_features, 1).double()
@@ -100,7 +100,7 @@ def _dropout(found: Regression, new: Tensor, seed: int) -> GaussianMixture:
     peer = library("ssla_paper.peers.dropout", "the study uci's dropout")
     centre, spread = found.x.mean(0), found.x.std(0)
     shift, scale = float(found.y.mean()), float(found.y.std())
-    told: GaussianMixture = peer.mc_dropout(
+    findings: GaussianMixture = peer.mc_dropout(
         (found.x - centre) / spread, (found.y - shift) / scale, (new - centre) / spread, rate=0.1, draws=50, seed=seed
     )
-    return GaussianMixture(told.means * scale + shift, told.sds * scale)
+    return GaussianMixture(findings.means * scale + shift, findings.sds * scale)

@@ -1,6 +1,6 @@
-"""The data sets at hand: those bundled with scikit-learn, two moons, the paper's toy, and UCI tables where SSLA_DATA has them.
+"""The data sets: those bundled with scikit-learn, two moons, the paper's toy, and UCI tables where SSLA_DATA has them.
 
-Each comes with inputs from elsewhere: classes left out, noise, columns shuffled on their own, digits on their side.
+Each has out-of-distribution inputs: excluded classes, noise, independently shuffled columns, rotated digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZES = {"digits": (500, 200), "digits 0–4": (400, 100), "cancer": (350, 200),
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Rows to learn from and rows to test on, in the network's unit. x (n, d) float64, y (n,) integers."""
+    """Training rows and test rows, in the network's unit. x (n, d) float64, y (n,) integers."""
 
     x: Tensor
     y: Tensor
@@ -78,14 +78,14 @@ def classes(name: str, seed: int, size: float = 1.0) -> Classes:
 
 
 def _scaling(seen: Tensor, together: bool) -> Callable[[Tensor], Tensor]:
-    """Mean 0 and spread 1 on the training rows, of each column or of all pixels together."""
+    """Mean 0 and standard deviation 1 on the training rows, of each column or of all pixels together."""
     mean = seen.mean() if together else seen.mean(0)
     spread = seen.std() if together else seen.std(0)
     return lambda x: (x - mean) / spread
 
 
 def rotated(images: Tensor, degrees: float) -> Tensor:
-    """8×8 images (N, 64) turned about their middle, bilinear, dark outside."""
+    """8×8 images (N, 64) rotated about their centre, bilinear, dark outside."""
     angle = math.radians(degrees)
     turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]], dtype=images.dtype)
     grid = torch.nn.functional.affine_grid(turn.expand(len(images), 2, 3), [len(images), 1, 8, 8], align_corners=False)
@@ -94,12 +94,12 @@ def rotated(images: Tensor, degrees: float) -> Tensor:
 
 
 def noisy(images: Tensor, sd: float, generator: torch.Generator) -> Tensor:
-    """Gaussian noise of `sd` parts of the full brightness, inside what a pixel can be."""
+    """Gaussian noise of `sd` parts of the full brightness, clamped to the range of a pixel."""
     return (images + 16 * sd * torch.randn(images.shape, generator=generator, dtype=images.dtype)).clamp(0, 16)
 
 
 def mislabelled(y: Tensor, share: float, count: int, generator: torch.Generator) -> Tensor:
-    """Labels of which a share is another class, any other with the same probability."""
+    """Labels with a share replaced by another class, all with the same probability."""
     wrong = torch.rand(y.shape, generator=generator) < share
     other = (y + torch.randint(1, count, y.shape, generator=generator)) % count
     return torch.where(wrong, other, y)
@@ -164,7 +164,7 @@ def regression(name: str, seed: int, size: float = 1.0) -> Regression:
     source, x, y = _table(name)
     z = (x - x.mean(0)) / x.std(0)
     _, _, axes = torch.linalg.svd(z, full_matrices=False)
-    along = z @ axes[0] * torch.sign(axes[0].sum())  # the same end whatever the sign that the factorisation chose
+    along = z @ axes[0] * torch.sign(axes[0].sum())  # the same end for either sign of the factorisation
     edge = along.quantile(0.7)
     inside = (along <= edge).nonzero().flatten()
     inside = inside[torch.randperm(len(inside), generator=generator)]

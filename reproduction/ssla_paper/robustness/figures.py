@@ -1,4 +1,4 @@
-"""The figures: reliability, inputs from elsewhere and shift, wrong labels, distance, ablations."""
+"""The figures: reliability, out-of-distribution inputs and shift, wrong labels, distance, ablations."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _reliability(results: Results, folder: Path) -> None:
             count, confidence, right = torch.tensor([run[method]["reliability"] for run in runs]).sum(0)
             known = count >= max(5, 0.01 * float(count.sum()))
             axis.plot(confidence[known] / count[known], right[known] / count[known], **_style(method))
-        axis.set(title=dataset, xlabel="highest probability", ylabel="share that is right", xlim=(0.2, 1.02), ylim=(0.0, 1.02))
+        axis.set(title=dataset, xlabel="highest probability", ylabel="accuracy", xlim=(0.2, 1.02), ylim=(0.0, 1.02))
     _legend(figure, max(axes[0], key=lambda a: len(a.lines)))
     draw(figure, folder, "robustness-reliability")
 
 
 def _outside(results: Results, folder: Path) -> None:
-    """AUROC by entropy, a dot a method."""
+    """AUROC by entropy, a dot for each method."""
     pairs = [(d, p) for d in results.datasets() for p in results.places(d)]
     figure, axes = _axes(1, 1, 7.5, 0.42 * len(pairs) + 1.6)
     axis = axes[0, 0]
@@ -148,7 +148,7 @@ def _distance(results: Results, folder: Path) -> None:
 
 
 def _ablation(results: Results, folder: Path) -> None:
-    """NLL less that of the base, a dot a seed and a bar at the mean."""
+    """NLL minus that of the base, a dot for each seed and a bar at the mean."""
     datasets = unique(r["dataset"] for r in results.ablation)
     figure, axes = _axes(1, max(len(datasets), 1), 4.2, 7.0)
     for axis, dataset in zip(axes[0], datasets, strict=True):

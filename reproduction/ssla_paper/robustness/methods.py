@@ -1,8 +1,8 @@
-"""All methods for classes, fitted to the same rows: five networks are trained, and each method takes what it needs of them.
+"""All methods for classes, fitted to the same rows: five networks are trained, and each method uses one or all of them.
 
 The plug-in, temperature scaling and laplace-torch have the first network, early stopped on a tenth of the rows (the temperature
-is from the rows that each of the five left out); so have ours, which polish its last layer on all rows and tune the prior's
-precision by the evidence, or by the NLL of the rows left out ("validated"). The deep ensemble and "ours × 5" have all five.
+is from the held-out rows of each of the five); so have ours, which polish its last layer on all rows and tune the prior's
+precision by the evidence, or by the NLL of the held-out rows ("validated"). The deep ensemble and "ours × 5" have all five.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = {
     "output": "ours, output (default)",
     "weights": "SSLA (weights)",
     "output5": "ours × 5",
-    "validated": "ours, prior by rows left out",
+    "validated": "ours, prior by held-out rows",
 }
 BASELINES = ("plug_in", "temperature", "laplace", "ensemble", "dropout")
 OURS = ("none", "newton", "output", "weights", "output5", "validated")
@@ -48,7 +48,7 @@ MOST_REFITTED = 5  # classes: a refit for each, of all last-layer weights
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Probabilities (N, C), and where there is one a measure of what more data would resolve (N,)."""
+    """Probabilities (N, C), and if available an epistemic measure (N,)."""
 
     probs: Tensor
     epistemic: Tensor | None = None
@@ -56,7 +56,7 @@ class Answer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What `fit` and `tune` say of each fit is what these tables are about."""
+    """Silences warnings of `fit` and `tune`: the tables show their effect."""
     with warnings.catch_warnings():
         for start in (
             "polish moved",
@@ -71,7 +71,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Methods:
-    """Networks trained on x (n, d), y (n,); what each method adds is made when it is asked for."""
+    """Networks trained on x (n, d), y (n,); the fit of each method is computed when it is used."""
 
     x: Tensor
     y: Tensor
@@ -96,7 +96,7 @@ class Methods:
 
     @cached_property
     def validated(self) -> ssla.Posterior:
-        """The first network's, polished under the prior of its training; then the precision by the rows left out, θ̂ kept."""
+        """The first network's, polished under the prior of its training; then the precision by the held-out rows, θ̂ kept."""
         out, module = self.held_out[0], self.modules[0]
         with quiet():
             part = ssla.fit(module, (self.x[~out], self.y[~out]), likelihood=Categorical())
@@ -105,7 +105,7 @@ class Methods:
 
     @cached_property
     def temperature(self) -> float:
-        """From what each network says of the rows it left out: one network's are often all right, and then there is no T."""
+        """From the held-out rows of all networks: one network is often right on all of its own, and then T does not exist."""
         logits = torch.cat([self._logits(m, self.x[rows]) for m, rows in enumerate(self.held_out)])
         return temperature(logits, torch.cat([self.y[rows] for rows in self.held_out]))
 
@@ -124,7 +124,7 @@ class Methods:
         return f.double()
 
     def answer(self, name: str, x: Tensor, epistemic: bool = False) -> Answer:
-        """One method's answer at x (N, d)."""
+        """The prediction of one method at x (N, d)."""
         if name in ("plug_in", "temperature"):
             warmth = self.temperature if name == "temperature" else 1.0
             return Answer(torch.softmax(self._logits(0, x) / warmth, 1))
@@ -141,14 +141,14 @@ class Methods:
         return _answer(predictive, epistemic and name in ("output", "weights", "output5", "validated"))
 
     def five(self, x: Tensor, first: ssla.Predictive) -> ssla.Predictive:
-        """The mixture of our default's answers on all networks, of which the first is known."""
+        """The mixture of our default on all networks; the first is passed in."""
         return ssla.mixture([first, *(posterior.predict(x) for posterior in self.posteriors[1:])])
 
     def _softmaxes(self, x: Tensor) -> Tensor:
         return torch.stack([torch.softmax(self._logits(m, x), 1) for m in range(len(self.modules))])
 
     def answers(self, x: Tensor, names: Sequence[str], epistemic: bool = False) -> tuple[dict[str, Answer], dict[str, str]]:
-        """Of several methods; and what to install for those that are missing."""
+        """The predictions of several methods; and what to install for missing ones."""
         found: dict[str, Answer] = {}
         missing: dict[str, str] = {}
         with quiet():

@@ -1,6 +1,6 @@
-"""What each method costs beyond a trained network: seconds to fit, seconds to predict, memory at its peak.
+"""The cost of each method beyond a trained network: seconds to fit, seconds to predict, peak memory.
 
-Each is measured in a process of its own, started by `measured`, so that no method finds another's memory ready for it.
+Each method runs in its own process, started by `measured`, so that it cannot reuse the memory of another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measured(method: str, seed: int, size: float = 1.0, epochs: int = 200) -> Re
 
 
 def cost(method: str, seed: int, size: float, epochs: int) -> Record:
-    """On digits: training and what comes after it. Refits of the weights are timed at a few rows."""
+    """On digits: training, fit and prediction. Refits of the weights are timed on a few rows."""
     torch.set_num_threads(1)
     found = data.classes("digits", seed, size)
     members = MEMBERS if method in ("ensemble", "output5", "temperature") else 1
@@ -58,14 +58,14 @@ def cost(method: str, seed: int, size: float, epochs: int) -> Record:
 
 
 def _warmed(method: str) -> None:
-    """Import and first use on a small case, which are neither the fit's time nor its memory."""
+    """Import and first use on a small case, which do not count as time or memory of the fit."""
     x = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     small = trained(x, (x[:, 0] > 0).long(), 2, 0, epochs=2, members=2)
     small.answer(method, x[:5])
 
 
 def _fitted(methods: Methods, method: str) -> Any:
-    """What a method does once, before the first prediction."""
+    """The work of a method before the first prediction."""
     if method in ("plug_in", "ensemble"):
         return None
     if method == "output5":
@@ -74,7 +74,7 @@ def _fitted(methods: Methods, method: str) -> Any:
 
 
 def _predicting(methods: Methods, method: str, x: torch.Tensor, repeats: int = REPEATS) -> float:
-    """The fastest of a few: the machine is not ours alone."""
+    """The fastest of a few runs: other processes share the machine."""
     return min(_timed(lambda: methods.answer(method, x))[0] for _ in range(repeats))
 
 

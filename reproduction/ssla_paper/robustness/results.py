@@ -1,4 +1,4 @@
-"""Records by what they are about, and means over seeds."""
+"""Records by kind of task, and means over seeds."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Results:
         return Results(*(kind(name) for name in ("calibration", "shift", "labels", "covariate", "ablation", "cost")))
 
     def missing(self) -> dict[str, str]:
-        """Methods that no library was there for."""
-        told: dict[str, str] = {}
+        """Methods whose library was missing."""
+        found: dict[str, str] = {}
         for record in [*self.calibration, *self.shift, *self.labels]:
-            told.update(record["missing"])
-        return told
+            found.update(record["missing"])
+        return found
 
     def scores(self, dataset: str, method: str, score: str) -> list[float]:
-        """One value a seed."""
+        """One value for each seed."""
         runs = [r["methods"] for r in self.calibration if r["dataset"] == dataset]
         return [run[method]["scores"][score] for run in runs if method in run]
 

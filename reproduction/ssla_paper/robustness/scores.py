@@ -1,4 +1,4 @@
-"""Scores of probabilities (N, C) against classes (N,), and how well a score tells two sets apart."""
+"""Scores of probabilities (N, C) against classes (N,), and how well a score separates two sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def reliability(probs: Tensor, y: Tensor) -> tuple[list[float], list[float], list[float]]:
-    """By bin of the highest probability: rows, the sum of those probabilities, and rows that were right. Sums can be added."""
+    """By bin of the highest probability: rows, the sum of those probabilities, and correct rows. Sums can be added."""
     confidence, guess = probs.double().max(1)
     place = (confidence * BINS).long().clamp(0, BINS - 1)
     found = []

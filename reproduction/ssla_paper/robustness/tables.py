@@ -14,7 +14,7 @@ REGRESSION = {"nll": "NLL", "crps": "CRPS", "cover95": "coverage 95", "width95":
 
 
 def write_tables(results: Results, folder: Path) -> None:
-    """All of them; each says over how many seeds its means are."""
+    """All tables; each states the number of seeds of its means."""
     for table in (
         _calibration(results),
         _outside(results),
@@ -41,11 +41,15 @@ def _calibration(results: Results) -> Table:
                 rows.append([dataset, name, missing[method], None, None, None])
             elif results.scores(dataset, method, "nll"):
                 rows.append([dataset, name, *(spread(results.scores(dataset, method, score)) for score in SCORES)])
-    caption = f"Classes, tested on rows like the training rows ({_seeds(results.calibration)}). Lower is better but for accuracy."
-    caption += (
-        " laplace-torch: Kronecker factors, the prior by the evidence, the probit link. SSLA is left out where ten classes make"
+    caption = (
+        f"Classes, tested on rows like the training rows ({_seeds(results.calibration)}). Lower is better except for accuracy."
     )
-    caption += " it dear: see the ablation and the costs. Ours with the prior by the rows left out keeps the weights of the mode"
+    caption += (
+        " laplace-torch: Kronecker factors, the prior by the evidence, the probit link. SSLA is omitted for ten classes, where"
+    )
+    caption += (
+        " it is expensive: see the ablation and the costs. Ours with the prior by held-out rows keeps the weights of the mode"
+    )
     caption += " under precision 1: docs/priors.md. The paper shows none of these."
     return Table("robustness-1-calibration", caption, ["data", "method", *SCORES.values()], rows, {})
 
@@ -58,10 +62,8 @@ def _outside(results: Results) -> Table:
                 found = [results.aurocs(dataset, place, method, by) for by in ("entropy", "highest", "epistemic")]
                 if found[0]:
                     rows.append([dataset, place, name, *(spread(values) for values in found)])
-    caption = (
-        f"AUROC of telling inputs from elsewhere from test rows ({_seeds(results.calibration)}), by the entropy, by one minus"
-    )
-    caption += " the highest probability, and by the method's own epistemic part where it has one. 0.5 is chance."
+    caption = f"AUROC of detecting out-of-distribution inputs ({_seeds(results.calibration)}), by the entropy, by one minus"
+    caption += " the highest probability, and by the method's own epistemic part, if it has one. 0.5 is chance."
     return Table(
         "robustness-2-outside", caption, ["data", "inputs", "method", "entropy", "highest probability", "epistemic"], rows, {}
     )
@@ -69,7 +71,7 @@ def _outside(results: Results) -> Table:
 
 def _shift(results: Results) -> list[Table]:
     tables = []
-    for kind, what in (("noise", "Gaussian noise, in parts of full brightness"), ("rotation", "turned by degrees")):
+    for kind, what in (("noise", "Gaussian noise, in parts of full brightness"), ("rotation", "rotation in degrees")):
         degrees = unique(d for r in results.shift for d in r[kind])
         for score, label in (("nll", "NLL"), ("ece", "ECE"), ("accuracy", "accuracy")):
             methods = methods_in([r[kind][degrees[0]] for r in results.shift])
@@ -87,9 +89,9 @@ def _labels(results: Results) -> Table:
         for share in unique(r["share"] for r in results.labels if r["dataset"] == dataset):
             runs = [r["methods"] for r in results.labels if r["dataset"] == dataset and r["share"] == share]
             for method in methods_in(runs):
-                told = [spread([run[method][score] for run in runs]) for score in SCORES]
-                rows.append([dataset, f"{share:.0%}", NAMES[method], *told])
-    caption = f"Training labels of which a share is wrong, test labels that are right ({_seeds(results.labels)})."
+                entries = [spread([run[method][score] for run in runs]) for score in SCORES]
+                rows.append([dataset, f"{share:.0%}", NAMES[method], *entries])
+    caption = f"Training with a share of wrong labels, test with correct labels ({_seeds(results.labels)})."
     return Table("robustness-4-labels", caption, ["data", "wrong", "method", *SCORES.values()], rows, {})
 
 
@@ -98,25 +100,23 @@ def _covariate(results: Results) -> Table:
     for source in unique(r["source"] for r in results.covariate):
         runs = [r for r in results.covariate if r["source"] == source]
         for method, name in NAMES.items():
-            told = [r["methods"][method] for r in runs if method in r["methods"]]
+            entries = [r["methods"][method] for r in runs if method in r["methods"]]
             missing = next((r["missing"][method] for r in runs if method in r["missing"]), None)
             if missing:
                 rows.append([source, name, missing, None, None, None, None])
-            for b in range(4 if told else 0):
+            for b in range(4 if entries else 0):
                 where = "inside" if b == 0 else f"outside, third {b} (by {mean([r['edges'][b] for r in runs]):.2f})"
-                bad = mean([t[b]["no_density"] for t in told])
+                bad = mean([t[b]["no_density"] for t in entries])
                 if bad:
                     rows.append([source, name, where, f"no density in {bad:.0%} of rows", None, None, None])
                 else:
-                    cells = [spread([t[b][s] for t in told], 1 if s == "cover95" else 2) for s in REGRESSION]
+                    cells = [spread([t[b][s] for t in entries], 1 if s == "cover95" else 2) for s in REGRESSION]
                     rows.append([source, name, where, *cells])
     caption = (
         f"Regression by distance from the training inputs ({_seeds(results.covariate)}): the toy beyond |x| = 4; a table beyond"
     )
-    caption += (
-        " the lower 70% of its first principal component. All have the noise from rows left out but laplace-torch, which fits its"
-    )
-    caption += " own; the ensemble's last layers are polished."
+    caption += " the lower 70% of its first principal component. All use the noise from held-out rows except laplace-torch,"
+    caption += " which fits its own; the ensemble's last layers are polished."
     return Table("robustness-5-distance", caption, ["data", "method", "where", *REGRESSION.values()], rows, {})
 
 
@@ -127,12 +127,12 @@ def _ablation(results: Results) -> list[Table]:
         scores = SCORES if "brier" in runs[0][0] else REGRESSION
         rows: list[list[Cell]] = []
         for i, first in enumerate(runs[0]):
-            told: list[Cell] = [spread([run[i][score] for run in runs]) for score in scores]
-            rows.append([first["factor"], first["level"], *told, spread([run[i]["mass"] for run in runs])])
+            entries: list[Cell] = [spread([run[i][score] for run in runs]) for score in scores]
+            rows.append([first["factor"], first["level"], *entries, spread([run[i]["mass"] for run in runs])])
         caption = (
             f"Ablation on {dataset}: one choice changed at a time from a dense last layer, polished, the prior by the evidence, "
         )
-        caption += f"the output rung ({_seeds(results.ablation)}). Mass: the median before normalisation; one is right."
+        caption += f"the output refit ({_seeds(results.ablation)}). Mass: the median before normalisation; one is exact."
         name = f"robustness-6-ablation-{dataset.replace(' ', '-').replace('–', '-')}"
         tables.append(Table(name, caption, ["choice", "level", *scores.values(), "mass"], rows, {}))
     return tables

@@ -1,4 +1,4 @@
-"""Eight UCI sets (Table 4): by the procedure that made it, and by ours over twenty splits beside the peers."""
+"""Eight UCI sets (Table 4): by the procedure that produced it, and by ours over twenty splits beside the peers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Uci:
         if quick:
             return self._quick_tasks(QUICK if os.environ.get(FOLDER) else (STAND_IN,))
         found = []
-        for seed in (SEED, *range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)):  # split by split, so that part of a run is of use
+        for seed in (SEED, *range(FIRST_SPLIT, FIRST_SPLIT + SPLITS)):  # split by split, so that a partial run is useful
             for name in SETS:
                 epochs = LARGE_EPOCHS if name == LARGE else 200
                 found.append(Task(f"own-{name}-{seed}", own, {"name": name, "seed": seed, "epochs": epochs}))

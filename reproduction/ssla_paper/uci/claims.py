@@ -1,4 +1,4 @@
-"""What the paper says of Table 4, and what we set out to show, beside what was found."""
+"""The paper's statements about Table 4 and our goals, with the results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ssla_paper.uci.results import LEVELS, NAMES, Results
 
 OPEN_SETS = 1  # sets on which a goal may be missed: 7 of 8
 EQUAL = 1e-8
-ENOUGH_TRIALS, ENOUGH_BLOCKS = 50, 40  # quick runs check the machinery, not the paper
+ENOUGH_TRIALS, ENOUGH_BLOCKS = 50, 40  # quick runs test the code, not the paper
 
 
 def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
-    """Those for which the records hold what they need."""
+    """The claims for which there are records."""
     names = [name for name in results.sets if name in PUBLISHED]
     found = [*_reproduced(results)]
     for method in ("output", "output x5"):
@@ -27,7 +27,7 @@ def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
             found.append(_coverage(results, names, method))
     found.append(
         Claim(
-            "Our goal: SSLA (real refits of the last layer) is the output rung",
+            "Our goal: SSLA (real refits of the last layer) equals the output refit",
             "–",
             f"log densities at test rows differ by at most {results.gap:.0e}",
             results.gap < EQUAL,
@@ -65,7 +65,7 @@ def _reproduced(results: Results) -> list[Claim]:
             Claim(
                 "a constant width (ASSLA) and a noise of one (LA) give the rows of Table 4 (one test row, 0.02)",
                 f"{total} rows of 5 cells",
-                f"{rows} rows are given whole by at least one of ten networks; by that of the lowest validation error "
+                f"{rows} rows are reproduced completely by at least one of ten networks; by that of the lowest validation error "
                 f"{cells['ASSLA']} cells of ASSLA and {cells['LA']} of LA, of {5 * total // 2} each",
                 rows == total,
                 ""
@@ -82,17 +82,17 @@ def _reproduced(results: Results) -> list[Claim]:
 
 def _fitted(searched: dict[str, Record]) -> Claim:
     """The published networks and split, with the noise of LA fitted."""
-    better, told = 0, ""
+    better, findings = 0, ""
     for name, record in searched.items():
         nll = best_run(record)["methods"]["LA fitted"]["nll"]
         better += nll < min(PUBLISHED[name][m][SCORES.index("nll")] for m in ("SSLA", "ASSLA"))
         if name == "auto_mpg":
             every = sorted(run["methods"]["LA fitted"]["nll"] for run in record["runs"])
-            told = f"Auto MPG: NLL {nll:.3f} ({every[0]:.3f} to {every[-1]:.3f} over the networks), published ASSLA 0.32"
+            findings = f"Auto MPG: NLL {nll:.3f} ({every[0]:.3f} to {every[-1]:.3f} over the networks), published ASSLA 0.32"
     return Claim(
         "Our goal: with its noise fitted, LA on the published networks has a lower NLL than the published SSLA and ASSLA",
         "noise of one",
-        f"on {better} of {len(searched)} sets; {told}",
+        f"on {better} of {len(searched)} sets; {findings}",
         2 * better > len(searched),
         "The network of the lowest validation error; the noise is that of the training residuals, which an over-fitted network "
         "makes too small.",
@@ -100,14 +100,14 @@ def _fitted(searched: dict[str, Record]) -> Claim:
 
 
 def _auto_mpg(record: Record, method: str) -> Claim:
-    """Holds where one of the seeds' networks gives the whole row."""
+    """Holds if one of the seeds' networks reproduces the whole row."""
     best = best_run(record)
     near, count = hits(record, best, method), whole_rows(record, method)
     misses = [HEADS[score] for score, hit in zip(SCORES, near, strict=True) if not hit]
     shown = " ".join(f"{best['methods'][method][score]:.2f}" for score in SCORES)
-    reason = "The seed that was published is not known: it holds if one of the networks gives the whole row."
+    reason = "The seed that was published is not known: it holds if one of the networks reproduces the whole row."
     if method == "SSLA":
-        reason = "A constant 0.4414 without the optimiser's noise: the published refits themselves are not repeated here."
+        reason = "A constant 0.4414 without the optimiser's noise: the published refits are not repeated here."
     return Claim(
         f"the {'width of 20 candidates' if method == 'SSLA' else 'published procedure'} gives the {method} row of Auto MPG "
         "(one test row, 0.02)",
@@ -145,16 +145,16 @@ def _lower(results: Results, names: list[str], method: str, published_split: boo
 
 
 def _why_lost(results: Results, names: list[str], method: str) -> str:
-    """How much of a lost set is the luck of the one published split: our RMSE there and on the random splits."""
-    told = []
+    """The effect of the one published split on a lost set: our RMSE there and on the random splits."""
+    findings = []
     for name in names:
         there, mean = results.on_published_split(method, name), results.mean(method, name, "rmse")
         best = min(PUBLISHED[name][m][SCORES.index("nll")] for m in ("SSLA", "ASSLA"))
         if there and mean is not None and (results.mean(method, name, "nll") or 0.0) >= best:
-            told.append(f"{title(name)} {there['rmse']:.2f} against {mean:.2f}")
-    if not told:
+            findings.append(f"{title(name)} {there['rmse']:.2f} against {mean:.2f}")
+    if not findings:
         return ""
-    return f"Published is one split. Our own RMSE on it against the mean over random splits: {', '.join(told)}."
+    return f"Published is one split. Our own RMSE on it against the mean over random splits: {', '.join(findings)}."
 
 
 def _coverage(results: Results, names: list[str], method: str) -> Claim:
@@ -203,15 +203,15 @@ def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> 
 
 
 def _same(results: Results) -> Claim:
-    """Where a lead over LA comes from: of one network, one noise and one mode, the two are one predictive."""
+    """The source of a lead over LA: with the same network, noise and mode, the two predictives are equal."""
     pairs = results.matrix(("output", "LA, polished"), "nll")
     apart = max(float(abs(part[:, 0] - part[:, 1]).max()) for part in pairs.values())
     return Claim(
-        "Our goal: of the same network, mode and noise, output is classical Laplace (Gaussian noise, last layer)",
+        "Our goal: with the same network, mode and noise, output equals classical Laplace (Gaussian noise, last layer)",
         "–",
-        f"NLL of a split differs by at most {apart:.4f}, which is the two ways to find the prior's precision",
+        f"NLL of a split differs by at most {apart:.4f}, from the two ways to choose the prior's precision",
         apart < 0.02,
-        "So a lead over LA here is the noise found on rows left out and the last layer refitted on all rows, not the refit on y.",
+        "A lead over LA here comes from the noise on held-out rows and the last layer refitted on all rows, not the refit on y.",
     )
 
 

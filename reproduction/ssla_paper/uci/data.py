@@ -19,12 +19,12 @@ TEST_SHARE = 0.2  # 79 of Auto MPG's 392 rows, 69 of Liver's 345: what the publi
 
 
 class MissingDataError(ValueError):
-    """A set is neither in the folder nor to be had from the network."""
+    """A set is not in the folder and cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the paper calls a set, its number at UCI, its target, and columns that are no inputs."""
+    """What the paper calls a set, its number at UCI, its target, and columns that are not inputs."""
 
     title: str
     number: int
@@ -91,7 +91,9 @@ def read(folder: Path, name: str) -> Rows:
     """From <name>.csv, whose first line names its columns."""
     path = folder / f"{name}.csv"
     if not path.exists():
-        raise MissingDataError(f"{path} is not there. {FOLDER} must name a folder that holds it, or be unset to download it.")
+        raise MissingDataError(
+            f"{path} does not exist. Set {FOLDER} to a folder that contains it, or unset it to download the set."
+        )
     with path.open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
     return _arranged(name, head, rows)
@@ -104,8 +106,8 @@ def _downloaded(name: str) -> tuple[list[str], list[list[str]]]:
         frame: Any = fetch_ucirepo(id=SETS[name].number).data.original
     except Exception as error:
         raise MissingDataError(
-            f"The UCI set {name!r} could not be had: {FOLDER} is not set, and downloading it by ucimlrepo failed ({error}). "
-            f"Set {FOLDER} to a folder that holds {name}.csv, or install ucimlrepo and go online."
+            f"The UCI set {name!r} is not available: {FOLDER} is not set, and downloading it by ucimlrepo failed ({error}). "
+            f"Set {FOLDER} to a folder that contains {name}.csv, or install ucimlrepo and connect to the internet."
         ) from error
     cells = frame.astype(object).where(frame.notna(), "").astype(str)
     return [str(column) for column in frame.columns], cells.to_numpy().tolist()
@@ -131,7 +133,7 @@ def _arranged(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def stand_in(rows: int = 120, seed: int = 0) -> Rows:
-    """No UCI set: a smooth function of three inputs with Gaussian noise, so that the machinery runs where no data are."""
+    """No UCI set: a smooth function of three inputs with Gaussian noise, so that the code runs without data."""
     generator = np.random.default_rng(seed)
     x = generator.normal(size=(rows, 3))
     y = np.sin(x[:, 0]) + 0.5 * x[:, 1] ** 2 - x[:, 2] + 0.3 * generator.normal(size=rows)

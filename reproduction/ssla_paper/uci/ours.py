@@ -1,7 +1,7 @@
 """One split of one set, each method with scalers of the training rows alone, scored on all test rows.
 
-Scores are in the unit of the published table, the target's standard deviation over all rows; no method sees that number. Seconds
-are of the processor, of one thread: training, noise, curvature and tuning, and answering for all test rows.
+Scores are in the unit of the published table, the target's standard deviation over all rows; no method uses that number. Seconds
+are of the processor, of one thread: training, noise, curvature and tuning, and prediction for all test rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ssla_paper.runner import Record
 from ssla_paper.uci.data import load, split
 
 LEVELS = (0.95, 0.75, 0.5)
-REFITTED = 100  # test rows at which refits of the weights are really made, to be held beside the closed form
+REFITTED = 100  # test rows with real refits of the weights, to compare with the closed form
 FEWEST = 20  # rows for an interval of 95%
 TIMES = tuple(round(6 * share) for _, share in NODES)  # 4, 1, 1: the shares of the noise as repetitions
 
@@ -84,7 +84,7 @@ def _clocked(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def own(name: str, seed: int, epochs: int = 200) -> Record:
-    """Our pipelines of one and of five networks, and what others make of the very same networks."""
+    """Our pipelines of one and of five networks, and other methods on the same networks."""
     case = Case.of(name, seed)
     methods: Record = {}
     with warnings.catch_warnings(record=True) as said:
@@ -122,7 +122,7 @@ def own(name: str, seed: int, epochs: int = 200) -> Record:
 
 
 def refit_gap(ensemble: Ensemble, case: Case) -> float:
-    """Largest difference of log density between the output rung and real refits of the last layer on all rows and (x, y)."""
+    """Largest difference of log density between the output refit and real refits of the last layer on all rows and (x, y)."""
     assert ensemble.target is not None
     z = ensemble.inputs(torch.from_numpy(case.new[:REFITTED]))
     y = ensemble.target(torch.from_numpy(case.target[:REFITTED])[:, None])[:, 0]
@@ -132,7 +132,7 @@ def refit_gap(ensemble: Ensemble, case: Case) -> float:
 
 
 def networks(ensemble: Ensemble, case: Case, own_noise: bool) -> GaussianMixture:
-    """The networks as they were trained, each with the noise of its training residuals or that found on rows left out."""
+    """The networks as they were trained, each with the noise of its training residuals or that from held-out rows."""
     assert ensemble.target is not None
     z, new = (ensemble.inputs(torch.from_numpy(part)) for part in (case.x, case.new))
     target = ensemble.target(torch.from_numpy(case.y)[:, None])
@@ -152,9 +152,9 @@ def classical(ensemble: Ensemble, case: Case) -> GaussianMixture:
 
 
 def fair(ensemble: Ensemble, case: Case, polished: bool) -> GaussianMixture:
-    """The same with our noise from rows left out, at its three values, and the prior by its evidence.
+    """The same with our noise from held-out rows, at its three values, and the prior by its evidence.
 
-    polished: at the mode of the last layer on all rows, where our posteriors stand, and not at the trained weights.
+    polished: at the mode of the last layer on all rows, like our posteriors, and not at the trained weights.
     """
     parts = {}
     for component in ensemble.components:
@@ -168,7 +168,7 @@ def fair(ensemble: Ensemble, case: Case, polished: bool) -> GaussianMixture:
 
 
 def with_last_layer(module: nn.Sequential, theta: Tensor) -> nn.Sequential:
-    """The network with θ = (weight, bias) in its last layer; the module itself is left alone."""
+    """The network with θ = (weight, bias) in its last layer; the module itself is not changed."""
     net = copy.deepcopy(module).double()
     last = net[-1]
     assert isinstance(last, nn.Linear)
@@ -191,7 +191,7 @@ def _noise(law: Likelihood) -> float:
 
 
 def noise_nodes(ensemble: Ensemble, member: int) -> list[float]:
-    """The member's values of σ, each as often as its share asks for."""
+    """The member's values of σ, each repeated by its share."""
     found: list[float] = []
     laws = [c.posterior.likelihood for c in ensemble.components if c.member == member]
     for law, count in zip(laws, TIMES, strict=True):
@@ -230,7 +230,7 @@ def peers(name: str, seed: int, steps: int, epochs: int = EPOCHS) -> Record:
 
 
 def sampled(name: str, seed: int, warmup: int, draws: int) -> Record:
-    """NUTS on one hidden layer of 50, with its diagnostics: a chain that did not arrive is no reference."""
+    """NUTS on one hidden layer of 50, with its diagnostics: a chain that has not converged is no reference."""
     from ssla_paper.peers.sampling import chain
 
     case = Case.of(name, seed)

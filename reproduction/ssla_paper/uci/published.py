@@ -1,17 +1,17 @@
-"""Table 4 by the procedure that made it: one split, scalers of all rows, a constant width for ASSLA, noise of one for LA.
+"""Table 4 by the procedure that produced it: one split, scalers of all rows, a constant width for ASSLA, noise of one for LA.
 
-ASSLA. The "log likelihood" of a candidate y was −(y − ŷ)², its curvature one number for all test rows, which cancels. What
-was reported as the uncertainty is the bandwidth of a weighted kernel density estimate over the 30 candidates on ŷ ± 1.96,
+ASSLA. The "log likelihood" of a candidate y was −(y − ŷ)², its curvature one number for all test rows, which cancels. The
+reported uncertainty is the bandwidth of a weighted kernel density estimate over the 30 candidates on ŷ ± 1.96,
 
     s² = Σ̂ · m^(−2/5),   w_i ∝ exp(−(y_i − ŷ)²),   m = 1/Σw²,   Σ̂ = Σ w (y_i − ȳ)² / (1 − Σw²)
 
-(Scott's rule), which depends on the grid alone: 0.3985 for every row of every set. Intervals are ŷ ± {1.96, 1.15, 0.67} s.
+(Scott's rule), which depends only on the grid: 0.3985 for every row of every set. Intervals are ŷ ± {1.96, 1.15, 0.67} s.
 
 LA. laplace-torch on the last layer with the noise left at one and a standard normal prior; beside it, of the same networks, with
 noise and prior by its evidence ("LA fitted", which was not published).
 
-SSLA. Refits of all weights by at most ten epochs of a fresh Adam for each of 20 candidates, scored in the same way: the answer
-is the optimiser's noise around the same kernel's bandwidth, 0.4414 for 20 candidates. Given here: that width, without noise.
+SSLA. Refits of all weights by at most ten epochs of a fresh Adam for each of 20 candidates, scored in the same way: the result
+is the optimiser's noise around the same kernel's bandwidth, 0.4414 for 20 candidates. Here: that width, without noise.
 
 The text does not say how many rows validated the search (here a fifth of the training rows), which 50 test rows of the larger
 sets were scored, nor the seeds of the networks; ten are tried.
@@ -85,7 +85,7 @@ PUBLISHED = {
 
 
 def constant_width(points: int = ASSLA_POINTS, half: float = HALF_WIDTH) -> float:
-    """s: the bandwidth of the kernel estimate over the grid, whatever the data."""
+    """s: the bandwidth of the kernel estimate over the grid, for any data."""
     grid = np.linspace(-half, half, points)
     w = np.exp(-(grid**2))
     w /= w.sum()
@@ -94,7 +94,7 @@ def constant_width(points: int = ASSLA_POINTS, half: float = HALF_WIDTH) -> floa
 
 
 def published_scores(answer: GaussianMixture, y: Tensor) -> dict[str, float]:
-    """Coverage by the published factors, NLL and CRPS; of one Gaussian a row."""
+    """Coverage by the published factors, NLL and CRPS; of one Gaussian for each row."""
     y = y.double()
     off = (y - answer.mean).abs() / answer.stddev
     found = {f"cover{level}": 100 * float((off <= z).double().mean()) for level, z in Z.items()}

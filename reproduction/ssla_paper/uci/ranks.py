@@ -1,4 +1,4 @@
-"""Mean ranks over blocks, Friedman's test, and the picture of critical differences."""
+"""Mean ranks over blocks, Friedman's test, and the figure of critical differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Methods with their mean ranks over all blocks (1 is best), and what tells them apart over the sets."""
+    """Methods with their mean ranks over all blocks (1 is best), and the test statistics over the sets."""
 
     methods: tuple[str, ...]
     ranks: np.ndarray  # (k,)
@@ -31,8 +31,8 @@ class Ranking:
 def ranking(methods: tuple[str, ...], scores: dict[str, np.ndarray]) -> Ranking:
     """scores: by set, (splits, k), lower is better.
 
-    Ranks are averaged over sets × splits. Splits of one set share most of their rows, so they are no independent blocks: the test
-    and the critical difference count sets, ranked by their mean scores.
+    Ranks are averaged over sets × splits. Splits of one set share most of their rows, so they are not independent blocks: the
+    test and the critical difference count sets, ranked by their mean scores.
     """
     each = np.concatenate([ranked(part) for part in scores.values()])
     means = np.stack([part.mean(0) for part in scores.values()])
@@ -46,7 +46,7 @@ def ranked(scores: np.ndarray) -> np.ndarray:
 
 
 def friedman(scores: np.ndarray) -> float:
-    """p that all columns are alike, from the ranks in rows; NaN with fewer than two rows or three columns."""
+    """p that all columns are equal, from the ranks in rows; NaN with fewer than two rows or three columns."""
     if len(scores) < 2 or scores.shape[1] < 3:
         return math.nan
     return float(library("scipy.stats", "scipy").friedmanchisquare(*scores.T).pvalue)
@@ -70,7 +70,7 @@ def cliques(ranks: np.ndarray, critical: float) -> list[tuple[float, float]]:
 
 
 def draw_ranking(found: Ranking, names: dict[str, str], score: str) -> Any:
-    """Methods along a line of mean ranks; bars join those that the sets do not tell apart."""
+    """Methods along a line of mean ranks; bars join those that do not differ significantly."""
     import matplotlib
 
     matplotlib.use("Agg")

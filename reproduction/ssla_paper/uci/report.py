@@ -1,4 +1,4 @@
-"""Tables and pictures of the study."""
+"""Tables and figures of the study."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ HEADS = {"cover95": "cov 95", "cover75": "cov 75", "cover50": "cov 50", "nll": "
 DIGITS = {"cover95": 1, "cover75": 1, "cover50": 1, "nll": 2, "crps": 2}
 TOLERANCE = 0.02  # of NLL and CRPS
 PUBLISHED_CAPTION = (
-    "Table 4 by the procedure that made it: one split, scalers of all rows, {trials} trials of Optuna (above 500 rows: on "
-    "at most 2,000 and at most 60 epochs a trial; otherwise at most 200). Found: the network of the lowest validation error "
-    "of {seeds} seeds (range over them). Cells hit: to one test row of coverage, 0.02 of NLL and CRPS, by that network; "
+    "Table 4 by the procedure that produced it: one split, scalers of all rows, {trials} trials of Optuna (above 500 rows: on "
+    "at most 2,000 and at most 60 epochs for each trial; otherwise at most 200). Found: the network of the lowest validation "
+    "error of {seeds} seeds (range over them). Cells hit: to one test row of coverage, 0.02 of NLL and CRPS, by that network; "
     "whole row hit: by how many of the seeds' networks. SSLA: its width without the optimiser's noise, which is not "
-    "reproduced: it took the authors' code 22 to 37 s a test row and differs from seed to seed. LA fitted: the same networks, "
-    "noise and prior by the evidence; not published."
+    "reproduced: the authors' code takes 22 to 37 s for each test row, and its results differ between seeds. LA fitted: the same "
+    "networks, noise and prior by the evidence; not published."
 )
 
 PEERS = (
-    " LA: laplace-torch on our network. MC dropout: 2×50, early stopping; its rate and noise by the rows left out. MFVI: "
+    " LA: laplace-torch on our network. MC dropout: 2×50, early stopping; its rate and noise by held-out rows. MFVI: "
     "bayesian-torch, 2×50, 2,000 steps, the noise learned. NUTS: numpyro, one hidden layer of 50, tanh, one chain of 200 draws "
     "after 200. Split conformal: MAPIE, a fifth of the rows, around the paper's network."
 )
 
 
 def best_run(record: Record) -> Record:
-    """Of the networks' seeds, the one of the lowest validation error: the network that the search would have kept."""
+    """The seed of the lowest validation error: the network that the search would have kept."""
     runs: list[Record] = record["runs"]
     return min(runs, key=lambda run: float(run["validation"]))
 
@@ -88,7 +88,7 @@ def published_table(results: Results, folder: Path) -> None:
 
 
 def score_tables(results: Results, folder: Path) -> None:
-    """One table a score: sets down, methods across."""
+    """One table for each score: sets as rows, methods as columns."""
     methods = [m for m in NAMES if m in results.scores]
     splits = "; ".join(sorted({str(len(results.splits("output", name))) for name in results.sets}))
     note = _chains(results) + "".join(f" {NAMES[m]}: {why}." for m, why in results.missing.items())
@@ -121,7 +121,7 @@ def score_tables(results: Results, folder: Path) -> None:
             found = [results.mean(method, name, f"cover{level}") for level in LEVELS]
             row.append("/".join(f"{v:.0f}" for v in found if v is not None) or None)
         rows.append(row)
-    caption = f"Coverage in per cent at 95/75/50: mean over {splits} splits. Split conformal has intervals alone, no density."
+    caption = f"Coverage in per cent at 95/75/50: mean over {splits} splits. Split conformal gives only intervals, no density."
     columns = ["set", *(f"published {m}" for m in ("SSLA", "ASSLA", "LA")), *(NAMES[m] for m in methods)]
     Table("uci-5-coverage", caption, columns, rows, {}).write(folder)
     rows = []
@@ -132,7 +132,7 @@ def score_tables(results: Results, folder: Path) -> None:
 
 
 def _chains(results: Results) -> str:
-    """How well NUTS moved, by set."""
+    """Convergence of NUTS, by set."""
     worst = []
     for name in results.sets:
         chains = results.splits("NUTS", name)
@@ -148,9 +148,9 @@ def cost_table(results: Results, folder: Path) -> None:
         costs = [results.mean(method, name, "cost") for method in methods]
         rows.append([title(name), *(None if c is None else f"{c:.1f}" for c in costs)])
     caption = (
-        "Seconds of the processor for one split: training, noise, curvature and tuning, and answers for all test rows. Methods "
-        "on our networks include the whole of our fit (plug-in, ensemble and LA need its training alone). The closed form "
-        f"answers for SSLA; real refits of 100 test rows took {results.refit_seconds:.2f} s beside it and gave the same log "
+        "Seconds of the processor for one split: training, noise, curvature and tuning, and predictions for all test rows. "
+        "Methods on our networks include the whole of our fit (plug-in, ensemble and LA need only its training). The closed form "
+        f"is used for SSLA; real refits of 100 test rows took {results.refit_seconds:.2f} s and gave the same log "
         f"densities to {results.gap:.0e}."
     )
     Table("uci-8-cost", caption, ["set", *(NAMES[m] for m in methods)], rows, {}).write(folder)

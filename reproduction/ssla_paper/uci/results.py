@@ -1,4 +1,4 @@
-"""The records of all tasks, put together."""
+"""The records of all tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Results:
     published: dict[str, Record]
     gap: float  # largest difference of log density between output and real refits
     refit_seconds: float  # mean of one task
-    notes: dict[str, int]  # what our fits warned of, and on how many splits
+    notes: dict[str, int]  # warnings of our fits, and the number of splits
 
     @property
     def sets(self) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def main() -> None:
-    """The console script. Ctrl-C is one line here too: the imports take as long as a short command."""
+    """The console script. Ctrl-C prints one line also during the imports."""
     try:
         _app()()
     except (KeyboardInterrupt, SystemExit) as end:
-        # outside of a command typer exits with 130 and no word, because of an Exit that a KeyboardInterrupt caused
+        # outside of a command typer turns a KeyboardInterrupt into exit code 130 without a message
         if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
             raise
         sys.stderr.write("Interrupted. Nothing was written.\n")

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from ssla import __version__
-from ssla.cli.console import err, show, told
+from ssla.cli.console import err, reports_errors, show
 
 app = typer.Typer(
-    help="Predictions with honest intervals from a table: train, predict, evaluate.",
+    help="Predictions with intervals from a table: train, predict, evaluate.",
     epilog="Example: ssla train houses.csv --target price -o model/",
     no_args_is_help=True,
     add_completion=False,
@@ -24,11 +24,11 @@ Data = Annotated[Path, typer.Argument(help="A .csv, .csv.gz, .parquet or .xlsx f
 Model = Annotated[Path, typer.Argument(help="A directory that `ssla train` wrote.")]
 Target = Annotated[str, typer.Option("--target", "-t", help="The column to predict.")]
 Drop = Annotated[list[str], typer.Option("--drop", help="A column to leave out; may be repeated.")]
-Refit = Annotated[str, typer.Option(help="Rung of the refit ladder, for example newton; default: the model's own.")]
-Decimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: found for each column).")]
-Thousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands, for example . in 1.234,5.")]
+Refit = Annotated[str, typer.Option(help="The refit, for example newton; default: that of the model.")]
+Decimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: detected for each column).")]
+Thousands = Annotated[str | None, typer.Option("--thousands", help="Thousands mark, for example . in 1.234,5.")]
 OtherDecimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: as at training).")]
-OtherThousands = Annotated[str | None, typer.Option("--thousands", help="Mark of thousands (default: as at training).")]
+OtherThousands = Annotated[str | None, typer.Option("--thousands", help="Thousands mark (default: as at training).")]
 
 
 def _version(wanted: bool) -> None:
@@ -47,19 +47,19 @@ def _options(
 
 
 @app.command()
-@told
+@reports_errors
 def train(
     data: Data,
     target: Target,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the model goes: a directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory of the model.")],
     drop: Drop = [],  # noqa: B006
     likelihood: Annotated[str, typer.Option(help="auto, gaussian, heteroscedastic, poisson or classes.")] = "auto",
     members: Annotated[int, typer.Option(help="Networks in the ensemble.")] = 1,
-    max_epochs: Annotated[int, typer.Option(help="At most so many passes over the rows.")] = 200,
-    test_fraction: Annotated[float, typer.Option(help="Share of rows kept for the scores; 0 to learn from all.")] = 0.1,
-    conformal: Annotated[bool, typer.Option(help="Correct intervals on rows kept aside (numbers only).")] = False,
-    tune_trials: Annotated[int, typer.Option(help="Try so many settings first (Optuna; continues a study).")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the split and the networks.")] = 0,
+    max_epochs: Annotated[int, typer.Option(help="Maximal number of passes over the rows.")] = 200,
+    test_fraction: Annotated[float, typer.Option(help="Share of rows held out for the scores; 0 trains on all rows.")] = 0.1,
+    conformal: Annotated[bool, typer.Option(help="Correct intervals on held-out rows (numbers only).")] = False,
+    tune_trials: Annotated[int, typer.Option(help="Number of settings to try first (Optuna; continues a study).")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the split and the networks.")] = 0,
     decimal: Decimal = None,
     thousands: Thousands = None,
     as_json: Json = False,
@@ -67,9 +67,9 @@ def train(
 ) -> None:
     """Train on a table and write a model.
 
-    Numbers, yes/no, categories and gaps are taken as they are. The answer
-    says what was done with each column, and how the model scores on rows
-    that were kept aside.
+    Numbers, yes/no, categories and gaps need no preparation. The summary
+    shows how each column was used, and the scores of the model on
+    held-out rows.
 
     Example: ssla train houses.csv --target price --drop id -o model/
     """
@@ -95,7 +95,7 @@ def train(
 
 
 @app.command()
-@told
+@reports_errors
 def predict(
     model: Model,
     data: Data,
@@ -115,7 +115,7 @@ def predict(
 
     \b
     mean, sd            of the target, noise included
-    lower_95, upper_95  the interval that holds the target with probability
+    lower_95, upper_95  the interval that contains the target with probability
                         95%; one such pair for each --level
     q0.025 ... q0.975   quantiles
     epistemic           the part of sd that more data would remove: a standard
@@ -131,7 +131,7 @@ def predict(
     \b
     label               the most probable class
     p(...)              probability of each class
-    set_95              the smallest set of classes that holds the true one
+    set_95              the smallest set of classes that contains the true
                         with probability 95%, as in cat|dog; one for each
                         --level
     mass, rung, notes   as above
@@ -143,7 +143,7 @@ def predict(
 
 
 @app.command()
-@told
+@reports_errors
 def evaluate(
     model: Model,
     data: Data,
@@ -154,8 +154,8 @@ def evaluate(
 ) -> None:
     """Score a model on a table that has the target.
 
-    nll and crps: the lower the better. coverage 95%: the share of rows
-    inside their interval of 95%.
+    nll and crps: lower is better. coverage 95%: the share of rows
+    inside their 95% interval.
 
     Example: ssla evaluate model/ test.csv
     """
@@ -165,7 +165,7 @@ def evaluate(
 
 
 @app.command()
-@told
+@reports_errors
 def sensitivity(
     model: Model, data: Data, decimal: OtherDecimal = None, thousands: OtherThousands = None, as_json: Json = False
 ) -> None:
@@ -179,9 +179,9 @@ def sensitivity(
 
 
 @app.command()
-@told
+@reports_errors
 def report(model: Model, as_json: Json = False) -> None:
-    """What a model is, what it was trained on, and its scores at training.
+    """Settings, training data and scores of a model.
 
     Example: ssla report model/
     """
@@ -191,7 +191,7 @@ def report(model: Model, as_json: Json = False) -> None:
 
 
 @app.command()
-@told
+@reports_errors
 def cost(
     data: Data,
     target: Target,
@@ -202,7 +202,7 @@ def cost(
     thousands: Thousands = None,
     as_json: Json = False,
 ) -> None:
-    """Memory and work of a fit, before it is begun.
+    """Memory and time of a fit, before it starts.
 
     Example: ssla cost houses.csv --target price --weights all --structure kfac
     """
@@ -212,9 +212,9 @@ def cost(
 
 
 @app.command()
-@told
+@reports_errors
 def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("demo.png")) -> None:
-    """Train on toy data, compare predictives, draw them.
+    """Train on toy data, compare predictives, plot them.
 
     Example: ssla demo -o demo.png
     """
@@ -225,17 +225,19 @@ def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The pictur
 
 
 @app.command()
-@told
+@reports_errors
 def reproduce(
-    studies: Annotated[list[str] | None, typer.Argument(help="Their names; a wrong one lists them.")] = None,
+    studies: Annotated[list[str] | None, typer.Argument(help="Names of studies; an unknown name lists them.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every study.")] = False,
-    quick: Annotated[bool, typer.Option(help="A small version of each.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where records and results go; a killed run goes on from there.")] = Path("paper"),
+    quick: Annotated[bool, typer.Option(help="A small version of each study.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder of records and results; an interrupted run continues there.")] = Path(
+        "paper"
+    ),
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     page: Annotated[Path | None, typer.Option(help="Write the page here too, with copies of the figures.")] = None,
-    report: Annotated[bool, typer.Option("--report", help="No work: tables and page from the records that are there.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="No computation: tables and page from existing records.")] = False,
 ) -> None:
-    """Studies of the paper: the published number beside ours.
+    """Studies of the paper: published numbers beside those of ssla.
 
     Example: ssla reproduce --all --quick --folder /tmp/paper
     """
@@ -246,7 +248,7 @@ def reproduce(
         if (error.name or "").partition(".")[0] != "ssla_paper":
             raise
         raise ImportError(
-            "The studies are a package of their own, which is not installed. In the repository run: pip install ./reproduction"
+            "The studies are a separate package, which is not installed. In the repository run: pip install ./reproduction"
         ) from None
 
     names = list(STUDIES) if every else (studies or [])
@@ -255,5 +257,5 @@ def reproduce(
     try:
         work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
     except KeyboardInterrupt:
-        err.print("Interrupted: what was done is kept. Start again to go on.", style="red")
+        err.print("Interrupted: finished tasks are kept. Run the command again to continue.", style="red")
         raise typer.Exit(130) from None

@@ -1,6 +1,6 @@
-"""How the command speaks: text for people, one JSON object for programs, errors in a sentence, exit codes.
+"""Output of the command: text or one JSON object, errors in one sentence, exit codes.
 
-0 done, 1 an error that was told, 2 wrong usage, 130 interrupted.
+0 success, 1 a reported error, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
-TOLD = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
+REPORTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def told(command: Command) -> Command:
-    """Errors as one sentence and an exit code; warnings as notes; Ctrl-C leaves nothing behind."""
+def reports_errors(command: Command) -> Command:
+    """Prints errors as one sentence and sets the exit code; prints warnings as notes."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -38,7 +38,7 @@ def told(command: Command) -> Command:
         except KeyboardInterrupt:
             err.print("Interrupted. Nothing was written.", style="red")
             raise typer.Exit(130) from None
-        except TOLD as error:
+        except REPORTED as error:
             text = str(error) or type(error).__name__
             if options.get("as_json"):
                 _print_json({"error": text})
@@ -53,7 +53,7 @@ def told(command: Command) -> Command:
 
 
 def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
-    """Figures as a table, or all as JSON."""
+    """Print values as a table, or as JSON."""
     if as_json:
         _print_json(values)
         return
@@ -68,7 +68,7 @@ def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    """One object on standard output, without colours; NaN and infinity, which JSON does not have, are null."""
+    """One object on standard output, without colours; NaN and infinity become null."""
     typer.echo(json.dumps(_plain(values), indent=2, default=str, allow_nan=False))
 
 
@@ -86,7 +86,7 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; called with what is done so far."""
+    """A progress bar on stderr; call the result with the number of finished steps."""
     if quiet:
         yield lambda done: None
         return

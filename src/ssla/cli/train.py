@@ -40,7 +40,7 @@ class Request:
     conformal: bool = False
     tune_trials: int = 0
     seed: int = 0
-    decimal: str | None = None  # as stated, or None: found column by column
+    decimal: str | None = None  # None: detected for each column
     thousands: str | None = None
 
 
@@ -56,21 +56,21 @@ class Prepared:
     rows_without_target: int
     encoded: Encoded  # of the rows with a target
     target: Target
-    read_as: dict[str, str]  # how columns were understood, where that is not plain
+    read_as: dict[str, str]  # how columns were interpreted, if that is not obvious
 
 
 def prepare(table: Table, request: Request) -> Prepared:
     """Plan, numbers and target of a training table, or a TableError."""
     one_of("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
-        table.cells_of(name)  # its error names the nearest
+        table.cells_of(name)  # its error names the most similar column
     asked = None if request.likelihood == "auto" else request.likelihood == "classes"
     target = read_target(table, request.target, asked)
     given = target.given
     if len(target.y) < FEWEST_ROWS:
-        raise TableError(f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are needed to learn.")
+        raise TableError(f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are needed to train.")
     if not target.classes and len(set(target.y.tolist())) == 1:
-        raise TableError(f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to learn.")
+        raise TableError(f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to predict.")
     if target.zero_one and asked is None:
         warnings.warn(
             f"The target {request.target!r} has only the values 0 and 1: it is predicted as a number. For classes give "
@@ -87,7 +87,7 @@ def prepare(table: Table, request: Request) -> Prepared:
 
 
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
-    """Refuse, before the training, a last layer whose curvature is larger than the memory budget: that of very many classes."""
+    """ValueError before training if the curvature of the last layer exceeds the memory budget: very many classes."""
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
     cost = ssla.estimate_cost(Architecture(ready.plan.width, outputs, hidden).build(), len(ready.y))
     if not cost.fits:
@@ -98,19 +98,19 @@ def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
 
 
 def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to learn from, and rows for the scores (none if they would be fewer than five)."""
+    """Rows for training, and rows for the scores (none if they would be fewer than five)."""
     if not 0 <= request.test_fraction < 1:
-        raise ValueError(f"--test-fraction must lie between 0 and 1, but is {request.test_fraction:g}.")
+        raise ValueError(f"--test-fraction must be between 0 and 1, but is {request.test_fraction:g}.")
     order, most = shuffled(y, likelihood, request.seed)
     count = min(round(len(y) * request.test_fraction), most)
     return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
 
 
 def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
-    """A random order of the rows, and how many of the first may be kept aside.
+    """A random order of the rows, and how many of the first may be held out.
 
-    Of classes the first rows hold each in its share: the r-th of n rows of a class stands at (r + ½)/n. The last row of every
-    class comes after all others and is never kept aside.
+    For classes the order is stratified: the r-th of n rows of a class is at (r + ½)/n. The last row of every
+    class comes after all others and is never held out.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != "classes":
@@ -127,13 +127,13 @@ def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
     shared = {"members": request.members, "max_epochs": request.max_epochs, "random_state": request.seed, **options}
     if likelihood == "classes":
         if request.conformal:
-            raise ValueError("--conformal corrects intervals of numbers; for classes leave it out.")
+            raise ValueError("--conformal corrects intervals of numbers; omit it for classes.")
         return SSLAClassifier(**shared)
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
 def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
-    """The predictive of rows; those with inputs that training did not have are mixed over values of the training table."""
+    """The predictive of rows; for rows with unknown inputs a mixture over values of the training table."""
     if isinstance(rows, Encoded):
         return predict_with_gaps(estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares)
     predictive: Predictive = estimator.predict_dist(rows)
@@ -141,13 +141,13 @@ def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
 
 
 def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "") -> dict[str, Any]:
-    """The usual scores, of labels that were seen at training; of a conformal model those of its intervals too."""
+    """The scores of rows whose labels occur in training; for a conformal model also those of its intervals."""
     if refit:
         estimator = replace_refit(estimator, refit)
     if isinstance(estimator, SSLAClassifier):
         known = np.isin(y, estimator.classes_)
         if not known.any():
-            raise TableError("None of the labels in the target was seen at training.")
+            raise TableError("None of the labels in the target occurs in the training table.")
         codes = np.searchsorted(estimator.classes_, y[known])
         summary = metrics.summary(predictive_at(estimator, X[known]), codes)
         return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
@@ -169,12 +169,12 @@ def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "
 
 
 def of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores of a conformal model's predictive: not those of the intervals that it gives, and labelled so."""
+    """Scores of a conformal model's predictive, labelled to distinguish them from those of its intervals."""
     return {f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value for name, value in scores.items()}
 
 
 def rows_seen(estimator: Any) -> dict[str, Any]:
-    """How many rows the posterior saw, and how many the intervals were corrected on."""
+    """The numbers of training and of calibration rows."""
     conformal = getattr(estimator, "conformal_", None)
     return {
         "rows_trained": estimator.ensemble_.components[0].posterior.report.n,
@@ -184,7 +184,7 @@ def rows_seen(estimator: Any) -> dict[str, Any]:
 
 
 def replace_refit(estimator: Any, refit: str) -> Any:
-    """The same fitted estimator on another rung."""
+    """The same fitted estimator with another refit."""
     import copy
 
     other = copy.copy(estimator)
@@ -193,5 +193,5 @@ def replace_refit(estimator: Any, refit: str) -> Any:
 
 
 def smaller(request: Request) -> Request:
-    """For trials: one network."""
+    """The estimator of a trial: one network."""
     return replace(request, members=1, conformal=False)

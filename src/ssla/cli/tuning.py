@@ -1,6 +1,6 @@
-"""`--tune-trials N`: settings tried by Optuna on training rows kept aside, in a SQLite study that a later call continues.
+"""`--tune-trials N`: Optuna tries settings on held-out training rows, in a SQLite study that a later call continues.
 
-A study belongs to its rows and settings: their hash is in its name, so that trials of another table are not continued.
+The name of a study contains a hash of its rows and settings, so that trials of another table are not continued.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STUDY_FRACTION = 0.2
 
 
 def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str, quiet: bool) -> tuple[dict[str, Any], str]:
-    """The options of the best of all trials on these training rows, earlier calls' included; and whether there were such."""
+    """The options of the best trial on these training rows, including earlier calls; and whether there were any."""
     try:
         import optuna
     except ImportError:
@@ -36,7 +36,7 @@ def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str
     )
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
     left = max(request.tune_trials - done, 0)
-    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))  # not the earlier trials again
+    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))  # do not repeat earlier trials
     order, most = shuffled(y, likelihood, request.seed + 1)
     count = min(max(round(STUDY_FRACTION * len(y)), 2), most)
     aside, kept = order[:count], order[count:]
@@ -51,7 +51,7 @@ def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str
 
 
 def _fingerprint(request: Request, X: np.ndarray, y: np.ndarray) -> str:
-    """Of all that the score of a trial depends on: the rows, and the request but for where things are and how many trials."""
+    """A digest of what the score of a trial depends on: the rows, and the request without paths and number of trials."""
     settings = replace(smaller(request), data=Path(), output=Path(), tune_trials=0)
     digest = hashlib.sha256(f"{settings} {X.shape} {y.tolist()}".encode())
     digest.update(np.ascontiguousarray(X).tobytes())

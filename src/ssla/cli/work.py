@@ -45,16 +45,16 @@ from ssla.tabular.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
-SMALL_TABLE = 100  # rows under which one network covers too little
-CAUTION = "on fewer than 100 rows the intervals of a single network cover less than their level; use --members 5"
+SMALL_TABLE = 100  # rows below which the intervals of one network undercover
+CAUTION = "on fewer than 100 rows the coverage of a single network's intervals is below their level; use --members 5"
 QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
-SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that no label holds
+SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that occurs in no label
 LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
 
 
 @dataclass(frozen=True)
 class Marks:
-    """--decimal and --thousands of a command. Without either of them those of the training command hold."""
+    """--decimal and --thousands of a command. Without them, those of the training command are used."""
 
     decimal: str | None = None
     thousands: str | None = None
@@ -69,7 +69,7 @@ AS_AT_TRAINING = Marks()
 
 
 def train_file(request: Request, quiet: bool) -> dict[str, Any]:
-    """Do it, and say what was done."""
+    """Train, save, and return the summary."""
     started = time.perf_counter()
     check_target(request.output)
     writable(request.output)
@@ -123,18 +123,18 @@ def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
         if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
             raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{model} does not hold a usable plan of columns ({error}).") from error
+        raise FileError(f"{model} does not contain a usable plan of columns ({error}).") from error
     if plan.width != estimator.n_features_in_:
         raise FileError(f"The columns of {model} do not fit its network.")
     return estimator, plan, extra
 
 
 def _gaps(encoded: Encoded) -> dict[str, int]:
-    """Rows with a missing or unknown input, and how many of them were mixed over the training values."""
+    """The numbers of rows with a missing or unknown input, and of rows mixed over training values."""
     mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
     if wanted > mixed:
         warnings.warn(
-            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and holds no training values "
+            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and has no training values "
             "to mix over: their intervals are too narrow. Train it again.",
             UserWarning,
             stacklevel=2,
@@ -210,7 +210,7 @@ def _separator(labels: list[str]) -> str:
 
 
 def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Input columns before those of the output; one of the same name gets a prefix, and a note."""
+    """Input columns before those of the output; a column with the name of an output gets a prefix, and a note."""
     inputs: dict[str, np.ndarray] = {}
     for name, cells in kept.items():
         place = name
@@ -246,8 +246,8 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     encoded = plan.encode(marks.read(data, extra))
     if encoded.marked:
         warnings.warn(
-            f"{encoded.marked} rows have missing or unknown inputs. Here they are compared with the mean in place of the missing "
-            "value, not mixed over the training values.",
+            f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean in place of the missing "
+            "value, not a mixture over training values.",
             UserWarning,
             stacklevel=2,
         )
@@ -262,7 +262,7 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
 def report_of(model: Path) -> dict[str, Any]:
     estimator, extra = load_with_extra(model)
     facts = dict(extra.get("facts", {})) | rows_seen(estimator)
-    if facts["conformal"] and "rows_calibration" not in extra.get("facts", {}):  # of an ssla that scored the predictive alone
+    if facts["conformal"] and "rows_calibration" not in extra.get("facts", {}):  # from an ssla that scored only the predictive
         facts["scores"] = of_predictive(facts.get("scores", {}))
     first = estimator.ensemble_.components[0].posterior
     return {
@@ -302,7 +302,7 @@ def cost_of(
 def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
     """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches of the table.
 
-    Passes over rows take most of it, so all of it is scaled by the rows: what does not grow with them is overstated.
+    Passes over rows take most of the time, so all of it is scaled by the number of rows: fixed costs are overestimated.
     """
     request = Request(Path(), "", Path())
     rows, batch = len(ready.y), auto_batch(len(ready.y))

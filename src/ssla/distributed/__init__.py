@@ -1,14 +1,14 @@
-"""Many machines: shards are read where they lie, and what travels is sums.
+"""Fits on many machines: workers read shards and exchange only sums.
 
-Two ways, one result:
+Two ways with the same result:
 
-  torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank gives its own shard, and every
-                rank gets the same posterior. `alone()` switches that off.
+  torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank passes its own shard, and
+                every rank gets the same posterior. `alone()` disables this.
   Dask or Ray   `ssla.distributed.fit(model, shards, client=…)` sends the network to the workers, where each shard becomes sums,
-                and merges those pairwise on the cluster. One sum comes back for each pass. A worker that dies is the engine's
-                business: its shards are read again elsewhere, and since sums are of the data alone, nothing changes.
+                and merges those pairwise on the cluster. One sum is returned for each pass. If a worker dies, the engine
+                reads its shards again on another worker, with the same result.
 
-A shard is whatever `ssla.fit` takes as data, or a function without arguments that returns it (called on the worker, so that data
+A shard is any data that `ssla.fit` accepts, or a function without arguments that returns it (called on the worker, so that data
 never pass through this process), or the engine's own handle (a Dask future or delayed, a Ray reference).
 """
 
@@ -52,8 +52,8 @@ def fit(
 ) -> Posterior:
     """`ssla.fit` on shards of data that workers read.
 
-    client: a `dask.distributed.Client`, the module `ray` (initialised), or a `concurrent.futures.Executor`. memory_budget is each
-    worker's. Everything else as in `ssla.fit`.
+    client: a `dask.distributed.Client`, the module `ray` (initialised), or a `concurrent.futures.Executor`. memory_budget is that
+    of each worker. Everything else as in `ssla.fit`.
 
     >>> with Client("tcp://scheduler:8786") as client:                              # doctest: +SKIP
     ...     shards = [partial(read_rows, path) for path in paths]
@@ -68,31 +68,31 @@ def fit(
     return Posterior(checked_job(cluster, likelihood, prior, structure, mode, budget).run())
 
 
-# --- what workers do -----------------------------------------------------------------------
+# --- on the workers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Errand:
-    """What a worker needs beside its shard: pickled once for each pass."""
+class ShardTask:
+    """What a worker needs in addition to its shard; pickled once for each pass."""
 
     model: nn.Module
     weights: str | list[str] | tuple[str, ...]
-    opening: Inputs  # the rows on which every worker opens the network, so that all see the same layers
+    opening: Inputs  # the rows with which every worker opens the network, so that all find the same layers
     budget: int
     order: Order
     output: Output = None
 
 
-def read_shard(errand: Errand, shard: Any) -> Pass:
+def read_shard(task: ShardTask, shard: Any) -> Pass:
     """One shard -> its sums."""
-    materialise = errand.order.structure.materialises
-    network = open_network(errand.model, errand.weights, errand.opening, materialise, errand.output)
+    materialise = task.order.structure.materialises
+    network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     with alone():
-        return Reader(open_source(_loaded(shard)), None, errand.weights, errand.budget, opened=network).read(errand.order)
+        return Reader(open_source(_loaded(shard)), None, task.weights, task.budget, opened=network).read(task.order)
 
 
 def first_rows(shard: Any) -> Inputs | None:
-    """A few inputs to open the network on, or None if the shard is empty."""
+    """A few inputs with which to open the network, or None if the shard is empty."""
     for batch in open_source(_loaded(shard)):
         if batch.y.shape[0]:
             return slice_inputs(batch.x, slice(0, OPENING_ROWS))
@@ -107,7 +107,7 @@ def _loaded(shard: Any) -> Any:
     return shard() if callable(shard) and not isinstance(shard, Iterable) else shard
 
 
-# --- what the driver does ------------------------------------------------------------------
+# --- on the driver -------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -137,10 +137,10 @@ class Cluster:
             self.opening = self._opening()
             self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None, self.output)
         self.passes += 1
-        # the private copy and the names found in it: what happens to the user's module meanwhile changes no sum
-        errand = Errand(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
+        # the private copy and its names: later changes to the user's module do not change the sums
+        task = ShardTask(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
         label = f"pass {self.passes}" if self.progress else None
-        found: Pass = self.engine.merged(read_shard, errand, self.shards, merge_pair, label)
+        found: Pass = self.engine.merged(read_shard, task, self.shards, merge_pair, label)
         return found
 
     def _opening(self) -> Inputs:

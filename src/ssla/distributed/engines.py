@@ -1,4 +1,4 @@
-"""How work reaches many workers: Dask, Ray, or an executor of this machine."""
+"""Engines that run tasks on workers: Dask, Ray, or an executor of this machine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, Protocol
 from ssla.fitting.watching import progress_bar
 
 Work = Callable[[Any, Any], Any]
-"""(errand, shard) -> what the shard gives."""
+"""(task, shard) -> the result of the shard."""
 Merge = Callable[[Any, Any], Any]
 
 
 class Engine(Protocol):
-    """How a function reaches the workers."""
+    """Runs a function on the workers."""
 
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         """function(shard), there."""
         ...
 
-    def merged(self, function: Work, errand: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
-        """function(errand, shard) for every shard, merged pairwise up a tree. label: of a progress bar."""
+    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+        """function(task, shard) for every shard, merged pairwise up a tree. label: of a progress bar."""
         ...
 
 
 def engine_of(client: Any) -> Engine:
-    """The engine behind a user's client."""
+    """The engine for a user's client."""
     if isinstance(client, Executor):
         return ExecutorEngine(client)
     home = type(client).__module__.split(".")[0]
@@ -50,9 +50,9 @@ class DaskEngine:
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.client.submit(function, self._handle(shard), pure=False).result()
 
-    def merged(self, function: Work, errand: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
-        # as a task's result and not scattered: what was scattered cannot be computed again when its worker dies
-        sent = self.client.submit(_same, errand, pure=False)
+    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+        # as the result of a task and not scattered: scattered data are lost if their worker dies
+        sent = self.client.submit(_same, task, pure=False)
         parts = [self.client.submit(function, sent, self._handle(shard), pure=False) for shard in shards]
         whole = _tree(parts, lambda a, b: self.client.submit(merge, a, b, pure=False))
         if label is not None:
@@ -76,8 +76,8 @@ class RayEngine:
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.ray.get(self.ray.remote(function).remote(shard))
 
-    def merged(self, function: Work, errand: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
-        work, join, sent = self.ray.remote(function), self.ray.remote(merge), self.ray.put(errand)
+    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+        work, join, sent = self.ray.remote(function), self.ray.remote(merge), self.ray.put(task)
         parts = [work.remote(sent, shard) for shard in shards]
         whole = _tree(parts, join.remote)
         for part in progress_bar(parts, len(parts), label is not None, label or "", "shard"):
@@ -87,15 +87,15 @@ class RayEngine:
 
 @dataclass(frozen=True, eq=False)
 class ExecutorEngine:
-    """concurrent.futures: results come here to be merged."""
+    """concurrent.futures: results are merged in this process."""
 
     executor: Executor
 
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.executor.submit(function, shard).result()
 
-    def merged(self, function: Work, errand: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
-        parts = [self.executor.submit(function, errand, shard) for shard in shards]
+    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+        parts = [self.executor.submit(function, task, shard) for shard in shards]
         bar = progress_bar(parts, len(parts), label is not None, label or "", "shard")
         return _tree([part.result() for part in bar], merge)
 
@@ -105,7 +105,7 @@ def _same(value: Any) -> Any:
 
 
 def _tree(parts: list[Any], merge: Merge) -> Any:
-    """Neighbours merged until one is left: log₂ deep, in the order of the shards."""
+    """Merge neighbours until one is left: log₂ levels, in the order of the shards."""
     while len(parts) > 1:
         pairs = [merge(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[2 * len(pairs) :]

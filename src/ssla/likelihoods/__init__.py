@@ -1,4 +1,4 @@
-"""What is observed: log p(y|f), its score and curvature, in output space."""
+"""Likelihoods: log p(y|f), its score and curvature, in output space."""
 
 from ssla.likelihoods.classes import Bernoulli, Categorical
 from ssla.likelihoods.counts import NegativeBinomial, Poisson

@@ -108,7 +108,7 @@ class Categorical:
         return torch.where(d.abs().amax(-1) <= 1, close, self.log_prob(y, f_new) - self.log_prob(y, f_old))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        # column y as −Σ_{c≠y} p_c: no 1 − p_y, so a sure answer keeps its digits
+        # column y as Σ_{c≠y} p_c: 1 − p_y would cancel for p_y near 1
         p = torch.softmax(f, -1)
         hit = torch.nn.functional.one_hot(y.long(), f.shape[-1]).bool()
         others = torch.where(hit, torch.zeros_like(p), p)

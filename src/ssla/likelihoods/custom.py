@@ -1,4 +1,4 @@
-"""A likelihood of the user's own: one function, the rest by automatic differentiation and quadrature."""
+"""A custom likelihood: the user gives log p; the rest is computed by autograd and quadrature."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes"
 MOST_COUNTS = 1 << 16
 SMALL_STEP = 0.01
 COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
-LARGEST_COUNT = 2.0**52  # beyond it a count and the next one are the same number
-MASS_ERROR = 1e-3  # by which the integral of a density may vary with f, relative
-NORMALISED = 1e-5  # by which the sum of the probabilities may differ from 1
+LARGEST_COUNT = 2.0**52  # above it, a count and the next one round to the same number
+MASS_ERROR = 1e-3  # allowed relative variation with f of the integral of a density
+NORMALISED = 1e-5  # allowed difference of the sum of the probabilities from 1
 LARGE_COUNTS = quadrature.Accuracy(tail=1e-8, half_rule=1e-4)
 ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
 
@@ -52,7 +52,7 @@ class Custom:
         return self.support
 
     def check_outputs(self, f: Tensor) -> None:
-        """The user's log_prob is asked; a non-finite answer is refused where it matters (in `fit`)."""
+        """Every f is allowed here; `fit` raises an error if log_prob is not finite."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y = event(y, f)
@@ -72,15 +72,15 @@ class Custom:
         return value
 
     def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
-        """In the middle of a block of counts: log p interpolated, because log_prob need not have a value there."""
+        """log p between two counts, interpolated: log_prob may be undefined there."""
         below = y.floor()
         low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
         impossible = (low == -torch.inf) | (high == -torch.inf)
         return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no digit of a small Δ is lost, and the rule's
-        own error is of the order |Δ|⁹. Elsewhere the plain difference, whose rounding is that of log p itself.
+        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no cancellation for a small Δ, and the error of
+        the rule is O(|Δ|⁹). Elsewhere the plain difference, with the rounding error of log p.
         """
         y = event(y, f_new)
         d = f_new - f_old
@@ -106,7 +106,7 @@ class Custom:
         return Derivatives(value, score, precision)
 
     def _differentiate(self, y: Tensor, f: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows are independent, so the gradient of the sum is the score of each, and so once more."""
+        """log p, g and Λ. Rows are independent, so the gradient of a sum over rows holds the derivative of each row."""
         y = event(y, f)
         shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
         with torch.enable_grad():
@@ -120,7 +120,7 @@ class Custom:
         return value.detach(), score.detach(), (precision + precision.mT) / 2
 
     def fisher(self, f: Tensor) -> Tensor:
-        """E_y[g gᵀ] (equal to E_y Λ), by summation or quadrature over y: positive semi-definite by form."""
+        """E_y[g gᵀ] (equal to E_y Λ), by summation or quadrature over y; positive semi-definite by construction."""
         if self.fisher_function is not None:
             return self.fisher_function(f)
         flat = f.reshape(-1, f.shape[-1]).double()
@@ -131,7 +131,7 @@ class Custom:
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
     def straight(self, f: Tensor) -> bool:
-        """Whether log p has a slope in f and no curvature, whatever y is: it has kinks, as |y − f| has. By the first row of f."""
+        """Whether log p has a slope but no curvature in f for every y, like |y − f|. Tested at the first row of f."""
         if not self._straight:
             first = f.reshape(-1, f.shape[-1])[:1].double()
             found = [self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)]
@@ -140,7 +140,7 @@ class Custom:
 
     @cached_property
     def _straight(self) -> list[bool]:
-        """Found once."""
+        """Cache of `straight`."""
         return []
 
     def mean(self, f: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Custom:
 
     def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         flat = f.reshape(-1, f.shape[-1]).double()
-        if isinstance(self.support, Classes):  # of the class indicators, as Categorical has them
+        if isinstance(self.support, Classes):  # of the class indicators, as in Categorical
             p = self._nodes(flat)[0][2]
             p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
@@ -194,7 +194,7 @@ class Custom:
         return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
 
     def _warn_mass(self, log_masses: list[Tensor]) -> None:
-        """A warning where the integral of the density depends on f. (A constant factor is seen in `mass` and does no harm.)"""
+        """A warning where the integral of the density depends on f. (A constant factor only changes `mass`.)"""
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
             warnings.warn(
@@ -205,7 +205,7 @@ class Custom:
             )
 
     def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """One by one to 65,535; the sum over larger counts, where a row has them, as an integral of the interpolated log p."""
+        """Counts up to 65,535 are summed one by one; larger ones, if needed, by an integral of the interpolated log p."""
         found, pending, count = [], torch.arange(f.shape[0]), 64
         while pending.numel():
             y = torch.arange(count, dtype=f.dtype, device=f.device)
@@ -237,13 +237,13 @@ class Custom:
         return found
 
     def _normalised(self, share: Tensor) -> Tensor:
-        """The probabilities (m, k) of all y, or ValueError."""
+        """The probabilities (m, k) of all y; ValueError unless they sum to 1."""
         total = share.sum(1)
         off = ~((total - 1).abs() <= NORMALISED)
         if bool(off.any()):
             raise ValueError(
-                f"log_prob must be normalised over y, but its probabilities sum to {float(total[off][0]):.6g} in the first of "
-                f"{int(off.sum())} rows of f, and not to 1. Add the normalising constant, which may depend on f."
+                f"log_prob must be normalised over y, but its probabilities sum to {float(total[off][0]):.6g} and not to 1 "
+                f"(the first of {int(off.sum())} such rows of f). Add the normalising constant, which may depend on f."
             )
         return share
 
@@ -309,17 +309,18 @@ def custom(
     ----------
     log_prob:
         log_prob(y, f) with y (...) and f (..., C), broadcasting, normalised over y, twice
-        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of a density changes
-        `mass` and the evidence alone; one that depends on f makes the fit wrong and is a warning; counts and classes are
-        refused. Where log_prob has kinks and no curvature in f, as |y − f|, `fit` uses mode="tilt" and says so.
+        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of a density
+        changes only `mass` and the evidence; a missing factor that depends on f makes the fit wrong and gives a warning; for
+        counts and classes either is an error. Where log_prob has kinks and no curvature in f, like |y − f|, `fit` uses
+        mode="tilt" and warns.
     support:
-        What y may be: "real", "positive", "unit_interval", "circular" (angles in radians, taken to [−π, π)), "counts" or
-        "classes" (with `classes=`).
+        The allowed values of y: "real", "positive", "unit_interval", "circular" (angles in radians, mapped to [−π, π)), "counts"
+        or "classes" (with `classes=`).
     outputs:
-        How many outputs the network must have, if that should be checked.
+        The number of outputs that the network must have, if it should be checked.
     fisher, mean, variance:
         Functions of f, if known in closed form: E_y[Λ] (..., C, C), E[y|f] and Var[y|f] (...).
-        Otherwise they are found by summation or quadrature over y.
+        Otherwise they are computed by summation or quadrature over y.
 
     Example
     -------
@@ -334,7 +335,7 @@ def custom(
     if support not in SUPPORTS:
         raise ValueError(unknown_name("support", support, SUPPORTS))
     if (support == "classes") != (classes is not None):
-        raise ValueError('Give classes= (how many) together with support="classes", and only then.')
+        raise ValueError('Give classes= (their number) together with support="classes", and only then.')
     kinds: dict[str, Support] = {
         "real": Real(),
         "positive": Positive(),

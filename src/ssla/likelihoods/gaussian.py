@@ -23,11 +23,11 @@ class Gaussian:
     ----------
     noise:
         Standard deviation: a number, a tensor (D,) with one for each output, or "estimate":
-        `ssla.fit` then takes it from the residuals with the degrees of freedom.
+        `ssla.fit` then estimates it from the residuals, with degrees of freedom.
     covariance:
         Full Σ (D, D) in place of `noise`.
 
-    Λ = fisher = Σ⁻¹ for every y and f. There is no default: a silent σ = 1 is how intervals go wrong.
+    Λ = fisher = Σ⁻¹ for every y and f. There is no default, because an unnoticed σ = 1 gives wrong intervals.
     """
 
     noise: float | Tensor | str | None = None
@@ -62,7 +62,7 @@ class Gaussian:
 
     @property
     def estimated(self) -> bool:
-        """Whether the noise is still to be estimated."""
+        """Whether the noise has yet to be estimated."""
         return isinstance(self.noise, str)
 
     @property
@@ -91,7 +91,7 @@ class Gaussian:
     def covariance_for(self, f: Tensor) -> Tensor:
         """Σ (C, C) in f's dtype and on its device."""
         if self.estimated:
-            raise ValueError('noise="estimate" has no value yet: ssla.fit finds it; read it from posterior.likelihood.noise.')
+            raise ValueError('noise="estimate" has no value yet: ssla.fit estimates it; read it from posterior.likelihood.noise.')
         if self.covariance is not None:
             return self.covariance.to(f)
         sigma = torch.as_tensor(cast("float | Tensor", self.noise), dtype=f.dtype, device=f.device)

@@ -24,10 +24,10 @@ class HeteroscedasticGaussian:
     """y ~ N(μ, σ²) with two outputs f.
 
     parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
-    Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; its Fisher is diag(e⁻ˢ, ½).
+    Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; the Fisher information is diag(e⁻ˢ, ½).
 
     parameters = "natural": f = (η₁, η₂) = (μ/σ², −1/(2σ²)), η₂ < 0. The log likelihood is concave,
-    so the observed precision does not depend on y and equals the Fisher.
+    so the observed precision does not depend on y and equals the Fisher information.
     """
 
     parameters: str = MEAN_LOG_VARIANCE
@@ -150,7 +150,7 @@ class HeteroscedasticGaussian:
         and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
 
         h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q above ½ or so): those
-        tasks are started from three places and the highest end is taken.
+        tasks also start from three other points, and the highest maximum is taken.
         """
         if not self.linear_domain:
             return []
@@ -159,14 +159,14 @@ class HeteroscedasticGaussian:
         c = torch.addcmul(b * b, low, low)
         share = a / c.clamp_min(torch.finfo(c.dtype).tiny)
         beta, q = share * b, share * a * (low * low)
-        certain = c == 0  # no doubt about s at all
+        certain = c == 0  # s has no uncertainty
         if bool(certain.any()):
             q = torch.where(certain, a * a, q)
         rough = [part.float() for part in (r, s, c, beta, q)]
         d = _profile_start(*rough)
         for _ in range(PROFILE_STEPS):
             d = _profile_step(d, *rough)
-        d = _profile_step(d.to(r.dtype), r, s, c, beta, q)  # what single precision left over, squared
+        d = _profile_step(d.to(r.dtype), r, s, c, beta, q)  # one step in double precision squares the error of single precision
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
@@ -191,7 +191,7 @@ def _profile_start(r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> 
 
 
 def _profile_step(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """One Newton step on h(d), its curvature kept above a tenth of the positive part."""
+    """One Newton step on h(d); its curvature is at least a tenth of the positive part."""
     E = capped_exp(s + d)
     D = E + q
     t = torch.addcmul(r, beta, d, value=-1).div_(D)
@@ -211,9 +211,9 @@ def _profile(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor
 
 
 def _profile_best(d: Tensor, *rest: Tensor) -> Tensor:
-    """The highest maximum of h reached from d and from three other places, by steps that never go down.
+    """The highest maximum of h reached from d and from three other points, by steps that never decrease h.
 
-    The places: no surprise (the noise shrinks by its own prior), the noise explains y, the mean explains y.
+    The points: y as expected (d = −c/2), the noise explains y, the mean explains y.
     """
     r, s, c, beta, q = rest
     noise = (r * r).clamp_min(1e-300).log() - s

@@ -1,7 +1,7 @@
-"""What a likelihood is: a log density of y given the network's outputs f, differentiated in f.
+"""The Likelihood protocol: a log density of y given the network's outputs f, with derivatives in f.
 
 Shapes. f is (..., C). A scalar target y is (...), broadcast against f's leading shape; a vector
-target (Gaussian with C > 1 outputs) is (..., C). Nothing here knows of networks or weights.
+target (Gaussian with C > 1 outputs) is (..., C). Likelihoods do not depend on networks or weights.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Likelihood(Protocol):
 
     @property
     def support(self) -> Support:
-        """What y may be. (For Gaussian and Categorical it depends on C: see `support_for`.)"""
+        """The allowed values of y. (For Gaussian and Categorical it depends on C: see `support_for`.)"""
         ...
 
     def support_for(self, outputs: int) -> Support:
-        """What y may be when the network has that many outputs; ValueError if C does not fit."""
+        """The allowed values of y for this number of outputs; ValueError if the likelihood needs another number."""
         ...
 
     def check_outputs(self, f: Tensor) -> None:
@@ -48,7 +48,7 @@ class Likelihood(Protocol):
         ...
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """log p(y|f_new) − log p(y|f_old) (...), formed so that close outputs keep the digits of their difference."""
+        """log p(y|f_new) − log p(y|f_old) (...), computed without cancellation for close outputs."""
         ...
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Likelihood(Protocol):
         ...
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """log p, g and Λ with their common work shared."""
+        """log p, g and Λ, computed together."""
         ...
 
     def mean(self, f: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Likelihood(Protocol):
         ...
 
     def variance(self, f: Tensor) -> Tensor:
-        """Var[y | f], of the shape of `mean`; infinite where it does not exist."""
+        """Var[y | f], with the shape of `mean`; infinite where it does not exist."""
         ...
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class Likelihood(Protocol):
 
     @property
     def predictive(self) -> Likelihood:
-        """The law of a new observation; differs from self only under tempering."""
+        """The likelihood of a new observation; differs from self only for Tempered."""
         ...
 
     @property
@@ -92,31 +92,31 @@ class Likelihood(Protocol):
 
 @runtime_checkable
 class Located(Protocol):
-    """A likelihood of a continuous y that can say roughly where y lies."""
+    """A likelihood of a continuous y that estimates the location of y."""
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """About the centre and the scale of y (in the support's real coordinate) when f ~ N(f̂, K): where a grid may start."""
+        """Approximate centre and scale of y (in the support's real coordinate) for f ~ N(f̂, K): where a grid starts."""
         ...
 
 
 @runtime_checkable
 class Started(Protocol):
-    """A likelihood that knows where the modes of log p(y|f̂ + Rv) − ½‖v‖² may be."""
+    """A likelihood with starting points for the modes of log p(y|f̂ + Rv) − ½‖v‖²."""
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Points v (M, C) from which an ascent reaches the highest mode, at least from one of them. Empty: from zero."""
+        """Points v (M, C); the ascent from at least one of them reaches the highest mode. Empty: start from zero."""
         ...
 
 
 def event(y: Tensor, f: Tensor) -> Tensor:
-    """A scalar target given as a column of f's own shape, (N, 1) with (N, 1), is meant as (N,)."""
+    """y with shape (N,), also if it was given as a column (N, 1) for f (N, 1)."""
     if y.dim() == f.dim() and y.shape == f.shape and f.shape[-1] == 1:
         return y.squeeze(-1)
     return y
 
 
 def need_outputs(name: str, outputs: int, expected: int, meaning: str) -> None:
-    """ValueError unless the network has the number of outputs that the likelihood reads."""
+    """ValueError unless the network has the number of outputs that the likelihood needs."""
     if outputs != expected:
         raise ValueError(
             f"{name} needs a network with {expected} output{'s' if expected > 1 else ''} ({meaning}), "
@@ -125,7 +125,7 @@ def need_outputs(name: str, outputs: int, expected: int, meaning: str) -> None:
 
 
 def capped_exp(t: Tensor) -> Tensor:
-    """exp(t), held below the fourth root of the dtype's maximum so that products stay finite.
+    """exp(t), clamped to the fourth root of the dtype's maximum so that products stay finite.
 
     Float64: t ≤ 177, float32: t ≤ 22 is exact.
     """
@@ -133,7 +133,7 @@ def capped_exp(t: Tensor) -> Tensor:
 
 
 def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
-    """softplus(old + step) − softplus(old) = log1p(σ(old)·expm1(step)), in that form while the step is short."""
+    """softplus(old + step) − softplus(old) = log1p(σ(old)·expm1(step)), in that form for |step| ≤ 1."""
     close = torch.log1p(torch.sigmoid(old) * torch.expm1(step.clamp(-1, 1)))
     return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
 

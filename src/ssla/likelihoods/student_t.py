@@ -18,7 +18,7 @@ class StudentT:
     """y = f + scale·t, t ~ Student-t(df).
 
     With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df, where an
-    outlier is let go; the Fisher is (df+1) / ((df+3) scale²). The variance of y is infinite for df ≤ 2.
+    outlier loses its influence; the Fisher information is (df+1) / ((df+3) scale²). The variance of y is infinite for df ≤ 2.
     """
 
     df: float

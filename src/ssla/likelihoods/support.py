@@ -1,4 +1,4 @@
-"""Where targets live: what y may be, and how a continuous y maps to the real line."""
+"""Supports of targets: the allowed values of y, and the map of a continuous y to the real line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Support(Protocol):
         ...
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError where y is outside, saying what was expected."""
+        """Raise ValueError if a y is outside the support."""
         ...
 
 
@@ -33,7 +33,7 @@ class Continuous(Support, Protocol):
     def from_real(self, z: Tensor) -> Tensor: ...
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """log dy/dz, with a finite integral also where `from_real` stays at the largest or the smallest number."""
+        """log dy/dz; its integral is finite also where `from_real` is clamped."""
         ...
 
 
@@ -75,7 +75,7 @@ class Positive:
         return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        return 700 - (z - 700).abs()  # y ends at e^700: it must fall beyond, or that y would be counted without end
+        return 700 - (z - 700).abs()  # y is clamped at e^700: the slope must fall beyond, or the integral would be infinite
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class UnitInterval:
 
 @dataclass(frozen=True)
 class Circular:
-    """Angles in radians, period 2π. Every finite number is one; it counts as the same angle in [−π, π)."""
+    """Angles in radians, period 2π. Every finite number is allowed and is mapped to [−π, π)."""
 
     kind = "circular"
 
@@ -120,7 +120,7 @@ class RealVector:
         if y.dim() != 2 or y.shape[1] != outputs:
             raise ValueError(
                 f"y must have shape (N, {outputs}), one column for each output of the network, but is "
-                f"{tuple(y.shape)}. Give {outputs} targets a row, or a network with as many outputs as targets."
+                f"{tuple(y.shape)}. Give {outputs} targets for each row, or a network with as many outputs as targets."
             )
         _finite(y)
 

@@ -14,9 +14,9 @@ from ssla.likelihoods.support import Support
 
 @dataclass(frozen=True)
 class Tempered:
-    """p(y|f)^β: β < 1 trusts the data less (a warm posterior), β > 1 more (a cold one).
+    """p(y|f)^β: β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one).
 
-    Tempering scales what the training data say: log_prob, score, precision and fisher are β times the
+    Tempering scales the likelihood of the training data: log_prob, score, precision and fisher are β times the
     base's. A *new* observation still follows the base, so predictions use `base` (see `predictive`).
     """
 

@@ -1,8 +1,7 @@
-"""The only room that sees `nn.Module`.
+"""The only package that uses `nn.Module`.
 
-The user's module is copied once and the copy is frozen, so nothing that happens here, or in the module's own forward, reaches
-the original; training it further does not change a posterior either. Features and layer inputs are read by watching torch calls
-pass by, without hooks.
+The user's module is copied once and the copy is frozen, so the original is never changed, and training it further does not change
+a posterior. Features and layer inputs are read by intercepting torch calls, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan

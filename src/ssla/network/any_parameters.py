@@ -1,8 +1,8 @@
 """Any set of free parameters: layer by layer where a layer has a Kronecker form, entry by entry elsewhere.
 
 A linear or convolutional layer contributes J = Σ_t δ_t ⊗ a_t with its inputs a and backpropagated output gradients δ: neither
-the Jacobian nor anything of its size is built. Parameters of other layers (norms, embeddings, recurrent, bare ones) get their
-columns of J by batched reverse-mode differentiation.
+the Jacobian nor an array of its size is built. For parameters of other layers (norms, embeddings, recurrent, bare ones) the
+columns of J come from batched reverse-mode differentiation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ssla.structures.jacobians import Jacobian, LayerBlock, LayerJacobian, RestB
 
 CHECKED_ROWS = 4
 UNLIKE_LAYERS = (
-    "derivatives layer by layer do not agree with backpropagation through the whole network, so no layer is given a Kronecker "
+    "derivatives layer by layer do not agree with backpropagation through the whole network, so no layer uses the Kronecker "
     "form (structure='kfac' is a diagonal)"
 )
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer with a Kronecker form: its weight (perhaps frozen), and where its free entries sit in θ (out, in [+ 1])."""
+    """A layer with a Kronecker form: its weight (possibly frozen), and the positions of its free entries in θ (out, in [+ 1])."""
 
     weight: str
     positions: Tensor
@@ -125,14 +125,14 @@ class AnyParameters:
             delta = torch.stack([by_place(call, g) for g in grads], 1)  # (B, C, T, out)
             found.setdefault(name, []).append((self._inputs(plans[name], patches(call)), delta))
         blocks = []
-        for name, uses in found.items():  # a weight used twice: its places follow one another
+        for name, uses in found.items():  # a weight used twice: its positions are concatenated
             a, delta = torch.cat([u[0] for u in uses], 1), torch.cat([u[1] for u in uses], 2)
             blocks.append(LayerBlock(plans[name].positions, a.to("cpu"), delta.to("cpu")))
         return f.detach(), blocks
 
     @staticmethod
     def _inputs(plan: LayerPlan, a: Tensor) -> Tensor:
-        """With the bias folded in as an input of one; without the weight's columns where only the bias is free."""
+        """With the bias as an input that is always one; without the weight's columns if only the bias is free."""
         ones = torch.ones_like(a[..., :1])
         if not plan.weight_free:
             return ones
@@ -146,7 +146,7 @@ class AnyParameters:
 
         try:
             parts = vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
-        except RuntimeError:  # a layer without a batching rule (recurrent ones): row by row
+        except RuntimeError:  # a layer without a batching rule (recurrent layers): row by row
             rows = [jacrev(one)(chosen, _row(x, i)) for i in range(row_count(x))]
             parts = {name: torch.stack([row[name] for row in rows]) for name in self.others}
         values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
@@ -156,7 +156,7 @@ class AnyParameters:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """The fused attention kernels have no batching rule, a transformer layer's fused path has no derivative."""
+    """Fused attention kernels have no batching rule, and the fused path of a transformer layer has no derivative."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -178,7 +178,7 @@ def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
 def open_any(
     frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool, note: str | None
 ) -> AnyParameters:
-    """Plan the layers, and check the plan against plain backpropagation on a few rows."""
+    """Plan the layers, and validate the plan against plain backpropagation on a few rows."""
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
     theta = layout.pack({name: parameters[name] for name in names})
@@ -218,7 +218,7 @@ def _plans(probe: Probe, parameters: Mapping[str, Tensor], layout: Layout, rows:
             continue
         shared = [c for c in probe.calls if c.weight is call.weight or (call.bias is not None and c.bias is call.bias)]
         if any(c.weight is not call.weight or c.bias is not call.bias or c.input.shape[0] != rows for c in shared):
-            continue  # tied in part: left to plain differentiation
+            continue  # partly tied: uses plain differentiation
         weight_free, bias_free = weight in layout.positions, bias is not None and bias in layout.positions
         if not weight_free and not bias_free:
             continue
@@ -230,7 +230,7 @@ def _plans(probe: Probe, parameters: Mapping[str, Tensor], layout: Layout, rows:
 
 
 def _agrees(network: AnyParameters, x: Inputs) -> bool:
-    """Jᵀg by layers equals Jᵀg by backpropagation through the whole, for one g."""
+    """Whether Jᵀg by layers equals Jᵀg by backpropagation through the whole network, for one g."""
     free = {name: value.requires_grad_(True) for name, value in network._free(network.theta).items()}
     with torch.enable_grad():
         f = network.run(free, x)
@@ -240,11 +240,11 @@ def _agrees(network: AnyParameters, x: Inputs) -> bool:
         grads = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
     if all(grad is None or not bool(grad.any()) for grad in grads):
         raise ValueError(
-            "The network's outputs do not depend on its free parameters as far as gradients can tell, so they would have no "
-            "uncertainty. Take torch.no_grad() and .detach() out of its forward, or free other parameters."
+            "The gradient of the network's outputs in its free parameters is zero, so they would have no "
+            "uncertainty. Remove torch.no_grad() and .detach() from its forward, or select other parameters."
         )
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
     found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
-    enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision rounds more than that in one product
+    enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision has a larger rounding error in one product
     return bool((found - expected).abs().max() <= enough * (1e-12 + expected.abs().max()))

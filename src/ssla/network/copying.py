@@ -10,14 +10,14 @@ from torch import nn
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 COMPILED = (
-    "The network{where} is a torch.jit module (a {kind}). Its parameters cannot be exchanged and its layers cannot be read. Give "
+    "The network{where} is a torch.jit module (a {kind}). Its parameters cannot be replaced and its layers cannot be read. Give "
     "the nn.Module that was scripted or traced, with the same weights. To fit a layer after it, compute its outputs once and fit "
     "that layer alone: ssla.fit(layer, (outputs, y), …)."
 )
 
 
 class _OneDevice(nn.Module):
-    """Calls the wrapped module here. It keeps the names of the parallel wrapper in whose place it stands."""
+    """Calls the wrapped module in this process, with the parameter names of the parallel wrapper that it replaces."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -28,15 +28,15 @@ class _OneDevice(nn.Module):
 
 
 class DataParallel(_OneDevice):
-    """In the place of torch's, whose calls have no functional form. The same name: fingerprints hold it."""
+    """Replaces torch's class, whose calls have no functional form. The name is the same because fingerprints contain it."""
 
 
 class DistributedDataParallel(_OneDevice):
-    """In the place of torch's."""
+    """Replaces torch's class."""
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """The module's twin, without gradients."""
+    """A copy of the module, without gradients."""
     for name, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             raise ValueError(COMPILED.format(where=f"'s part {name!r}" if name else "", kind=type(layer).__name__))

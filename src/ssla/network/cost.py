@@ -1,4 +1,4 @@
-"""What a fit will take, before it is begun: from the module's shapes alone, without a forward pass."""
+"""Memory and passes of a fit before it starts, from the module's shapes, without a forward pass."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Cost:
     outputs: int
     structure: str
     statistics: int  # bytes
-    per_row: int  # bytes that each row of a chunk takes beside the network's own activations
+    per_row: int  # bytes of each row of a chunk, in addition to the network's activations
     passes: str
     budget: int
-    instead: str  # what would fit
+    instead: str  # structures that fit
 
     @property
     def fits(self) -> bool:
-        """Whether the statistics stay within the memory budget (rows are chunked to it in any case)."""
+        """Whether the statistics fit the memory budget (rows are read in chunks that fit)."""
         return self.statistics <= self.budget
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ def estimate_cost(
 ) -> Cost:
     """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
-    The last layer is taken to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
-    the likelihood is Gaussian with constant noise, when a last layer is polished without a further pass. output: as in `fit`; the
-    cost is estimated from shapes and does not depend on it.
+    The last layer is assumed to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
+    the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. output: as in `fit`; the
+    estimate does not depend on it.
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
@@ -93,10 +93,12 @@ def estimate_cost(
         passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
     else:
         passes = (
-            "1" if gaussian else "1, and one for each Newton step of polish (about 5 to 10), over features kept while they fit"
+            "1"
+            if gaussian
+            else "1, and one for each Newton step of polish (about 5 to 10), over features kept if they fit in memory"
         )
     if isinstance(kind, LowRank) and kind.rank is None:
-        passes += "; one more for each time the sketch has to be doubled, which doubles its memory too"
+        passes += "; one more each time the sketch is doubled, which also doubles its memory"
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     instead = alternatives(kind.name, extent, budget)
     return Cost(n, parameters, outputs, kind.name, statistics, per_row, passes, budget, instead)
@@ -116,7 +118,7 @@ def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: n
 
 
 def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
-    """(inputs with the bias folded in, outputs) of each layer with a Kronecker form that has free parameters."""
+    """(inputs including the bias, outputs) of each layer with a Kronecker form that has free parameters."""
     found = []
     for prefix, layer in model.named_modules():
         free = [f"{prefix}.{name}" if prefix else name for name, _ in layer.named_parameters(recurse=False)]

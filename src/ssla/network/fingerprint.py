@@ -1,4 +1,4 @@
-"""Which network a posterior belongs to: its layers, its parameters and buffers, bit by bit."""
+"""Identifies the network of a posterior by its layers, parameters and buffers, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssla.network.frozen import Network
 from ssla.network.reopening import describe, module_of, output_words
 from ssla.numerics.digests import digest
 
-VALUES = "the layers are alike, but the values of buffers or weights differ"
+VALUES = "the layers are equal, but the values of buffers or weights differ"
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In what two fingerprints differ, in words; empty where they are equal."""
+    """The difference of two fingerprints as text; empty if they are equal."""
     if one["tensors"] != other["tensors"]:
         was, now = ({str(t[0]): f"{t[1]} {t[2]}" for t in part["tensors"]} for part in (one, other))
         odd = [n for n in {**was, **now} if was.get(n) != now.get(n)]
@@ -47,12 +47,12 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def marks(network: Network) -> dict[str, str]:
-    """What the sums of two networks must share before they are merged, each by a digest."""
+    """Digests of everything that must be equal in two networks before their sums are merged."""
     opening = describe(network)
     return {
         "networks": digest(fingerprint(module_of(network))),
         "free parameters": digest((opening.linear, opening.names, opening.outputs)),
-        "parts of the answer (output=)": digest(output_words(network)),
+        "part of the result (output=)": digest(output_words(network)),
         "layers with a Kronecker form": digest((opening.layers, opening.others)),
     }
 

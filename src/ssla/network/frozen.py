@@ -1,4 +1,4 @@
-"""What a network offers, and the private copy of the user's module behind it."""
+"""The Network protocol, and the private copy of the user's module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssla.network.layout import Layout
 from ssla.structures.jacobians import Jacobian
 
 Output = str | int | Callable[[Any], Any] | None
-"""Which part of a module's answer is f: a key or attribute, an index, or a function of it; None where the answer is f."""
+"""The part of a module's result that is f: a key or attribute, an index, or a function of it; None if the result is f."""
 
 
 class Network(Protocol):
@@ -42,7 +42,7 @@ class Network(Protocol):
 
     @property
     def offset(self) -> Tensor | None:
-        """What a linear f adds to J θ: a bias that is not free (C,)."""
+        """f − J θ for a linear f: a bias that is not free (C,)."""
         ...
 
     @property
@@ -52,33 +52,33 @@ class Network(Protocol):
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(inputs with the bias folded in, outputs) of those layers."""
+        """(inputs including the bias, outputs) of those layers."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found at opening that a report should say."""
+        """Notes for the report, from opening the module."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's floating dtype: results are given back in it."""
+        """The model's floating dtype: results are returned in it."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def cast(self, x: Inputs) -> Inputs:
-        """The model's dtype and device; finite, or ValueError."""
+        """x in the model's dtype and on its device; ValueError if it is not finite."""
         ...
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Rows in pieces whose intermediate results fit the budget (bytes)."""
+        """Chunks of rows whose intermediate results fit the budget (bytes)."""
         ...
 
     @property
     def bytes_per_row(self) -> int:
-        """What one row of a chunk takes."""
+        """Bytes of one row of a chunk."""
         ...
 
     def rows_at_once(self, budget: int) -> int: ...
@@ -102,39 +102,39 @@ class Frozen:
     call: Callable[[nn.Module, Inputs], Any]
     keep_integers: bool
     bytes_per_row: int
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of one row, by part, as first seen
-    integers: Mapping[str, str] | None = None  # dtype by part, of those that came as integers; None: not known
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of one row, by part, in the first batch
+    integers: Mapping[str, str] | None = None  # dtype of each integer part; None: not known
     output: Output = None
 
     def cast(self, x: Inputs) -> Inputs:
         rows = row_count(x)
         if self.shapes and row_shapes(x).keys() != self.shapes.keys():
-            seen, came = ", ".join(self.shapes), ", ".join(row_shapes(x))
-            raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({came}).")
+            seen, given = ", ".join(self.shapes), ", ".join(row_shapes(x))
+            raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({given}).")
         for name, shape in row_shapes(x).items():
             self._check_shape(name, shape)
         if rows:
             for part in leaves(x):
-                finite("x", part, "Drop or impute those rows; a network cannot answer for them.")
+                finite("x", part, "Drop or impute those rows; a network has no output for them.")
         names = iter(row_shapes(x))
         return map_inputs(lambda part: self._cast(part, next(names)), x)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """As at fit, but for lengths: a module may take several, and refuses others itself.
+        """ValueError unless shapes are as at fit. Lengths may differ: the module itself refuses those that it does not support.
 
-        Columns are not a length: (N, D) numbers keep their D. One in place of many would be spread silently.
+        Columns are not a length: (N, D) numbers keep their D. A single column would be broadcast silently.
         """
         seen = self.shapes.get(name, shape)
         same = len(shape) == len(seen)
         columns = len(seen) == 1 and name not in (self.integers or ())
         if not same or (shape[-1:] != seen[-1:] and (columns or shape[-1:] == (1,))):
-            free = " Of inputs with more dimensions, (N, 1, length) say, the length may vary." if same and columns else ""
+            free = " For inputs with more dimensions, such as (N, 1, length), the length may vary." if same and columns else ""
             raise ValueError(
                 f"{name} must have shape {_rows_of(seen)} as at fit, but one row of it is {shape}. Check its columns.{free}"
             )
 
     def _cast(self, part: Tensor, name: str) -> Tensor:
-        """Numbers in the model's dtype. What came as integers at fit stays so, also where it now comes as whole numbers."""
+        """Numbers in the model's dtype. Parts that were integers at fit stay integers, also if they are now whole floats."""
         if self.integers is None:  # the first batch, or a file of an older version
             keep = self.keep_integers and not part.is_floating_point()
             return part.to(self.device) if keep else part.to(self.device, self.dtype)
@@ -146,7 +146,7 @@ class Frozen:
         return part.to(self.device, self.dtype)
 
     def outputs(self, result: Any, rows: int) -> Tensor:
-        """The module's answer -> f (N, C)."""
+        """The module's result -> f (N, C)."""
         return as_outputs(picked(result, self.output), rows)
 
     def forward(self, x: Inputs) -> Tensor:
@@ -157,22 +157,22 @@ class Frozen:
 
     @contextmanager
     def worded(self, x: Inputs) -> Iterator[None]:
-        """An error of the module's own, in words: what it was given, and what it took at fit."""
+        """The error if the module fails on x: what it was given, and what it was given at fit."""
         try:
             yield
         except (torch.OutOfMemoryError, ValueError):
             raise
         except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
-            came = ", ".join(f"{name} {_rows_of(part.shape[1:])} of {part.dtype}" for name, part in named_parts(x))
+            given = ", ".join(f"{name} {_rows_of(part.shape[1:])} of {part.dtype}" for name, part in named_parts(x))
             seen = ", ".join(f"{name} {_rows_of(shape)}" for name, shape in self.shapes.items())
             raise ValueError(
-                f"The network refused the inputs {came}: {error}. It took {seen or 'others'} as at fit. Check the shapes, and "
-                "that indices are whole numbers within the range of their embedding."
+                f"The network failed on the inputs {given}: {error}. At fit they were {seen or 'others'}. Check the shapes, "
+                "and that indices are whole numbers within the range of their embedding."
             ) from error
 
 
 def rows_within(budget: int, bytes_per_row: int) -> int:
-    """How many rows a chunk may have."""
+    """The largest number of rows of a chunk."""
     return max(min(budget // bytes_per_row, 65536), 1)
 
 
@@ -193,11 +193,11 @@ CALLS: dict[str, Callable[[nn.Module, Inputs], Any]] = {
     "by_position": by_position,
     "by_keyword": by_keyword,
 }
-"""How inputs are handed to a module. Functions with names, so that they can be pickled and written down."""
+"""Ways to pass inputs to a module: named functions, so that they can be pickled and saved."""
 
 
 def named_parts(x: Inputs) -> list[tuple[str, Tensor]]:
-    """The tensors of an input, by the names that errors use."""
+    """The tensors of an input, with names for errors."""
     if isinstance(x, Tensor):
         return [("x", x)]
     parts = x.items() if isinstance(x, Mapping) else enumerate(x)
@@ -218,42 +218,42 @@ def in_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
 
 
 def kept_integers(x: Inputs) -> dict[str, str]:
-    """The dtypes of the parts that hold integers (or truth values)."""
+    """The dtypes of the parts that hold integers (or booleans)."""
     return {name: str(part.dtype).removeprefix("torch.") for name, part in named_parts(x) if not part.is_floating_point()}
 
 
 def checked_output(output: Any) -> Output:
-    """What may stand as `output=`."""
+    """Validate `output=`."""
     if isinstance(output, bool) or not (output is None or isinstance(output, str | int) or callable(output)):
         raise TypeError(
-            "output must name the part of the network's answer that holds the outputs: a key or attribute ('logits'), an index "
-            f"(0), or a function of the answer, but is {output!r}."
+            "output must name the part of the network's result that holds the outputs: a key or attribute ('logits'), an index "
+            f"(0), or a function of the result, but is {output!r}."
         )
     part: Output = output
     return part
 
 
 def picked(result: Any, output: Output) -> Any:
-    """The part of the module's answer that holds the outputs."""
+    """The part of the module's result that holds the outputs."""
     if output is None:
         return result
     if callable(output):
         try:
             return output(result)
         except (LookupError, AttributeError, TypeError) as error:
-            raise ValueError(f"The function output= failed on the network's answer, {described(result)}: {error!r}.") from error
+            raise ValueError(f"The function output= failed on the network's result, {described(result)}: {error!r}.") from error
     if isinstance(result, Tensor):
-        raise ValueError(f"The network returns one tensor, which has no part {output!r}. Leave output= out, or give a function.")
+        raise ValueError(f"The network returns one tensor, which has no part {output!r}. Omit output=, or give a function.")
     parts = parts_of(result)
     if output in parts:
         return parts[output]
     if isinstance(output, int) and isinstance(result, tuple | list) and -len(result) <= output < len(result):
         return result[output]
-    raise ValueError(f"The network's answer has no part {output!r}: it is {described(result)}. Name one of these as output=.")
+    raise ValueError(f"The network's result has no part {output!r}: it is {described(result)}. Name one of these as output=.")
 
 
 def parts_of(result: Any) -> dict[Any, Any]:
-    """What the answer consists of, by key, field or index."""
+    """The parts of the result, by key, field or index."""
     if isinstance(result, Mapping):
         return dict(result)
     if isinstance(result, tuple | list):
@@ -264,7 +264,7 @@ def parts_of(result: Any) -> dict[Any, Any]:
 
 
 def described(result: Any) -> str:
-    """The answer in words, with the parts that hold tensors."""
+    """A description of the result, with the parts that hold tensors."""
     parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
     return f"a {type(result).__name__}" + (f" with the tensors {', '.join(map(repr, parts))}" if parts else " without tensors")
 
@@ -273,14 +273,14 @@ def as_outputs(result: Any, rows: int) -> Tensor:
     """The outputs as f (N, C)."""
     if not isinstance(result, Tensor):
         parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
-        example = repr(parts[0]) if parts else "lambda answer: …"
+        example = repr(parts[0]) if parts else "lambda result: …"
         raise TypeError(
-            f"The network must return one tensor of outputs, but returned {described(result)}. Say which part holds the outputs: "
-            f"output={example} (a key, an attribute, an index, or a function of the answer)."
+            f"The network must return one tensor of outputs, but returned {described(result)}. Name the part that holds the "
+            f"outputs: output={example} (a key, an attribute, an index, or a function of the result)."
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
-    if rows == 1 and result.dim() < 2:  # a forward that ends in squeeze() drops the row when there is one
+    if rows == 1 and result.dim() < 2:  # a forward that ends in squeeze() removes the dimension of a single row
         return result.reshape(1, -1)
     if result.dim() != 2 or result.shape[0] != rows:
         raise ValueError(

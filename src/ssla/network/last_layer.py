@@ -17,7 +17,7 @@ from ssla.structures.jacobians import Features, Jacobian
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ that the rest of the network computes."""
+    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ from the rest of the network."""
 
     frozen: Frozen
     weight: nn.Parameter
@@ -65,7 +65,9 @@ class LastLayer:
             self.frozen.forward(x)
         assert seen.input is not None
         J = Features(seen.input.to("cpu"), self.outputs, self.fold_bias)
-        f = Features(J.phi.double(), self.outputs, self.fold_bias).push(theta)  # means may be large beside the noise
+        f = Features(J.phi.double(), self.outputs, self.fold_bias).push(
+            theta
+        )  # float64: means may be large compared with the noise
         return (f if self.offset is None else f + self.offset), J
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:

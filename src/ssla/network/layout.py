@@ -1,4 +1,4 @@
-"""Which parameters are free, and where each of them sits in the flat vector θ."""
+"""The free parameters, and their positions in the flat vector θ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and places.  positions[name] (of the parameter's shape) are indices into θ (P,).
+    """Names and positions.  positions[name] (of the parameter's shape) are indices into θ (P,).
 
     The *named order* is the concatenation of the flattened parameters in the order of `names`; θ itself
     may interleave them (a last layer keeps each output's weights and bias together).
@@ -49,7 +49,7 @@ class Layout:
         return theta
 
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """Parameter names by the module that owns them ("" for the network's own)."""
+        """Parameter names by module ("" for parameters of the network itself)."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -67,7 +67,7 @@ def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
 
 
 def last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
-    """θ as (C, F) with the bias folded in as the last column: what φ ⊗ I acts on."""
+    """θ as (C, F) with the bias as the last column, for φ ⊗ I."""
     width = inputs + (bias is not None)
     index = torch.arange(outputs * width).reshape(outputs, width)
     positions = {weight: index[:, :inputs]}

@@ -32,11 +32,11 @@ def open_network(
     output: Output = None,
     links: tuple[str, ...] = (),
 ) -> Network:
-    """Copy the module, check it on the first batch x, and choose how to see its free parameters.
+    """Copy the module, check it on the first batch x, and choose how to represent its free parameters.
 
-    materialise: whether the curvature structure will ask for J as a matrix (it decides how many rows fit a budget).
-    output: which part of the module's answer holds the outputs (see `ssla.fit`).
-    links: functions that the likelihood applies itself, so that the network must not end in them.
+    materialise: whether the structure needs the entries of J (this limits the number of rows in a chunk).
+    output: the part of the module's result that holds the outputs (see `ssla.fit`).
+    links: functions that the likelihood applies itself; the network must not end with them.
     """
     frozen, watch, f = _freeze(model, x, output)
     parameters = dict(frozen.module.named_parameters())
@@ -50,18 +50,18 @@ def open_network(
 
 
 def trainable(model: nn.Module) -> tuple[str, ...]:
-    """What weights="all" stands for: the parameters that are not frozen; all of them where all are frozen, as for inference."""
+    """The parameters of weights="all": those that are not frozen, or all of them if all are frozen."""
     floating = {name: p.requires_grad for name, p in model.named_parameters() if p.is_floating_point()}
     return tuple(name for name, free in floating.items() if free or not any(floating.values()))
 
 
 def frozen_note(model: nn.Module) -> str | None:
-    """What a report says of frozen parameters under weights="all"."""
+    """The report's note about frozen parameters with weights="all"."""
     fixed = {name: p.numel() for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad}
     if not fixed:
         return None
     if set(trainable(model)) & set(fixed):
-        return "weights='all': every parameter is frozen (requires_grad=False), so all of them were taken as free"
+        return "weights='all': every parameter is frozen (requires_grad=False), so all of them are used as free"
     shown = ", ".join(list(fixed)[:4]) + (", …" if len(fixed) > 4 else "")
     return (
         f"weights='all': {sum(fixed.values()):,} frozen parameters (requires_grad=False: {shown}) were left out and have no "
@@ -70,15 +70,15 @@ def frozen_note(model: nn.Module) -> str | None:
 
 
 def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
-    """ValueError where the output is already what the likelihood makes of it: probabilities, rates."""
+    """ValueError if the output has already passed the likelihood's link function: probabilities, rates."""
     found = [link for link, result in watch.links if result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)]
     sums = f.double().sum(1)
     if f.shape[0] > 1 and f.shape[1] > 1 and bool((f >= 0).all()) and bool(((sums - 1).abs() <= 1e-2).all()):
-        found.append(SOFTMAX)  # by another way: an average of several, say
+        found.append(SOFTMAX)  # computed in another way, such as an average of several
     twice = next((link for link in found if link in links), None)
     if twice is not None:
         raise ValueError(
-            f"The network's output has passed through a {twice} already, and this likelihood applies its own. Return the raw "
+            f"The network's output has already passed through a {twice}, and this likelihood applies its own. Return the raw "
             "outputs from before it (logits, log rates)."
         )
 
@@ -90,18 +90,18 @@ def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe,
     module = private_copy(model)
     floating = [p for p in module.parameters() if p.is_floating_point()]
     if not floating:
-        raise ValueError("The network has no floating-point parameters, so there is nothing to be uncertain about.")
+        raise ValueError("The network has no floating-point parameters, so it cannot have a posterior.")
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         finite(f"Parameter or buffer {name!r}", value, "The network has diverged: train it again.")
     probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     frozen, watch, f = _first_forward(probe, x)
     inputs = frozen.cast(x)
-    # both without the probe: watched, some modules take another path than alone (a transformer's fused one)
+    # both calls without the probe: with it, some modules take another path (a transformer's fused one)
     if not torch.equal(frozen.forward(inputs), frozen.forward(inputs)):
         raise ValueError(
-            "The network gives different outputs for the same input, so it is random. Call model.eval() first, and take "
-            "random layers (functional dropout, noise) out of its forward."
+            "The network gives different outputs for the same input, so it is random. Call model.eval() first, and remove "
+            "random layers (functional dropout, noise) from its forward."
         )
     changed = [name for name, value in module.named_buffers() if not torch.equal(value, buffers[name])]
     if changed:
@@ -124,14 +124,14 @@ def check_mode(model: nn.Module) -> None:
 
 
 def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
-    """How inputs are handed over: spread first, as one argument second."""
+    """Ways to pass inputs: unpacked first, as one argument second."""
     if isinstance(x, Tensor) or attempt == 1:
         return whole
     return by_keyword if isinstance(x, Mapping) else by_position
 
 
 def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
-    """Find how the module wants its inputs: spread or whole, integers kept or cast."""
+    """How the module takes its inputs: unpacked or as one argument, integers kept or cast."""
     first: Exception | None = None
     integers = any(not part.is_floating_point() for part in leaves(x))
     for keep in (True, False) if integers else (True,):
@@ -148,9 +148,9 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
             per_row = max(watch.bytes // row_count(inputs), 8)
             known = replace(frozen, bytes_per_row=per_row, shapes=row_shapes(inputs), integers=kept_integers(inputs))
             return known, watch, f
-    came = [tuple(part.shape) for part in leaves(x)]
+    given = [tuple(part.shape) for part in leaves(x)]
     raise ValueError(
-        f"The network refused the inputs (shapes {came}): {first}. Check the number of columns and how the forward takes "
+        f"The network failed on the inputs (shapes {given}): {first}. Check the number of columns and how the forward takes "
         "its arguments: a tuple is passed as model(*x), a dict as model(**x)."
     ) from first
 
@@ -162,14 +162,14 @@ def _check_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     size, rounding = float(f.abs().max()) + 1e-30, 4 * torch.finfo(f.dtype).eps
     if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
         raise ValueError(
-            "The network's output for a row depends on the other rows of its batch, so rows have no predictive of their "
-            "own. Take batch statistics out of its forward (model.eval() for norms)."
+            "The network's output for a row depends on the other rows of its batch, so a row has no predictive of its "
+            "own. Remove batch statistics from its forward (model.eval() for norms)."
         )
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The linear layer that makes the output."""
+    """The linear layer that computes the output."""
 
     weight: str
     bias: str | None
@@ -189,9 +189,9 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
     made = [c for c in watch.linears if c.result.numel() == f.numel() and torch.equal(c.result.reshape(f.shape), f)]
     if not made:
         return "its output is not the output of its last linear layer (something comes after it: a softmax, an exp, a scale?)"
-    _, phi, weight, bias, *_ = made[-1]  # other parts of the answer may have linear layers that come later
+    _, phi, weight, bias, *_ = made[-1]  # linear layers of other parts of the result may be called later
     if phi.dim() != 2:
-        return f"its last linear layer sees inputs of shape {tuple(phi.shape)}, not one row for each observation"
+        return f"its last linear layer has inputs of shape {tuple(phi.shape)}, not one row for each observation"
     names = {id(p): name for name, p in parameters.items()}
     if id(weight) not in names:
         return "the weight of its last linear layer is computed from other parameters (weight norm or a parametrization)"
@@ -231,7 +231,7 @@ def _scope(
         return tuple(name for name in (head.weight, head.bias) if name is not None)
     if isinstance(weights, str):
         if weights in parameters:
-            raise ValueError(f"weights={weights!r} names a parameter. For that one alone write weights=[{weights!r}].")
+            raise ValueError(f"weights={weights!r} names a parameter. For that parameter alone write weights=[{weights!r}].")
         inside = tuple(name for name in parameters if name.startswith(weights + "."))
         if not inside:
             modules = [name for name, _ in model.named_modules() if name]

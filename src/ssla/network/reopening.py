@@ -1,4 +1,4 @@
-"""Opening the same module again without data: what was found out at fit is written down instead of found out again."""
+"""Opening the same module again without data, from what `fit` stored about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint3
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """How a network was opened. A last layer is given by its weight (and bias) in `names`; other free parameters need a plan."""
+    """How a network was opened. A last layer is the weight (and bias) in `names`; other free parameters need a plan."""
 
     linear: bool
     names: tuple[str, ...]  # free parameters
@@ -36,9 +36,9 @@ class Opening:
 
 
 def describe(network: Network) -> Opening:
-    """What `reopen` needs beside the module."""
+    """What `reopen` needs in addition to the module."""
     if not isinstance(network, LastLayer | AnyParameters):
-        raise TypeError(f"A {type(network).__name__} cannot be written down.")
+        raise TypeError(f"A {type(network).__name__} cannot be saved.")
     frozen = network.frozen
     call = next(name for name, style in CALLS.items() if style is frozen.call)
     common = (
@@ -62,7 +62,7 @@ def describe(network: Network) -> Opening:
 
 
 def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
-    """A plan that could have been made for these parameters, or ValueError."""
+    """ValueError unless the plan is possible for these parameters."""
     names, plans = set(opening.names), opening.layers
     missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
     if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
@@ -77,7 +77,7 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)
     for part in planned:
         if part.dtype != torch.long or not part.numel() or int(part.min()) < 0 or int(part.max()) >= size:
-            raise ValueError("a layer's positions lie outside the parameters")
+            raise ValueError("the positions of a layer are outside the parameters")
     if planned and torch.cat(planned).unique().numel() + size - covered != torch.cat(planned).numel():
         raise ValueError("the layers do not cover the free parameters once each")
     for plan in plans:
@@ -95,12 +95,12 @@ def module_of(network: Network) -> nn.Module:
 
 
 def output_of(network: Network) -> Output:
-    """Which part of the module's answer is f."""
+    """The part of the module's result that is f."""
     return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
 
 
 def output_words(network: Network) -> str:
-    """The same for a report: 'logits', 0, a function's name; empty where the answer is f."""
+    """The same for a report: 'logits', 0, a function's name; empty if the result is f."""
     output = output_of(network)
     if output is None:
         return ""
@@ -108,7 +108,7 @@ def output_words(network: Network) -> str:
 
 
 def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
-    """The network as it was, on a private copy of the module."""
+    """The network as it was at fit, on a private copy of the module."""
     module = private_copy(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(

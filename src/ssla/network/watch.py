@@ -1,7 +1,7 @@
-"""Seeing torch calls pass by, without hooks and without touching the module.
+"""Intercepts torch calls, without hooks and without changes to the module.
 
-`Probe` looks at one forward pass: which linear calls there were, what each parameter is used for, how many bytes the
-results take. `Inputs` keeps the input of one layer. `Layers` keeps the inputs of many and makes their outputs differentiable.
+`Probe` records one forward pass: the linear calls, the uses of each parameter, and the bytes of the results.
+`Inputs` keeps the input of one layer. `Layers` keeps the inputs of many layers and makes their outputs differentiable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Call | None:
-    """The call, if it is one that has a Kronecker form (a grouped convolution has none)."""
+    """The call, if it has a Kronecker form (a grouped convolution has none)."""
     kind = LINEAR if func is F.linear else CONVOLUTION if func in CONVOLUTIONS else None
     if kind is None or not isinstance(result, Tensor):
         return None
@@ -58,7 +58,7 @@ def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 class Probe(TorchFunctionMode):
-    """Everything about one forward pass."""
+    """A record of one forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Inputs(TorchFunctionMode):
 
 
 class Layers(TorchFunctionMode):
-    """Keeps the calls with the given weights, and adds to each result a zero that gradients can be taken in."""
+    """Keeps the calls with the given weights, and adds to each result a zero, with respect to which gradients are taken."""
 
     def __init__(self, weights: Mapping[int, str]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Layers(TorchFunctionMode):
 
 
 def patches(call: Call) -> Tensor:
-    """The inputs that the weight multiplies, a row for each place: (B, T, F)."""
+    """The inputs that the weight multiplies, a row for each position: (B, T, F)."""
     x = call.input.detach()
     if call.kind == LINEAR:
         return x.reshape(x.shape[0], -1, x.shape[-1])
@@ -152,7 +152,7 @@ def patches(call: Call) -> Tensor:
     else:
         pads = [p for p in reversed(_spread(padding, n)) for _ in range(2)]
     x = F.pad(x, pads)
-    for axis in range(n):  # (B, C, spatial…) -> windows appended: (B, C, places…, kernel…)
+    for axis in range(n):  # (B, C, spatial…) -> windows appended: (B, C, positions…, kernel…)
         reach = dilation[axis] * (kernel[axis] - 1) + 1
         x = x.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
     places, windows = list(range(2, 2 + n)), list(range(2 + n, 2 + 2 * n))
@@ -161,7 +161,7 @@ def patches(call: Call) -> Tensor:
 
 
 def by_place(call: Call, gradient: Tensor) -> Tensor:
-    """Gradients of a call's result, a row for each place: (B, T, out)."""
+    """Gradients of a call's result, a row for each position: (B, T, out)."""
     if call.kind == LINEAR:
         return gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
     return gradient.flatten(2).mT

@@ -1,1 +1,1 @@
-"""Small dense mathematics for thousands of tasks at once. Nothing here imports ssla."""
+"""Small dense mathematics for thousands of tasks at once. It imports nothing from ssla."""

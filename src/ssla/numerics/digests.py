@@ -1,4 +1,4 @@
-"""Whether two values are the same, in this process or in another: a digest of everything they hold, number by number."""
+"""Digests of values, to compare them in this process or with another: equal content gives equal digests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PLAIN = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic)
 
 
 def digest(value: Any) -> str:
-    """Equal for values of equal content: settings, tensors bit by bit, functions by their code and what they close over.
+    """Equal for values of equal content: settings, tensors bit by bit, functions by their code and closure.
 
-    Numbers are compared as numbers (1 and 1.0 are the same), dicts and sets without their order. Caches of an object are left
-    out, and so is the code of functions that a function calls by name.
+    Numbers are compared as numbers (1 and 1.0 are the same), dicts and sets regardless of order. Cached properties are
+    ignored, and so is the code of functions that a function calls by name.
     """
     return _digest(value, ())
 
 
 def _digest(value: Any, above: tuple[int, ...]) -> str:
     if id(value) in above:
-        return "again"  # a value that holds itself
+        return "again"  # a value that contains itself
     kind, own, parts = _opened(value)
     mark = hashlib.sha256(f"{kind}|{own!r}".encode())
     inside = [_digest(part, (*above, id(value))) for part in parts]
@@ -38,7 +38,7 @@ def _digest(value: Any, above: tuple[int, ...]) -> str:
 
 
 def _opened(value: Any) -> tuple[str, Any, list[Any]]:
-    """What a value is, what it holds itself, and its parts."""
+    """The type of a value, its own content, and its parts."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.generic):
         return _opened(value.item())
@@ -83,5 +83,5 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _cached(value: Any, name: str) -> bool:
-    """Whether an attribute is the kept result of a property (functools.cached_property, lazy ones of torch.distributions)."""
+    """Whether an attribute is the cached result of a property (functools.cached_property, lazy_property of torch)."""
     return hasattr(inspect.getattr_static(type(value), name, None), "__get__")

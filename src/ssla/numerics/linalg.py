@@ -1,11 +1,11 @@
 """Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton ascent.
 
-Everything here is vectorised over a leading batch M (test points × candidate y) and works on
-C×C matrices. For C ≤ 3 the factorisations are written out by components: a vector (M, C) is held
+All functions are vectorised over a leading batch M (test points × candidate y) and works on
+C×C matrices. For C ≤ 3 the factorisations are written by components: a vector (M, C) is stored
 as C contiguous tensors of length M, so each step is elementwise over the batch. For larger C the
-batched LAPACK routines are used. Both answer the same questions; tests compare them.
+batched LAPACK routines are used. Both give the same results; tests compare them.
 
-Never here: an inverse, a `det`, a jitter. `log|I + S|` is Σ log1p(·), so a tiny S keeps its digits.
+No inverse, no `det` and no jitter is used. `log|I + S|` is Σ log1p(·), so a tiny S keeps its digits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 CLOSED_FORM_LIMIT = 3
-SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter ones change nothing
-TRUSTED_SLOPE = 1e-8  # a squared Newton decrement below which a gain drowns in rounding, and the full step is safe
+SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding error
+TRUSTED_SLOPE = 1e-8  # a squared Newton decrement below which gains are rounding error and the full step is safe
 
 
 def stack_last(parts: list[Tensor]) -> Tensor:
@@ -34,9 +34,9 @@ def stack_square(rows: list[list[Tensor]]) -> Tensor:
 
 
 def root(K: Tensor) -> Tensor:
-    """R with R Rᵀ = K for positive semi-definite K; singular and zero K are fine.  (..., C, C) -> same.
+    """R with R Rᵀ = K for positive semi-definite K; singular and zero K are allowed.  (..., C, C) -> same.
 
-    C ≤ 3: Cholesky with the pivots held at zero or above. Otherwise Q √max(λ, 0) from eigh.
+    C ≤ 3: Cholesky with pivots clamped at zero. Otherwise Q √max(λ, 0) from eigh.
     Rounding may leave K with eigenvalues of −ε‖K‖; they count as zero.
     """
     size = K.shape[-1]
@@ -62,7 +62,7 @@ def root(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised.  `positive` says where A is positive definite (by the margin asked for)."""
+    """A = I + RᵀΛR, factorised.  `positive`: where A is positive definite (with the requested margin)."""
 
     positive: Tensor  # (M,) bool
     logdet: Callable[[], Tensor]  # () -> (M,)
@@ -70,9 +70,9 @@ class IdentityPlus:
 
 
 def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
-    """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as `root` makes it).
+    """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as from `root`).
 
-    Where A is not positive definite, `solve` and `logdet` are void. A margin asks for pivots above it.
+    Where A is not positive definite, `solve` and `logdet` are invalid. With a margin, all pivots must exceed it.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
         return _identity_plus_batched(R, precision, margin)
@@ -80,7 +80,7 @@ def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> Identity
 
 
 def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
-    """LDLᵀ by components. Pivots are held as d_j − 1 so that log1p sees them before rounding does."""
+    """LDLᵀ by components. Pivots are stored as d_j − 1, so that log1p gets them without rounding."""
     size = R.shape[-1]
     span = range(size)
     S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in span]
@@ -106,7 +106,7 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
     for pivot in pivots[1:]:
         positive = positive & (pivot > margin)
 
-    def logdet() -> Tensor:  # Π(1 + e_j) − 1, built up without ever adding the one
+    def logdet() -> Tensor:  # Π(1 + e_j) − 1, computed without adding the one
         product = excess[0]
         for e in excess[1:]:
             product = (product + e).addcmul_(product, e)
@@ -192,7 +192,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An objective at a point, one row a task: value (M,), gradient (M, C), ascent direction's solver."""
+    """An objective at a point, one row for each task: value (M,), gradient (M, C), ascent direction's solver."""
 
     value: Tensor
     gradient: Tensor
@@ -201,7 +201,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ascent:
-    """Where the ascent ended: point (M, C), whether each task converged, and the rounds it took."""
+    """The result of the ascent: point (M, C), whether each task converged, and the number of rounds."""
 
     point: Tensor
     converged: Tensor
@@ -219,14 +219,14 @@ def newton_ascent(
     tolerance: float = 1e-7,
     max_rounds: int = 200,
 ) -> Ascent:
-    """Maximise M independent concave-ish objectives at once, each monotonically.
+    """Maximise M independent, nearly concave objectives at once, each monotonically.
 
-    A step that does not gain at least 1e-4 of its linear promise (or lands on a non-finite value)
+    A step that does not gain at least 1e-4 of its linear prediction (or gives a non-finite value)
     is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, after two full steps
-    from a decrement below 1e-4, or when no step longer than rounding helps. Finished tasks leave the batch as
-    soon as a quarter of it is finished, so a few hard tasks do not make the easy ones pay.
+    from a decrement below 1e-4, or when no step above rounding error helps. Finished tasks are removed from the batch as
+    soon as a quarter of it is finished, so a few hard tasks do not slow down the others.
 
-    Fails (converged = False, point still the best seen) after `max_rounds` accepted steps.
+    Fails (converged = False, point is the best so far) after `max_rounds` accepted steps.
     """
     point = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
@@ -237,7 +237,7 @@ def newton_ascent(
     for used in range(max_rounds + 1):
         step = now.solve(now.gradient)
         slope = dot(now.gradient, step)
-        # Newton converges quadratically: two trusted steps reach whatever rounding allows
+        # Newton converges quadratically: two full steps reach rounding accuracy
         done = (slope <= tolerance * tolerance) | (trusted >= 2)
         trusted = trusted + (slope <= TRUSTED_SLOPE)
         count = int(done.sum())
@@ -255,7 +255,7 @@ def newton_ascent(
         else:
             value = now.value
         here, now, stuck = _line_search(objective, rows, here, value, step, slope)
-        if bool(stuck.any()):  # no step helps: the optimum to rounding
+        if bool(stuck.any()):  # no step helps: the optimum up to rounding
             _write(point, here, rows)
             _mark(converged, stuck & (slope <= 1e-6 * (1 + value.abs())), rows)
             keep = (~stuck).nonzero().squeeze(-1)
@@ -270,7 +270,7 @@ def newton_ascent(
 def _line_search(
     objective: Objective, rows: Tensor | None, here: Tensor, value: Tensor, step: Tensor, slope: Tensor
 ) -> tuple[Tensor, Evaluation, Tensor]:
-    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where none longer than rounding does."""
+    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where no step above rounding error does."""
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = here + step

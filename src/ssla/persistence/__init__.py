@@ -1,10 +1,10 @@
-"""Posteriors as files: a directory of tensors (safetensors) and JSON, which holds data and no code.
+"""Posteriors as files: a directory of tensors (safetensors) and JSON, without code.
 
     model/
-      manifest.json        what it is, which version wrote it, checksums, and everything that is not a tensor
+      manifest.json        kind, version, checksums, and everything that is not a tensor
       tensors.safetensors  θ̂, the sums over the data, tensors of likelihood and prior
 
-The network itself is the user's: `load` asks for the module, and compares its fingerprint. Nothing in a file can execute: JSON
+The network is not stored: `load` takes the module and compares its fingerprint. A file cannot execute code: JSON
 names only classes of a fixed table, and tensors are bytes. Training data are not stored.
 """
 

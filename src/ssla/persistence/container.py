@@ -1,4 +1,4 @@
-"""The directory of a saved model: written whole or not at all, and checked before it is used."""
+"""The directory of a saved model: written completely or not at all, and validated on load."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MOST_TRIES = 20
 
 
 class FileError(ValueError):
-    """A saved model that cannot be used: missing, foreign, damaged, too new, or for another network."""
+    """A saved model that cannot be used: missing, not from ssla, damaged, too new, or for another network."""
 
 
 def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write the directory beside its place, then move it there. What was there before stays until the new one is complete."""
+    """Write the directory beside the target, then move it there. The old one stays until the new one is complete."""
     target = Path(path)
     check_target(target)
     data = _safetensors().save(
@@ -49,7 +49,7 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
             _write_bytes(fresh / MANIFEST, text.encode())
     except OSError as error:
         raise FileError(
-            f"{target} cannot be written ({error}). Nothing was changed. Give a folder that you may write to."
+            f"{target} cannot be written ({error}). Nothing was changed. Give a folder with write permission."
         ) from error
     return target
 
@@ -63,11 +63,11 @@ def check_target(target: Path) -> None:
     except NotADirectoryError:
         if not target.exists():  # below a file: the attempt to write will say so
             return
-        raise FileError(f"{target} is a file, but a saved model is a directory. Give another place.") from None
+        raise FileError(f"{target} is a file, but a saved model is a directory. Give another path.") from None
     if names and MANIFEST not in names:
-        raise FileError(f"{target} is a directory with other files in it, which is not overwritten. Give another place.")
+        raise FileError(f"{target} is a directory with other files, which are not overwritten. Give another path.")
     if os.path.realpath(target) == os.path.realpath("."):
-        raise FileError(f"{target} is the current directory, which is not replaced. Give another place.")
+        raise FileError(f"{target} is the current directory, which is not replaced. Give another path.")
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -80,7 +80,7 @@ def _write_bytes(path: Path, data: bytes) -> None:
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The content and tensors of a directory, after every check that needs no network.
 
-    A save may replace the directory between two of its files: then it is read again.
+    If a save replaces the directory while it is read, it is read again.
     """
     for _ in range(MOST_TRIES):
         source, interrupted = surviving(Path(path))
@@ -108,7 +108,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
 
 
 def _generation(source: Path) -> tuple[Path, int, int] | None:
-    """What differs once a save has replaced the directory."""
+    """A value that changes if a save replaces the directory."""
     try:
         state = source.stat()
     except OSError:
@@ -121,11 +121,11 @@ def _read(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         manifest = _manifest(source)
         found = manifest.get("kind")
         if found != kind:
-            raise FileError(f"{source} holds a saved {found!r}, but a {kind!r} was expected. {_DOORS}")
+            raise FileError(f"{source} holds a saved {found!r}, but a {kind!r} was expected. {_LOADERS}")
         return manifest["content"], _tensors(source, manifest["tensors"])
 
 
-_DOORS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
+_LOADERS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
 
 
 def _manifest(source: Path) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def guarded(source: Path) -> Iterator[None]:
-    """Whatever a bad file brings about becomes a FileError: its content decides what goes wrong, not the user."""
+    """Turns any exception from a bad file into a FileError."""
     try:
         yield
     except FileError:

@@ -1,7 +1,7 @@
 """Frozen values as JSON and tensors, and back.
 
-Numbers, texts, lists, tuples, dicts and tensors are written as they are; dataclasses of the tables below by name and fields. What
-is not in a table is not stored, and not created: reading calls the constructors of these classes and nothing else.
+Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables below by name and fields. Other
+classes are neither stored nor created: reading calls only the constructors of these classes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ LIKELIHOODS = (
     "Tempered",
 )
 PRIORS = ("Gaussian", "Flat", "Laplace", "StudentT", "Horseshoe", "SpikeSlab", "Gamma", "NormalInverseGamma", "Product")
-STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # a new structure is one more name
+STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # add a new structure here
 
 
 def _table() -> dict[str, type]:
     own: tuple[type, ...] = (Report, Statistics, LayerFactors, LayerPlan, Opening)
     table: dict[str, type] = {cls.__name__: cls for cls in own}
-    for room, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
-        place = room.__name__.rpartition(".")[2]
-        table |= {f"{place}.{name}": getattr(room, name) for name in names if dataclasses.is_dataclass(getattr(room, name, None))}
+    for package, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
+        place = package.__name__.rpartition(".")[2]
+        table |= {
+            f"{place}.{name}": getattr(package, name) for name in names if dataclasses.is_dataclass(getattr(package, name, None))
+        }
     return table
 
 
@@ -50,12 +52,12 @@ NAMES = {cls: name for name, cls in CLASSES.items()}
 
 
 class NotStorableError(TypeError):
-    """A value that holds code, or is of a class that the tables do not know."""
+    """A value that holds code, or whose class is not in the tables."""
 
 
 @dataclass(eq=False)
 class Encoder:
-    """Values -> JSON; tensors are put aside under the place where they were found."""
+    """Values -> JSON; tensors are collected under the path at which they were found."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -69,7 +71,9 @@ class Encoder:
         if isinstance(value, Tensor):
             turned = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
             self.tensors[place] = value.mT if turned else value
-            return {"turned": place} if turned else {"tensor": place}  # the same layout, for the same bits of later products
+            return (
+                {"turned": place} if turned else {"tensor": place}
+            )  # keeps the memory layout, so that later products have the same bits
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{place}.{i}") for i, item in enumerate(value)]}
@@ -80,12 +84,12 @@ class Encoder:
                 f.name: self.encode(getattr(value, f.name), f"{place}.{f.name}") for f in dataclasses.fields(value) if f.init
             }
             return {"class": NAMES[type(value)], "fields": parts}
-        raise NotStorableError(f"{place} is a {type(value).__name__}, which has no form in a file.")
+        raise NotStorableError(f"{place} is a {type(value).__name__}, which cannot be stored in a file.")
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """JSON and tensors -> values. Anything unexpected is an exception, which `container.guarded` words."""
+    """JSON and tensors -> values. Unexpected content raises an exception, which `container.guarded` turns into a FileError."""
 
     tensors: Mapping[str, Tensor]
 
@@ -115,7 +119,7 @@ class Decoder:
                 return {key: self._decode(item) for key, item in items}
             case {"class": str(name), "fields": dict(parts)}:
                 return self._object(CLASSES[name], {str(key): self._decode(item) for key, item in parts.items()})
-        raise ValueError(f"{str(value)[:60]} stands for nothing")
+        raise ValueError(f"{str(value)[:60]} is not a known value")
 
     @staticmethod
     def _object(cls: type, fields: dict[str, Any]) -> Any:
@@ -132,7 +136,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value may stand where the hint is. Protocols and other unusual hints take any value of the tables."""
+    """Whether a value matches a type hint. Protocols and other unusual hints accept any value of the tables."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)

@@ -62,7 +62,7 @@ def load(
 
 
 def pack(posterior: State, encoder: Encoder, place: str) -> dict[str, Any]:
-    """Everything but the network, as JSON; tensors go to the encoder, their names begin with `place`."""
+    """Everything but the network, as JSON; the encoder collects the tensors, whose names begin with `place`."""
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
@@ -85,7 +85,7 @@ def unpack(
     prior: Prior | None = None,
     output: Output = None,
 ) -> State:
-    """The posterior again, checked and factorised."""
+    """The posterior, validated and factorised."""
     decoder = Decoder(tensors)
     with guarded(source):
         stated = content["network"]
@@ -93,12 +93,12 @@ def unpack(
         budget = content["memory_budget"]
         if not isinstance(stated, dict):
             raise TypeError("the network has no fingerprint")
-    check_mode(model)  # the module's own faults are not the file's
+    check_mode(model)  # an error of the module is not a FileError
     with guarded(source):
         _compare(stated, model, source)
-        stored = content.get("output")  # where the answer is f: none
+        stored = content.get("output")  # none if the result is f
         if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
-            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Leave it out.")
+            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it.")
         part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
         network = reopen(model, opening, checked_output(part))
         report = decoder.decode(content["report"], Report)
@@ -118,12 +118,12 @@ def unpack(
 
 
 def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
-    """Refuse a module that is not the one that was saved, and say in what it differs."""
+    """FileError if the module is not the one that was saved, with the difference."""
     unlike = difference(stated, fingerprint(model))
     if unlike == VALUES:
         raise FileError(
-            f"{source} belongs to other weights of this network: it was trained further, or not loaded. Load the state_dict of "
-            "the network that was fitted, then load the posterior."
+            f"{source} belongs to other weights of this network: it was trained further, or its weights were not loaded. "
+            "Load the state_dict of the network that was fitted, then load the posterior."
         )
     if unlike:
         raise FileError(
@@ -132,7 +132,7 @@ def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
 
 
 def _or_own(encoder: Encoder, value: object, place: str) -> Any:
-    """In the file, or by the name of its class if it holds code."""
+    """The stored value, or the name of its class if it holds code."""
     before = dict(encoder.tensors)
     try:
         return encoder.encode(value, place)
@@ -146,17 +146,17 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
     own = value.get("own") if isinstance(value, dict) else None
     if own is None:
         if given is not None:
-            raise FileError(f"{source} holds its own {what}. Leave {what}= out, or use posterior.with_prior for another prior.")
+            raise FileError(f"{source} contains the {what}. Omit {what}=, or use posterior.with_prior for another prior.")
         return decoder.decode(value)
     if given is None:
-        raise FileError(f"The {what} of {source} is your own code ({own}), which a file cannot hold. Give it as {what}=.")
+        raise FileError(f"The {what} of {source} is custom code ({own}), which a file cannot contain. Give it as {what}=.")
     if type(given).__name__ != own:
         raise FileError(f"The {what} of {source} was a {own}, but {what}= is a {type(given).__name__}.")
     return given
 
 
 def _check(posterior: State) -> None:
-    """What a forged file could have wrong beside the types: sizes, ranges, a curvature that cannot be factorised."""
+    """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be factorised."""
     layout, sums = posterior.network.layout, posterior.statistics
     size = layout.size
     for what, tensor in (("θ̂", posterior.theta), ("gradient", sums.gradient)):
@@ -179,13 +179,13 @@ def _check(posterior: State) -> None:
     if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
-        raise ValueError("it has seen no data")
+        raise ValueError("it has no data")
     if not 0 < sums.weight < math.inf or not math.isfinite(sums.log_likelihood):
         raise ValueError("the sums over the data are not finite, or have no weight")
 
 
 def _check_report(posterior: State) -> None:
-    """Ranges of what `print(report)` shows, and sizes that are those of the network."""
+    """ValueError unless the numbers of the report are in range and its sizes are those of the network."""
     report, network = posterior.report, posterior.network
     one_of("mode", report.mode, MODES)
     one_of("convention", report.convention, CONVENTIONS)

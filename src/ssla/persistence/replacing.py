@@ -1,13 +1,13 @@
-"""Files and directories that are written beside their place and then put there whole.
+"""Files and directories are written beside their target and then moved there in one step.
 
     .name.5f0c….saving/     beside the target
-      lock                  locked while the process that writes lives
+      lock                  locked while the writing process is alive
       new                   the draft
-      old                   only without an atomic exchange: what was at the target, between two renames
+      old                   only without an atomic exchange: the old target, between two renames
 
-At every instant there is a complete old or a complete new one at the target. Without an atomic exchange of two directories
-(renameat2 of Linux) a process that is killed between two renames leaves `old`: `surviving` finds it, and the next save puts it
-back. A `.saving` directory whose lock is free has no living writer, and the next save removes it. Modes follow the umask.
+At all times the complete old or the complete new one is at the target. Without an atomic exchange of two directories
+(renameat2 of Linux) a process that is killed between two renames leaves `old`: `surviving` finds it, and the next save moves
+it back. A `.saving` directory whose lock is free has no writer, and the next save removes it. Permissions follow the umask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # Windows: no locks, so nothing that another process left is removed
+except ImportError:  # Windows: no locks, so files of other processes are not removed
     fcntl = None  # type: ignore[assignment]
 
 MARK = ".saving"
@@ -36,7 +36,7 @@ MOST_TRIES = 100
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A draft with the ending of `path`, which replaces `path` if the block ends without an error. A link is followed."""
+    """A draft with the suffix of `path`, which replaces `path` if the block ends without an error. Links are followed."""
     target = Path(os.path.realpath(path))
     with _room(target) as room:
         draft = room / f"new{target.suffix}"
@@ -46,7 +46,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty directory, which replaces `path` and all that is in it if the block ends without an error. A link is followed."""
+    """An empty directory, which replaces `path` with its content if the block ends without an error. Links are followed."""
     target = Path(os.path.realpath(path))
     with _room(target) as room:
         draft = room / "new"
@@ -56,7 +56,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def surviving(path: Path) -> tuple[Path, bool]:
-    """Where a directory is: at `path`, or where a save moved it out of the way; and whether the writer of that save is dead."""
+    """Where a directory is: at `path`, or where a save moved it; and whether the writer of that save has ended."""
     target = Path(os.path.realpath(path))
     if not target.exists():
         for room in _rooms(target):
@@ -73,7 +73,7 @@ def being_saved(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _room(target: Path) -> Iterator[Path]:
-    """A locked directory beside the target. What dead writers left there is removed first."""
+    """A locked directory beside the target. Remains of ended writers are removed first."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for room in _rooms(target):
         with _abandoned(room) as certain:
@@ -88,23 +88,23 @@ def _room(target: Path) -> Iterator[Path]:
 
 
 def _leave(room: Path, target: Path) -> None:
-    """Remove the directory; an old one in it goes back to its place first, unless something is there."""
+    """Remove the directory; an `old` in it is first moved back to the target, unless the target exists."""
     old = room / "old"
     if old.exists() and not target.exists():
         with contextlib.suppress(OSError):  # another writer was faster
             os.rename(old, target)
     if target.exists() or not old.exists():
-        with contextlib.suppress(OSError):  # an interrupt inside of rmtree can end in one
+        with contextlib.suppress(OSError):  # an interrupt inside rmtree can raise one
             shutil.rmtree(room, ignore_errors=True)
 
 
 def _put(draft: Path, target: Path, old: Path) -> None:
-    """The draft at the target, also where other writers do the same at this moment."""
+    """Move the draft to the target, also if other writers do the same at this moment."""
     for _ in range(MOST_TRIES):
-        with contextlib.suppress(FileNotFoundError):  # there is nothing at the target, or another writer has moved it
+        with contextlib.suppress(FileNotFoundError):  # the target does not exist, or another writer has moved it
             if _exchange(draft, target):
                 return
-            shutil.rmtree(old, ignore_errors=True)  # of an earlier try; there is a complete one at the target
+            shutil.rmtree(old, ignore_errors=True)  # from an earlier try; the target is complete
             os.rename(target, old)
         try:
             os.rename(draft, target)
@@ -112,11 +112,11 @@ def _put(draft: Path, target: Path, old: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    raise OSError(errno.EBUSY, f"other processes write to it all the time ({MOST_TRIES} tries)", str(target))
+    raise OSError(errno.EBUSY, f"other processes keep writing to it ({MOST_TRIES} tries)", str(target))
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Two directories change places in one step; False where the system has no such call."""
+    """Exchange two directories in one step; False if the system does not support it."""
     if _renameat2 is None:
         return False
     if _renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), EXCHANGE) == 0:
@@ -145,13 +145,13 @@ def _locked_room(target: Path) -> tuple[Path, IO[bytes] | None]:
     while True:
         room = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
         room.mkdir()
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another writer took it for abandoned, and removes it
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another writer considers it abandoned and removes it
             return room, _lock(room)
 
 
 @contextlib.contextmanager
 def _abandoned(room: Path) -> Iterator[bool]:
-    """Whether its writer is certainly dead: the lock of a living one is taken. In the block the lock is ours."""
+    """Whether its writer has certainly ended: a running writer holds the lock. In the block this process holds it."""
     try:
         lock = _lock(room)
     except OSError:
@@ -161,7 +161,7 @@ def _abandoned(room: Path) -> Iterator[bool]:
 
 
 def _lock(room: Path) -> IO[bytes] | None:
-    """An open file, whose lock ends with it. None where there are no locks; OSError if it is taken, or the room is gone."""
+    """An open, locked file. None if the system has no locks; OSError if it is locked, or the directory was removed."""
     if fcntl is None:
         return None
     with contextlib.ExitStack() as stack:

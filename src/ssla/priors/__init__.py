@@ -1,7 +1,7 @@
-"""What is believed about θ before the data: log density, gradient, curvature.
+"""Priors of θ: log density, gradient, curvature.
 
-A prior is written in the user's terms (a number, layer names, tensors) and bound to a layout once;
-the bound prior speaks of flat θ only. Any twice-differentiable log density fits the interface:
+The user writes a prior in numbers, layer names or tensors, and `bind` maps it to a layout once;
+the bound prior works on flat θ. Any twice-differentiable log density fits the interface:
 `precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
 """
 

@@ -18,10 +18,10 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, one precision for each layer anywhere in its own.
+    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, and one precision for each layer anywhere in its range.
 
-    `mean` and `precision` are (low, high), or a dict of such by layer (or, for means, parameter) name. A range with low = high
-    fixes that side of the box.
+    `mean` and `precision` are (low, high), or a dict of pairs by layer (or, for means, parameter) name. A range with low = high
+    fixes that value.
     """
 
     mean: Range | Mapping[str, Range] = (0.0, 0.0)
@@ -32,23 +32,25 @@ class Box:
             for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
                 if not isinstance(pair, tuple | list) or len(pair) != 2 or not least < pair[0] <= pair[1] < math.inf:
                     condition = "0 < low ≤ high" if what == "precision" else "low ≤ high"
-                    raise ValueError(f"Box {what} must be (low, high) with {condition}, or a dict of such, but has {pair!r}.")
+                    raise ValueError(
+                        f"Box {what} must be (low, high) with {condition}, or a dict of such pairs, but has {pair!r}."
+                    )
 
     def means(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Lower and upper means (P,)."""
         return _ends("mean", self.mean, layout)
 
     def precisions(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Lower and upper precisions (P,), alike within a layer."""
+        """Lower and upper precisions (P,), equal within a layer."""
         return _ends("precision", self.precision, layout)
 
     def centre(self, layout: Layout) -> Gaussian:
-        """The prior in the middle: means halfway, precisions halfway in logarithms."""
+        """The prior in the middle: midpoints of the means, and of the logarithms of the precisions."""
         (a, b), (low, high) = self.means(layout), self.precisions(layout)
         return _member(layout, (a + b) / 2, (low * high).sqrt())
 
     def sample(self, layout: Layout, generator: torch.Generator | None = None) -> Gaussian:
-        """A random member: means uniform, precisions log-uniform, one a layer."""
+        """A random member: means uniform, precisions log-uniform, one for each layer."""
         (a, b), (low, high) = self.means(layout), self.precisions(layout)
         share = torch.rand(len(a), dtype=torch.float64, generator=generator)
         by_layer = torch.zeros_like(a)

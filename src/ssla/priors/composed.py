@@ -1,4 +1,4 @@
-"""Priors put together from others, and priors from a log density of the user's own."""
+"""Priors composed of others, and priors from a custom log density."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ssla.network.layout import Layout, contiguous_layout
 from ssla.priors.prior import BoundPrior, Prior, names_of
 from ssla.priors.separable import Separable, slope
 
-LARGEST_HESSIAN = 4096  # parameters: beyond, a dense Hessian of the prior takes more than 128 MiB
+LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior takes more than 128 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A log density over all of θ at once; derivatives by autograd.
+    """A joint log density of all of θ; derivatives by autograd.
 
-    The curvature is given as a diagonal where its off-diagonal part is exactly zero, so that every structure can use it.
+    The curvature is returned as a diagonal if its off-diagonal part is exactly zero, so that every structure can use it.
     """
 
     function: Callable[[Tensor], Tensor]  # (P,) -> scalar
@@ -40,8 +40,8 @@ class Joint:
     def precision(self, theta: Tensor) -> Tensor:
         if theta.numel() > LARGEST_HESSIAN:
             raise ValueError(
-                f"A prior over all of {theta.numel():,} parameters at once would need a dense Hessian. Give it to fewer of them "
-                "(priors.Product), or declare custom(log_prob, independent=True) where coordinates are independent."
+                f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use it for fewer parameters "
+                "(priors.Product), or custom(log_prob, independent=True) if coordinates are independent."
             )
         with torch.enable_grad():
             free = theta.detach().clone().requires_grad_(True)
@@ -75,9 +75,9 @@ class Custom:
 
     def _checked(self, value: Any, shape: tuple[int, ...]) -> Tensor:
         if not isinstance(value, Tensor) or value.shape != shape:
-            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             want = f"one value for each parameter, shape {tuple(shape)}" if shape else "one number (a tensor of shape ())"
-            raise ValueError(f"The prior's log_prob must return {want}, but returned {came}.")
+            raise ValueError(f"The prior's log_prob must return {want}, but returned {given}.")
         return value
 
 
@@ -86,7 +86,7 @@ def custom(log_prob: Callable[..., Tensor], *, independent: bool = False, by_nam
 
     log_prob takes θ (P,) in the order of the parameter names and returns a number. With by_name=True it takes a dict of
     parameters instead. With independent=True it returns one value for each coordinate, (P,), and the Hessian is a diagonal.
-    It must be written in torch and be twice differentiable; it need not be normalised, but then the evidence is not either.
+    It must be written in torch and be twice differentiable. If it is not normalised, the evidence is not either.
 
     >>> import torch
     >>> prior = custom(lambda theta: -0.5 * (theta**2).sum() - theta.sum() ** 2)
@@ -102,7 +102,8 @@ def custom(log_prob: Callable[..., Tensor], *, independent: bool = False, by_nam
 class FromDistribution:
     """Any torch.distributions distribution over θ.
 
-    One number: every coordinate has it, independently. A batch or an event of P numbers: over θ in the order of the names.
+    A distribution of one number applies to every coordinate independently. A batch or an event of P numbers applies to θ in the
+    order of the names.
     With unconstrained=True, θ is the real coordinate of a constrained value v (log v for a positive one) and the density is
     that of θ: log p(v(θ)) + log|dv/dθ|.
     """
@@ -143,7 +144,7 @@ class FromDistribution:
 
 
 def _in_double(distribution: Distribution) -> Distribution:
-    """A copy of the distribution with its numbers in float64: some log densities round to their own dtype."""
+    """A copy of the distribution with its numbers in float64: some log densities are rounded to the dtype of their parameters."""
     own = copy(distribution)
     for name, value in vars(distribution).items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -157,7 +158,7 @@ def _in_double(distribution: Distribution) -> Distribution:
 class Product:
     """Different priors for different parameters: a dict by layer ("head") or parameter name ("head.bias").
 
-    Every free parameter needs one; a parameter's own entry overrules its layer's.
+    Every free parameter needs one; a parameter's own entry overrides that of its layer.
     """
 
     parts: Mapping[str, Prior | Distribution]
@@ -169,7 +170,7 @@ class Product:
 
     def bind(self, layout: Layout) -> BoundPrior:
         owner: dict[str, str] = {}
-        for key in sorted(self.parts, key=lambda name: name in layout.positions):  # a parameter overrules its layer
+        for key in sorted(self.parts, key=lambda name: name in layout.positions):  # a parameter overrides its layer
             owner.update(dict.fromkeys(names_of(key, layout), key))
         missing = [name for name in layout.names if name not in owner]
         if missing:
@@ -185,7 +186,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class BoundProduct:
-    """Σ over groups; each prior sees its own coordinates only."""
+    """The sum over groups; each prior gets only its own coordinates."""
 
     size: int
     groups: tuple[tuple[Tensor, BoundPrior], ...]
@@ -219,8 +220,8 @@ class NormalInverseGamma:
         σ² ~ InverseGamma(shape, scale),   μ | σ² ~ N(mean, σ²/strength).
 
     With s = log σ² the change of variable multiplies the density by σ²:
-    log π = −(shape + ½) s − e^(−s) [scale + ½ strength (μ − mean)²] + const. Exactly two parameters, in that order; give it to
-    them with priors.Product. Not log-concave jointly far from the mean.
+    log π = −(shape + ½) s − e^(−s) [scale + ½ strength (μ − mean)²] + const. Needs exactly two parameters, in that order; use
+    priors.Product for other parameters. Not log-concave jointly far from the mean.
     """
 
     mean: float = 0.0
@@ -254,7 +255,7 @@ class NormalInverseGamma:
 
 
 def named_order(layout: Layout) -> Tensor:
-    """Indices into θ that read it in the order of the parameter names."""
+    """Indices into θ, in the order of the parameter names."""
     return torch.cat([index.flatten() for index in layout.positions.values()])
 
 

@@ -1,4 +1,4 @@
-"""Gaussian beliefs, and none."""
+"""Gaussian and flat priors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssla.priors.prior import Setting, resolve, values_of
 
 @dataclass(frozen=True)
 class BoundGaussian:
-    """N(mean, diag(1/scale_precision)) over θ; a zero precision leaves that coordinate flat."""
+    """N(mean, diag(1/scale_precision)) over θ; a precision of zero means a flat prior for that coordinate."""
 
     mean: Tensor
     scale_precision: Tensor

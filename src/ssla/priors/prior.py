@@ -1,4 +1,4 @@
-"""What a prior is, and how settings written in the user's terms become vectors over θ."""
+"""The Prior protocol, and how the user's settings become vectors over θ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Setting = float | Tensor | Mapping[str, "float | Tensor"]
 
 EXACT, PAPER, ADDITIVE = "exact", "paper", "additive"
 CONVENTIONS = (EXACT, PAPER, ADDITIVE)
-"""Where the prior enters: in the refit and in the curvature; in the refit only; in neither, as an increment alone."""
+"""Where the prior is used: in the refit and the curvature; in the refit only; in neither, only as an increment."""
 
 
 class BoundPrior(Protocol):
@@ -32,12 +32,12 @@ class BoundPrior(Protocol):
         ...
 
     def precision(self, theta: Tensor) -> Tensor:
-        """−∇² log π: (P,) if diagonal, else (P, P). Positive semi-definite where log π is concave, and only there."""
+        """−∇² log π: (P,) if diagonal, else (P, P). Positive semi-definite only where log π is concave."""
         ...
 
 
 class Prior(Protocol):
-    """What the user writes."""
+    """A prior as the user writes it."""
 
     def bind(self, layout: Layout) -> BoundPrior: ...
 
@@ -65,7 +65,7 @@ def resolve(what: str, setting: Setting, layout: Layout) -> Tensor:
 
 def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Layout) -> Tensor:
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
-    for key in sorted(setting, key=lambda name: name in layout.positions):  # a parameter overrules its layer
+    for key in sorted(setting, key=lambda name: name in layout.positions):  # a parameter overrides its layer
         value = torch.as_tensor(setting[key], dtype=torch.float64)
         for name in names_of(key, layout):
             index = layout.positions[name]
@@ -83,7 +83,7 @@ def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Lay
 
 
 def names_of(key: str, layout: Layout) -> tuple[str, ...]:
-    """The parameters that a layer's or a parameter's name stands for."""
+    """The parameters of a layer, or the parameter of that name."""
     layers = layout.layers()
     if key in layout.positions:
         return (key,)
@@ -93,35 +93,35 @@ def names_of(key: str, layout: Layout) -> tuple[str, ...]:
 
 
 def check_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
-    """Refuse a prior that gives θ̂ no density: its gradient there would mean nothing."""
+    """ValueError if the prior has no density at θ̂: its gradient is undefined there."""
     if not bool(torch.isfinite(bound.log_prob(theta))):
         raise ValueError(
             f"The prior {describe(prior)} has no density at the parameters (log π(θ) is {float(bound.log_prob(theta)):g}). "
-            "Choose one whose support holds them, state the change of variable (priors.Gamma(…, link='log')), or give it to the "
-            "parameters it is meant for (priors.Product)."
+            "Use a prior whose support contains them, state the change of variable (priors.Gamma(…, link='log')), or apply it "
+            "only to the parameters it is meant for (priors.Product)."
         )
 
 
 def indefinite(precision: Tensor) -> int:
-    """In how many directions log π is not concave: the negative eigenvalues of −∇² log π."""
+    """The number of negative eigenvalues of −∇² log π: directions in which log π is not concave."""
     values = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
     return int((values < -1e-12 * values.abs().max()).sum())
 
 
 def concavity_notes(precision: Tensor) -> list[str]:
-    """What a report has to say about −∇² log π at θ̂: nothing where it is positive semi-definite."""
+    """Notes for a report about −∇² log π at θ̂; none if it is positive semi-definite."""
     count = indefinite(precision)
     if not count:
         return []
     of = precision.shape[0]
     return [
-        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative there and takes away from the "
+        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative there and reduces the "
         "curvature of the data"
     ]
 
 
 def describe(prior: object) -> str:
-    """A prior on one line: long tensors by their shape."""
+    """A prior on one line; long tensors are shown by their shape."""
     text = " ".join(repr(prior).split())
     if len(text) <= 160:
         return text

@@ -1,8 +1,8 @@
 """Priors of independent coordinates: heavy tails, shrinkage, rates.
 
-One log density for every coordinate; gradient and curvature come from autograd and are diagonal exactly. Where a
-textbook density has a kink or a pole at zero it is rounded off at a stated width, and normalised again in closed form:
-Laplace's approximation needs two derivatives.
+One log density for every coordinate; the curvature, from autograd, is exactly diagonal. Where a
+textbook density has a kink or a pole at zero it is smoothed at a stated width, and normalised again in closed form,
+because Laplace's approximation needs two derivatives.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def _check(scale: Setting, loc: Setting) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
-    """Double exponential tails, exp(−|θ − loc|/scale), with the kink rounded off: the hyperbolic density
+    """Double exponential tails, exp(−|θ − loc|/scale), with a smoothed kink: the hyperbolic density
 
         log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale.
 
-    Log-concave everywhere. As smoothing → 0 it becomes Laplace's own density, whose curvature is 0 and not defined at loc;
-    a mode at exactly loc (the lasso's zeros) is then found only roughly, at a distance of order ε.
+    Log-concave everywhere. As smoothing → 0 it tends to the Laplace density, whose curvature is 0, and undefined at loc.
+    A mode at exactly loc (the zeros of the lasso) is then found only to within a distance of order ε.
     """
 
     scale: Setting = 1.0
@@ -75,7 +75,7 @@ class Laplace:
 
     def __post_init__(self) -> None:
         _check(self.scale, self.loc)
-        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the rounded tip, in units of the scale.")
+        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed kink, in units of the scale.")
 
     def bind(self, layout: Layout) -> Separable:
         scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
@@ -113,12 +113,12 @@ class StudentT:
 
 @dataclass(frozen=True, eq=False)
 class Horseshoe:
-    """A horseshoe-like density, sharp at zero with tails of order θ⁻², rounded off at zero:
+    """A horseshoe-like density, sharp at zero with tails of order θ⁻², smoothed at zero:
 
         π(θ) = log(1 + 1/(t² + ε²)) / (2π (√(1 + ε²) − ε) scale),      t = θ/scale, ε = smoothing.
 
-    The horseshoe itself has a pole at zero, where no Laplace approximation holds; smoothing says how much of it is kept.
-    Log-concave only within about ε of zero: expect the posterior to note it.
+    The horseshoe itself has a pole at zero, where no Laplace approximation holds; a smaller smoothing is closer to it.
+    Log-concave only within about ε of zero: the report of a posterior usually notes this.
     """
 
     scale: Setting = 1.0
@@ -126,7 +126,7 @@ class Horseshoe:
 
     def __post_init__(self) -> None:
         _check(self.scale, 0.0)
-        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the rounded pole, in units of the scale.")
+        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed pole, in units of the scale.")
 
     def bind(self, layout: Layout) -> Separable:
         scale, tip = resolve("scale", self.scale, layout), float(self.smoothing)
@@ -164,13 +164,13 @@ class SpikeSlab:
 
 @dataclass(frozen=True, eq=False)
 class Gamma:
-    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).  `link` states what θ is, as in likelihoods.Poisson:
+    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).  `link` defines θ, as in likelihoods.Poisson:
 
     "log"       θ = log λ; the change of variable multiplies the density by λ:  log π(θ) = shape·θ − rate·e^θ + const,
                 log-concave everywhere.
     "identity"  θ = λ > 0:  log π(θ) = (shape − 1) log θ − rate·θ + const, log-concave for shape ≥ 1.
 
-    The two are one distribution of λ but two densities, with different modes: Laplace's approximation depends on the choice.
+    Both are the same distribution of λ, but their densities have different modes: Laplace's approximation depends on the link.
     """
 
     shape: Setting

@@ -13,9 +13,9 @@ from ssla.sklearn.estimator import AUTO, TableEstimator
 
 
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A network for a table of numbers that predicts the probabilities of classes, doubt about its weights included.
+    """A network for a table of numbers that predicts class probabilities, including the uncertainty of its weights.
 
-    Parameters are those of `SSLARegressor`, but for likelihood and conformal. `predict_dist(X).interval(0.95)` gives the smallest
+    Parameters are those of `SSLARegressor`, without likelihood and conformal. `predict_dist(X).interval(0.95)` gives the smallest
     set of classes with that probability.
 
     >>> SSLAClassifier(random_state=0).fit(X, y).predict_proba(X_new)      # doctest: +SKIP

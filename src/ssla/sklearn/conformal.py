@@ -1,4 +1,4 @@
-"""Split conformal intervals: coverage that holds for every finite sample, whatever the model got wrong."""
+"""Split conformal intervals: coverage that holds for every sample size, even if the model is wrong."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from ssla.predictive import Predictive, kind_of
 from ssla.refit import resolve
 
-ROUNDING = 1e-12  # (n + 1)·level may be a whole number but for its last digits
+ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Scores |y − mean| / stddev (n, D) of rows kept aside, sorted, with the weights of their rows (n, D) in the same order.
+    """Scores |y − mean| / stddev (n, D) of calibration rows, sorted, with the weights of their rows (n, D) in the same order.
 
     q is the smallest score at which the weights of the scores up to it sum to at least (W + 1)·level, where W is the sum of all
     weights and the 1 is the new row. Then P(|y − mean| ≤ q·stddev) ≥ level for a row exchangeable with them. With weights of one,
@@ -29,7 +29,7 @@ class Conformal:
 
     scores: np.ndarray
     weights: np.ndarray
-    refit: Any  # of the predictives that were scored: the scores hold for no other
+    refit: Any  # of the predictives that were scored: the scores are valid only for it
 
     @staticmethod
     def of(predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any) -> Conformal:
@@ -40,11 +40,11 @@ class Conformal:
         return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
 
     def holds_for(self, refit: Any) -> bool:
-        """Whether predictives of that refit are the ones that were scored."""
+        """Whether the scores were computed with that refit."""
         return resolve(refit) == resolve(self.refit)
 
     def factor(self, level: float) -> np.ndarray:
-        """q for each target; infinite where the rows are too few for the level."""
+        """q for each target; infinite if there are too few rows for the level."""
         sums = np.cumsum(self.weights, axis=0)
         reached = sums >= (sums[-1] + 1) * level * (1 - ROUNDING)
         if not reached[-1].all():

@@ -1,4 +1,4 @@
-"""What both estimators share: checks of the settings, rows as tensors, the fitted ensemble."""
+"""Shared code of both estimators: validation of settings, rows as tensors, the fitted ensemble."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ AUTO = "auto"
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
-    """Abstract: settings -> ensemble. The two estimators add what y is."""
+    """Abstract: settings -> ensemble. The two estimators define y."""
 
     ensemble_: Ensemble
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
-        """The parameters, checked now and not when they were given (so that clone and grid search may set anything)."""
+        """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
         for name in ("members", "max_epochs", "patience"):
             _number(self, name, int, 1)
         for name in ("learning_rate", "prior_precision"):
             _number(self, name, float, 0, strict=True)
         _number(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1, but is {self.validation_fraction!r}.")
+            raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, ACTIVATIONS)
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, numbers.Integral) else tuple(self.hidden)
@@ -63,7 +63,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         )
 
     def _present(self, X: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows have a positive weight (n,) bool, and the weights of these. The others count as not there."""
+        """Which rows have a positive weight (n,) bool, and the weights of these. Other rows are ignored."""
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         present = weights > 0
         if int(present.sum()) < 2:
@@ -76,17 +76,17 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return fit_ensemble(x, target, w, settings, classes, self._on_epoch(settings))
 
     def _on_epoch(self, settings: Settings) -> Any:
-        """Hook for progress: called with the number of each finished epoch."""
+        """Progress callback, called with the number of each finished epoch."""
         return getattr(self, "on_epoch", None)
 
     def predict_dist(self, X: Any) -> Predictive:
-        """The whole predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
+        """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
         check_is_fitted(self, "ensemble_")
         X = validate_data(self, X, reset=False, dtype=np.float64, order="C")
         return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` opens it, without any code of yours."""
+        """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no other code is needed."""
         check_is_fitted(self, "ensemble_")
         return save(self, path)
 

@@ -28,7 +28,7 @@ ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassif
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Open what `estimator.save(path)` wrote. It predicts bit by bit as before.
+    """Load an estimator that `estimator.save(path)` wrote. Its predictions have the same bits.
 
     >>> ssla.sklearn.load("model").predict_interval(X)      # doctest: +SKIP
     """
@@ -42,7 +42,7 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     with guarded(source):
         decoder = Decoder(tensors)
         if content["estimator"] not in ESTIMATORS:
-            raise FileError(f"{source} holds a {content['estimator']!r}, which this ssla does not know.")
+            raise FileError(f"{source} holds a {content['estimator']!r}, which this version of ssla does not support.")
         estimator = ESTIMATORS[content["estimator"]](**decoder.decode(content["parameters"], dict))
         estimator.n_features_in_ = content["columns"]
         if content["names"]:
@@ -62,13 +62,13 @@ def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> 
     if "conformal" not in content:
         return None
     found = decoder.decode(content["conformal"])
-    if isinstance(found, Tensor):  # of an ssla without row weights: the scores alone
+    if isinstance(found, Tensor):  # from an ssla without row weights: only the scores
         found = {"scores": found, "weights": torch.ones_like(found), "refit": refit}
     return Conformal(found["scores"].numpy(), found["weights"].numpy(), found["refit"])
 
 
 def _check(estimator: Any) -> None:
-    """What a forged file could have wrong beside the posteriors: settings, sizes, classes, weights and scales."""
+    """ValueError for a forged file: wrong settings, sizes, classes, weights or scales."""
     ensemble: Ensemble = estimator.ensemble_
     width, outputs = ensemble.architecture.inputs, ensemble.architecture.outputs
     settings: Settings = ensemble.settings
@@ -80,7 +80,7 @@ def _check(estimator: Any) -> None:
     if (classes is not None) != is_classifier:
         raise ValueError("the classes do not fit the estimator")
     if is_classifier and (len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes)):
-        raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one is there twice")
+        raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")
     if estimator.n_features_in_ != width or len(getattr(estimator, "feature_names_in_", range(width))) != width:
         raise ValueError(f"the columns are not the {width} inputs of the network")
     targets = outputs if settings.likelihood == GAUSSIAN else 1
@@ -118,7 +118,7 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
     widths = (architecture.inputs, *architecture.hidden, architecture.outputs)
     shapes = [tuple(tensors[f"network.0.{2 * i}.weight"].shape) for i in range(len(widths) - 1)]
-    if shapes != [(following, width) for width, following in pairwise(widths)]:  # before memory for other sizes is taken
+    if shapes != [(following, width) for width, following in pairwise(widths)]:  # before memory for other sizes is allocated
         raise ValueError(f"the networks do not have the widths {widths}")
     if settings["members"] != len({name.split(".")[1] for name in tensors if name.startswith("network.")}):
         raise ValueError(f"there are no networks of {settings['members']} members")

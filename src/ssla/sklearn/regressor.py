@@ -1,4 +1,4 @@
-"""Numbers and counts."""
+"""The regressor: numbers and counts."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "gaussian" (noise of one size, found on rows left out), "heteroscedastic" (noise depends on x), "poisson" (counts).
+        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts).
     members:
-        Networks trained at once; the prediction is the mixture of their predictives.
+        Number of networks, trained together; the prediction is the mixture of their predictives.
     hidden, activation:
         Widths of the hidden layers; "silu", "relu" or "tanh".
     refit:
-        The rung of the ladder used in predictions: "output", "newton", "none" or "plug_in".
+        The refit used in predictions: "output", "newton", "none" or "plug_in".
     weights, structure:
         Which weights are uncertain ("last_layer", "all") and the form of their curvature ("dense", "kfac", "diag", "low_rank").
     prior_precision, tune:
-        Of the Gaussian prior: the weight decay of training; then tuned by the evidence if `tune`.
+        Precision of the Gaussian prior: the weight decay of training; if `tune`, it is then tuned by the evidence.
     max_epochs, batch_size, learning_rate, early_stopping, validation_fraction, patience:
-        Training. Each member leaves out other rows for early stopping and noise; its last layer is then fitted to all of them.
-        batch_size="auto" is a sixteenth of the rows, between 16 and 256; None takes all at once.
+        Training. Each member holds out different rows for early stopping and noise; its last layer is then fitted to all rows.
+        batch_size="auto" is a sixteenth of the rows, between 16 and 256; None uses all rows at once.
     conformal, calibration_fraction:
-        Correct `predict_interval` on that share of the rows, kept aside: coverage of at least the level for exchangeable rows.
-        Row weights are frequencies there too; rows of weight 0 are in neither part.
+        Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
+        Row weights are frequencies here too; rows of weight 0 are ignored.
     random_state:
         Seed. The same seed and data give the same fit.
 
@@ -122,16 +122,16 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _check_target(self, y: np.ndarray) -> None:
         if self.likelihood != "gaussian" and y.ndim == 2:
             raise ValueError(
-                f"likelihood={self.likelihood!r} takes one target, but y has {y.shape[1]} columns. Fit one for each."
+                f"likelihood={self.likelihood!r} needs one target, but y has {y.shape[1]} columns. Fit one for each."
             )
         if bool((y == y[:1]).all(0).any()):
-            raise ValueError("The target y is constant, so there is nothing to learn from it.")
+            raise ValueError("The target y is constant, so there is nothing to predict.")
         if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
             raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
 
     def _set_aside(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < self.calibration_fraction < 1:
-            raise ValueError(f"calibration_fraction must lie between 0 and 1, but is {self.calibration_fraction!r}.")
+            raise ValueError(f"calibration_fraction must be between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         kept, aside = train_test_split(np.arange(rows), test_size=self.calibration_fraction, random_state=seed)
         if len(kept) < 2:
@@ -147,17 +147,17 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return (p.mean.numpy(), p.stddev.numpy()) if return_std else p.mean.numpy()
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Central interval (N, 2), or (N, D, 2); with conformal=True one that covers with at least that probability."""
+        """Central interval (N, 2), or (N, D, 2); with conformal=True its coverage is at least the level."""
         return self.interval_of(self.predict_dist(X), level)
 
     def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
-        """`predict_interval` from a predictive that is there already, as for several levels."""
+        """`predict_interval` from an existing predictive, for example for several levels."""
         if self.conformal_ is None:
             return predictive.interval(level).numpy()
         if not self.conformal_.holds_for(self.refit):
             raise ValueError(
                 f"The conformal scores were computed with refit={self.conformal_.refit!r}, but refit is now {self.refit!r}, for "
-                "which their coverage does not hold. Fit again with that refit, or predict with the first one."
+                "which their coverage does not hold. Fit again with the new refit, or predict with the first one."
             )
         return self.conformal_.interval(predictive, checked_level(level))
 

@@ -16,7 +16,7 @@ STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac"
 
 
 def resolve(structure: str | Structure) -> Structure:
-    """The door for names: "dense", "diag", "kfac", "low_rank" -> the object; objects pass."""
+    """The structure of a name ("dense", "diag", "kfac", "low_rank"); a structure object is returned as it is."""
     if not isinstance(structure, str):
         if isinstance(structure, type) or not hasattr(structure, "with_prior"):
             raise TypeError(

@@ -1,7 +1,7 @@
-"""The full P×P curvature, or, while n·C < P, the rows that make it.
+"""The full P×P curvature, or its rows while n·C < P.
 
-S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are kept as they are (the dual or
-kernel form: memory n·C·P, factorised by Woodbury); once there are more, they are summed to P×P. Both are exact, and merge.
+S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are stored as rows (the dual or
+kernel form: memory n·C·P, factorised by Woodbury); more are summed to P×P. Both forms are exact and can be merged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 @dataclass(frozen=True, eq=False)
 class DenseOperator:
-    """H = L Lᵀ; K = (L⁻¹Jᵀ)ᵀ(L⁻¹Jᵀ) is positive semi-definite by form."""
+    """H = L Lᵀ; K = (L⁻¹Jᵀ)ᵀ(L⁻¹Jᵀ) is positive semi-definite by construction."""
 
     factor: Tensor  # L (P, P)
 
     @cached_property
     def _whitener(self) -> Tensor:
-        """L⁻¹, once, so that each batch is a product and not a solve."""
+        """L⁻¹, computed once, so that each batch needs a product and not a solve."""
         eye = torch.eye(self.factor.shape[0], dtype=torch.float64)
         inverse: Tensor = torch.linalg.solve_triangular(self.factor, eye, upper=False)
         return inverse
@@ -38,7 +38,7 @@ class DenseOperator:
         return J.quadratic(self._single_whitener if J.dtype == torch.float32 else self._whitener)
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic wants a lower triangular factor, so take B's R by QR.
+        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of B gives.
         B = middle.sqrt()[:, None] * torch.cholesky_solve(torch.eye(len(middle), dtype=torch.float64), self.factor)
         upper = torch.linalg.qr(B.flip(1), mode="r").R  # BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular
         return J.quadratic(upper.flip(0, 1).contiguous())
@@ -62,7 +62,7 @@ class DenseOperator:
 class Dense:
     """S = Σ JᵀΛJ in float64: as a matrix (P, P), or as rows W (m, P) with S = WᵀW while m < P.
 
-    dual: whether rows may be kept; they need a positive semi-definite Λ.
+    dual: whether rows may be stored; this needs a positive semi-definite Λ.
     """
 
     dual: bool = True
@@ -82,7 +82,7 @@ class Dense:
         return sum(len(part) for part in self.rows)
 
     def as_matrix(self) -> Tensor:
-        """S (P, P), built if it is not."""
+        """S (P, P), computed if it is not stored."""
         if self.matrix is not None:
             return self.matrix
         W = self._stacked
@@ -120,7 +120,7 @@ class Dense:
         factor, info = torch.linalg.cholesky_ex(H)
         pivots = factor.diagonal()
         scale = H.diagonal().sqrt()
-        improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding, not information
+        improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding error
         if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
             which = int(info) or int((pivots / scale).argmin()) + 1
             raise ValueError(no_factor(precision, f" (parameter {which} of {len(H)} is not determined)"))

@@ -1,14 +1,14 @@
 """Kronecker-factored curvature, layer by layer; the diagonal for layers without a Kronecker form.
 
-For a layer used in T places of each row, with inputs a and backpropagated output gradients δ (C of them):
+For a layer applied at T positions of each row, with inputs a and backpropagated output gradients δ (C of them):
 
-    expand:  H ≈ (Σ_it a aᵀ) ⊗ (Σ_it δᵀΛδ) / Σ_it 1             each place counts as a row
-    reduce:  H ≈ (Σ_i ā āᵀ) ⊗ (Σ_i (Σ_t δ_t)ᵀΛ(Σ_t δ_t)) / n     with ā the mean over places
+    expand:  H ≈ (Σ_it a aᵀ) ⊗ (Σ_it δᵀΛδ) / Σ_it 1             each position counts as a row
+    reduce:  H ≈ (Σ_i ā āᵀ) ⊗ (Σ_i (Σ_t δ_t)ᵀΛ(Σ_t δ_t)) / n     with ā the mean over positions
 
-Λ is the likelihood's own Fisher, pulled back exactly: C backward passes, no Monte Carlo. Both are exact for one row and one
-place, and for a linear model where Λ does not depend on the row. Eigenbases of the factors are kept, so that another prior
-precision costs no pass over data and no new factorisation. Fails to be Kronecker when the prior's precision varies inside a
-layer: refused by name.
+Λ is the likelihood's own Fisher information, propagated exactly: C backward passes, no Monte Carlo. Both are exact for one row
+and one position, and for a linear model if Λ does not depend on the row. Eigenbases of the factors are kept, so another prior
+precision needs no pass over data and no new factorisation. A prior precision that varies inside a layer is not a Kronecker
+product and is refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype
 
 @dataclass(frozen=True, eq=False)
 class LayerFactors:
-    """Sums of one layer. Empty (None) until the first batch shows its shape."""
+    """Sums of one layer."""
 
     positions: Tensor  # (out, in)
     A: Tensor  # Σ w a aᵀ (in, in)
     G: Tensor  # Σ w δᵀΛδ (out, out)
-    count: float  # Σ w over rows and places
+    count: float  # Σ w over rows and positions
 
     def merge(self, other: LayerFactors) -> LayerFactors:
         return replace(self, A=self.A + other.A, G=self.G + other.G, count=self.count + other.count)
@@ -70,7 +70,7 @@ class LayerOperator:
 
 @dataclass(frozen=True, eq=False)
 class KfacOperator:
-    """H⁻¹ of all layers, and of the diagonal rest."""
+    """H⁻¹ of all layers, and of the diagonal for other parameters."""
 
     layers: tuple[LayerOperator, ...]
     rest_positions: Tensor
@@ -130,7 +130,7 @@ class KfacOperator:
 
 @dataclass(frozen=True, eq=False)
 class Kfac:
-    """Statistics of all layers.  sharing: how places of one row are counted, "expand" or "reduce"."""
+    """Statistics of all layers.  sharing: how positions of one row are counted, "expand" or "reduce"."""
 
     sharing: str = EXPAND
     size: int = 0
@@ -189,7 +189,7 @@ class Kfac:
         for layer in self.layers:
             d = factors[layer.positions]
             if not bool((d == d[:, :1]).all()):
-                raise ValueError("kfac can be rescaled by output only: factors vary within a row of a layer's weight.")
+                raise ValueError("kfac can be rescaled by output only: the factors vary within a row of a layer's weight.")
             layers.append(replace(layer, G=layer.G * d[:, :1] * d[:, 0]))
         return replace(self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2)
 
@@ -207,8 +207,8 @@ class Kfac:
             tau = diagonal[layer.positions].flatten()
             if not bool((tau == tau[0]).all()):
                 raise ValueError(
-                    "structure='kfac' needs one prior precision for each layer (weight and bias alike), but it varies inside "
-                    "one. Give a number or a dict by layer, or use structure='dense' or 'diag'."
+                    "structure='kfac' needs one prior precision for each layer (the same for weight and bias), but it varies "
+                    "inside one. Give a number or a dict by layer, or use structure='dense' or 'diag'."
                 )
             values_a, basis_a, values_g, basis_g = layer.eigen
             spectrum = values_g[:, None] * values_a[None, :] + tau[0]
@@ -220,7 +220,7 @@ class Kfac:
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:
-        """Factors, a batch's share, eigenbases and their workspace; the spectrum is as large as θ."""
+        """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size of θ."""
         factors = sum(inside * inside + out * out for inside, out in extent.layers)
         return 4 * 8 * (factors + extent.rest) + 8 * extent.size
 
@@ -234,7 +234,7 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     elif isinstance(J, LayerJacobian):
         yield from J.layers
     else:
-        raise TypeError("structure='kfac' needs the network layer by layer, but was given a plain Jacobian.")
+        raise TypeError("structure='kfac' needs a Jacobian by layers, but got a plain one.")
 
 
 def _last(J: Features) -> Tensor:

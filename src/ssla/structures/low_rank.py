@@ -1,17 +1,17 @@
-"""The leading directions of the curvature, found without building it.
+"""The leading directions of the curvature, computed without building it.
 
 The statistics are a sketch Y = S Ω of S = Σ JᵀΛJ on a fixed random orthonormal Ω (P, l): a sum over rows, so it streams and
-merges like the others, one pass, J never built. S is recovered by the Nyström formula
+merges like the other structures, in one pass, without building J. The Nyström formula gives S:
 
     Ŝ = Y (ΩᵀY)⁺ Yᵀ ⪯ S,        exact where rank S ≤ l,
 
-and cut to its k leading eigenpairs. What is left out is known and not guessed: tr S is summed exactly, and the dropped curvature
-d = tr S − tr Ŝ_k ≥ 0 bounds what dropping it does. With the smallest prior precision τ, H ⪯ (1 + d/τ) Ĥ, so that
+of which the k leading eigenpairs are kept. tr S is summed exactly, so the dropped curvature d = tr S − tr Ŝ_k ≥ 0 is known, and
+it bounds the error. With the smallest prior precision τ, H ⪯ (1 + d/τ) Ĥ, so that
 
-    K ⪯ K̂ ⪯ (1 + d/τ) K:        variances are never too small, and at most by d/τ too large.
+    K ⪯ K̂ ⪯ (1 + d/τ) K:        variances are never too small, and too large by a share of at most d/τ.
 
 Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each time, until d/τ ≤ `tail`.
-Where the data say much about every direction that takes l near P: then use another structure.
+Where the data determine every direction, l approaches P: then use another structure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ssla.structures.structure import Extent, Structure, mismatch
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 FIRST_COLUMNS = 64
-NEGLIGIBLE = 1e-12  # of the largest eigenvalue of ΩᵀSΩ: below it there is rounding only
+NEGLIGIBLE = 1e-12  # of the largest eigenvalue of ΩᵀSΩ: smaller values are rounding error
 EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 
 
@@ -35,8 +35,9 @@ EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 class LowRank:
     """S ≈ U diag(λ) Uᵀ, k directions.
 
-    rank: k, or None for as many as overstate no variance by more than the share `tail`.  seed: of Ω; statistics merge only
-    under the same one.  columns: l, the width of the sketch (2 k + 10, or doubled from 64 until `tail` is reached).
+    rank: k, or None for as many as keep every variance from being overstated by more than the share `tail`.  seed: of Ω;
+    statistics merge only with the same seed.  columns: l, the columns of the sketch (2 k + 10, or doubled
+    from 64 until `tail` is reached).
     """
 
     rank: int | None = None
@@ -56,7 +57,7 @@ class LowRank:
                 raise ValueError(f"LowRank({what}=…) must be a positive integer or None, but is {value!r}.")
         if not 0 < self.tail < 1:
             raise ValueError(
-                f"LowRank(tail=…) must lie between 0 and 1: the share by which variances may be overstated. It is {self.tail!r}."
+                f"LowRank(tail=…) must be between 0 and 1 (the share by which variances may be overstated), but is {self.tail!r}."
             )
 
     def _width(self, size: int) -> int:
@@ -86,7 +87,7 @@ class LowRank:
         return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
 
     def scaled(self, factors: Tensor) -> LowRank:
-        """Exact for equal factors; of Ŝ in place of S for others."""
+        """Exact for equal factors; for others, Ŝ is used in place of S."""
         diagonal = self.diagonal * factors**2
         if bool((factors == factors[0]).all()):
             return replace(self, sketch=self.sketch * factors[0] ** 2, diagonal=diagonal)
@@ -111,7 +112,7 @@ class LowRank:
 
     @property
     def directions(self) -> int:
-        """k: all that the sketch holds, unless fewer were asked for."""
+        """k: `rank`, or all directions of the sketch."""
         return len(self._root) if self.rank is None else min(self.rank, len(self._root))
 
     def overstated(self, least: float) -> float:
@@ -119,12 +120,12 @@ class LowRank:
         return float(self._dropped) / least
 
     def note(self, least: float) -> str:
-        """What is left out, for a report."""
+        """The size of the dropped part, for a report."""
         of = f"{self.directions:,} of {len(self.diagonal):,} directions"
         return f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too large"
 
     def wider(self, least: float, most: int) -> LowRank | None:
-        """An empty one with a sketch twice as wide (at most `most` columns), if this one overstates more than it may."""
+        """Empty statistics with a sketch twice as wide (at most `most` columns) if `tail` is exceeded, else None."""
         columns, size = self.sketch.shape[1], self.sketch.shape[0]
         if self.rank is not None or self.overstated(least) <= self.tail or columns >= min(size, most):
             return None

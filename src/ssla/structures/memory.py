@@ -1,4 +1,4 @@
-"""What cannot fit the memory budget is refused before any pass, with what would fit."""
+"""Raises an error before any pass if a fit exceeds the memory budget, and names structures that fit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: in
     if bytes_per_row > budget:
         raise ValueError(
             f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
-            f"more than the memory budget of {in_words(budget)}. Give several times that, or free fewer weights."
+            f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights."
         )
 
 
 def alternatives(name: str, extent: Extent, budget: int) -> str:
-    """The other structures that fit, with what they take."""
+    """The other structures that fit, with their memory."""
     sizes = {other: structure.memory(extent) for other, structure in STRUCTURES.items() if other != name}
     good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
     return " or ".join(good) or "fewer weights, such as weights='last_layer'"
 
 
 def in_words(size: int) -> str:
-    """Bytes, to be read."""
+    """A number of bytes as text."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     for unit in units:
         if value < 1024 or unit == units[-1]:

@@ -1,7 +1,7 @@
-"""Sufficient statistics of the curvature, and the operator they become under a prior.
+"""Sufficient statistics of the curvature, and the operator that they give with a prior.
 
-A structure is a commutative monoid: `zero`, `add`, `merge`. It knows the data only, so priors swap
-freely: `with_prior` factorises H = statistics + prior precision once.
+A structure is a commutative monoid: `zero`, `add`, `merge`. It depends on the data only, so the prior can
+be changed: `with_prior` factorises H = statistics + prior precision once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ssla.structures.jacobians import Jacobian
 
 @dataclass(frozen=True)
 class Extent:
-    """How large a problem is: what its memory depends on."""
+    """The size of a problem, from which its memory follows."""
 
     size: int  # P
     outputs: int  # C
@@ -26,7 +26,7 @@ class Extent:
 
     @property
     def rest(self) -> int:
-        """Parameters outside those layers."""
+        """The number of parameters outside those layers."""
         return self.size - sum(inside * out for inside, out in self.layers)
 
 
@@ -66,7 +66,7 @@ class Structure(Protocol):
 
     @property
     def materialises(self) -> bool:
-        """Whether it asks a Jacobian for its entries, which then have to fit the memory budget."""
+        """Whether it needs the entries of a Jacobian, which must then fit the memory budget."""
         ...
 
     def zero(self, size: int) -> Structure:
@@ -74,7 +74,7 @@ class Structure(Protocol):
         ...
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
-        """Statistics with one more batch; precision (B, C, C) carries the row weights, which come also by themselves (B,)."""
+        """Statistics with one more batch; precision (B, C, C) includes the row weights, which are also passed separately (B,)."""
         ...
 
     def merge(self, other: Structure) -> Structure:
@@ -94,7 +94,7 @@ class Structure(Protocol):
         ...
 
     def memory(self, extent: Extent) -> int:
-        """Bytes that the statistics, a batch's share of them and their factorisation take."""
+        """Bytes of the statistics, those of a batch, and their factorisation."""
         ...
 
 
@@ -104,7 +104,7 @@ SINGULAR = (
     "zero. Remedy: give a proper prior, for example prior=ssla.priors.Gaussian(precision=1.0)."
 )
 ILL_CONDITIONED = (
-    "The curvature of the log posterior cannot be factorised in double precision{detail}: its largest part is beyond 1e14 times "
+    "The curvature of the log posterior cannot be factorised in double precision{detail}: its largest part exceeds 1e14 times "
     "the prior's precision, which is proper (at least {least:.3g}). Likely causes: (a) inputs or features of very unequal scale; "
     "(b) a noise far too small for the targets. Remedy: standardise the inputs and targets, or give a prior precision nearer to "
     "the data's."
@@ -112,11 +112,11 @@ ILL_CONDITIONED = (
 
 
 def no_factor(precision: Tensor, detail: str) -> str:
-    """The text of an error where S + prior has no factor. A proper prior is not the cause, and not the remedy."""
+    """The error text if S + prior cannot be factorised. If the prior is proper, it is neither the cause nor the remedy."""
     least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
     return ILL_CONDITIONED.format(detail=detail, least=least) if least > 0 else SINGULAR.format(detail=detail)
 
 
 def mismatch(kind: str, other: object) -> str:
-    """The text of an error when two different structures are merged."""
+    """The error text if two different structures are merged."""
     return f"Only {kind} statistics of the same parameters can be merged into {kind} ones, but got {type(other).__name__}."

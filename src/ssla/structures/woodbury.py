@@ -18,8 +18,8 @@ class WoodburyOperator:
 
         H⁻¹ = D⁻¹ − N diag(s / (1 + s)) Nᵀ,   N = D^-½ E,
 
-    is a prior variance less what the k directions of the data have taught. The difference is taken in float64: it loses as many
-    digits as the data have narrowed the prior by, like a Cholesky factor of the whole would.
+    is the prior variance minus its reduction by the k directions of the data. The difference, in float64, loses as many digits as
+    the data reduce the variance by, as a Cholesky factor of H would.
     """
 
     prior: Tensor  # diagonal D (P,)
@@ -69,7 +69,7 @@ class WoodburyOperator:
 def woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     """The operator of diag(precision) + WᵀW.  rows W (m, P), precision (P,) positive.
 
-    By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal however unequal the directions are.
+    By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal directions.
     """
     if not bool((precision > 0).all()):
         raise ValueError(no_factor(precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"))

@@ -1,4 +1,4 @@
-"""Tables as people keep them: CSV or Parquet, with numbers, booleans, categories and gaps -> columns of numbers, and back."""
+"""CSV, Parquet and Excel tables with numbers, booleans, categories and gaps -> columns of numbers, and back."""
 
 from __future__ import annotations
 

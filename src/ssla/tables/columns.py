@@ -1,6 +1,6 @@
-"""What the cells of one column mean: numbers and how they are written, booleans, dates, or texts.
+"""The kind of a column: numbers and their format, booleans, dates, or texts.
 
-At training a column is interpreted as a whole. Later tables are read as what the column was at training, or refused.
+At training a column is interpreted as a whole. In later tables it must be of the same kind.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ UNIT = re.compile(rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[
 ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?)?(Z|[+-]\d\d:?\d\d)?)?")
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 SECONDS = 86400
-TRIED = 100  # cells that are searched for a unit
+TRIED = 100  # cells that are examined for a unit
 
 
 class TableError(ValueError):
-    """A table that cannot be used, and why."""
+    """A table that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How numbers are written: the decimal sign, the sign between groups of three digits, and a unit before or after."""
+    """The format of numbers: decimal mark, thousands mark, and a unit before or after."""
 
     decimal: str = "."
     thousands: str = ""
@@ -42,7 +42,7 @@ class Style:
     after: str = ""
 
     def number(self, cell: Any) -> float | None:
-        """The value of a cell, or None. A number that is no text has no unit; a boolean is no number."""
+        """The value of a cell, or None. A number that is not a text has no unit; a boolean is not a number."""
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
         if not isinstance(cell, str) or "_" in cell:
@@ -70,7 +70,7 @@ class Style:
         return rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?"
 
     def words(self, cells: Iterable[Any]) -> str:
-        """The reading, with the first cell that shows it as an example; empty for plain numbers."""
+        """The format, with a cell as an example; empty for plain numbers."""
         if self == Style():
             return ""
         shown = next((c for c in cells if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None), None)
@@ -99,8 +99,8 @@ class Column:
 def interpret(name: str, cells: Sequence[Any], style: Style | None = None) -> Column:
     """Booleans, dates or numbers if all cells are, else texts. Numbers or dates mixed with a few texts are refused.
 
-    style: how the numbers are written, if that was stated. Otherwise plain numbers are tried, then the other ways (WAYS): one
-    that fits every cell is taken, and two that fit with different values are refused.
+    style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other formats (WAYS): one that fits
+    every cell is used, and two that fit with different values are refused.
     """
     given = [cell for cell in cells if not is_missing(cell)]
     if given and all(truth(cell) is not None for cell in given):
@@ -121,7 +121,7 @@ def interpret(name: str, cells: Sequence[Any], style: Style | None = None) -> Co
 
 
 def read_as(name: str, cells: Sequence[Any], kind: str, style: Style = Style(), source: Any = "the table") -> Column:  # noqa: B008
-    """The cells as what the column was at training, or TableError with the first cell that is not."""
+    """The cells, in the kind of the training column; TableError with the first cell of another kind."""
     if kind == TEXT:
         return Column(name, TEXT, np.array([None if is_missing(c) else text_of(c) for c in cells], dtype=object))
     read: Callable[[Any], float | None] = {NUMBER: style.number, BOOLEAN: _boolean, DATE: day}[kind]
@@ -133,7 +133,7 @@ def read_as(name: str, cells: Sequence[Any], kind: str, style: Style = Style(), 
             what += f" written like {written}"
         raise TableError(
             f"Column {name!r} held {what} at training, but row {wrong[0] + 1} of {source} is {str(cells[wrong[0]])[:30]!r} "
-            f"({len(wrong)} such cells in all). Correct or empty them."
+            f"({len(wrong)} such cells in total). Correct or empty them."
         )
     return Column(name, kind, _finite(name, _floats(cells, read)), style)
 
@@ -153,7 +153,7 @@ def truth(cell: Any) -> float | None:
 
 
 def day(cell: Any) -> float | None:
-    """Days since 1970-01-01 of an ISO date or date-time; without an offset it is taken as UTC."""
+    """Days since 1970-01-01 of an ISO date or date-time; UTC if it has no offset."""
     if isinstance(cell, str):
         parts = ISO.fullmatch(cell) if cell[4:5] == "-" else None
         if parts is None:
@@ -177,7 +177,7 @@ def _boolean(cell: Any) -> float | None:
 
 
 def _floats(cells: Sequence[Any], read: Callable[[Any], float | None]) -> np.ndarray:
-    """NaN for gaps, and for what cannot be read."""
+    """NaN for gaps, and for cells that are not numbers."""
     return np.array([math.nan if is_missing(cell) else read(cell) for cell in cells], dtype=float)
 
 
@@ -185,7 +185,7 @@ def _finite(name: str, values: np.ndarray) -> np.ndarray:
     endless = np.isinf(values).nonzero()[0]
     if len(endless):
         raise TableError(
-            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in all). Correct or empty them."
+            f"Column {name!r} has an infinite value in row {endless[0] + 1} ({len(endless)} in total). Correct or empty them."
         )
     return values
 
@@ -194,12 +194,12 @@ def _mixed(name: str, cells: Sequence[Any], read: Callable[[Any], float | None],
     wrong = [i for i, cell in enumerate(cells) if not is_missing(cell) and read(cell) is None]
     return TableError(
         f"Column {name!r} mixes {what} and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
-        f"cells in all. Correct them, or leave the column out with --drop {name!r}."
+        f"cells in total. Correct them, or leave the column out with --drop {name!r}."
     )
 
 
 def _style(name: str, given: list[Any], asked: Style | None) -> Style:
-    """The way of writing that fits most cells: all of them if there is one."""
+    """The format that fits most cells, or all of them if possible."""
     open_to, stated = asked is None, asked or Style()
     if all(stated.number(cell) is not None for cell in given):
         return stated
@@ -211,19 +211,19 @@ def _style(name: str, given: list[Any], asked: Style | None) -> Style:
     ways = [(".", ""), *WAYS] if open_to else [(stated.decimal, stated.thousands)]
     fits = [(style, [style.number(cell) for cell in given]) for style in (Style(d, t, *units) for d, t in ways)]
     whole = [(style, values) for style, values in fits if None not in values]
-    for style, values in whole[1:] if whole and whole[0] is not fits[0] else ():  # plain numbers need no other way
+    for style, values in whole[1:] if whole and whole[0] is not fits[0] else ():  # plain numbers need no other format
         if values != whole[0][1]:
             i = next(i for i, (a, b) in enumerate(zip(whole[0][1], values, strict=True)) if a != b)
             raise TableError(
-                f"Column {name!r} can be read in two ways: {given[i]!r} is {whole[0][1][i]:.10g} with {_options(whole[0][0])}, "
+                f"Column {name!r} is ambiguous: {given[i]!r} is {whole[0][1][i]:.10g} with {_options(whole[0][0])}, "
                 f"but {values[i]:.10g} with {_options(style)}. Give one of these options. An input can be left out with "
                 f"--drop {name!r}."
             )
     others = [] if open_to or whole else [Style(d, t, *units) for d, t in ((".", ""), *WAYS)]
     if any(all(other.number(cell) is not None for cell in given) for other in others):
         raise TableError(
-            f"Column {name!r} is not written with {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
-            f"one way, or leave it out with --drop {name!r}."
+            f"Column {name!r} is not in the format {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
+            f"one format, or leave it out with --drop {name!r}."
         )
     return max(whole or fits, key=lambda fit: len(fit[1]) - fit[1].count(None))[0]
 

@@ -1,8 +1,8 @@
-"""How columns become numbers: decided once on the training table, applied to every later one, and reported.
+"""How columns become numbers: decided once on the training table, applied to every later table, and reported.
 
-A later row may lack a value, or have a category that training did not have. Where training had enough such rows, the network has
-learned what that means, and the row is encoded as those were. Elsewhere the plan gives several copies of the row with values of
-the training table in the gap, so that the prediction can be mixed over them (`Encoded.copies`).
+A later row may lack a value, or have a category that was not in the training table. If training had enough such rows, the row is
+encoded like those. Otherwise the plan gives several copies of the row, with values of the training table in the gap, and the
+prediction is a mixture over them (`Encoded.copies`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ssla.tables.columns import BOOLEAN, DATE, EPOCH, NUMBER, TEXT, Column, Styl
 from ssla.tables.reading import Table
 
 MOST_LEVELS = 50
-FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is no category
+FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is not a category
 FEW_LEVELS = 20
 LARGEST_FILL = 1e300
-ENOUGH = 20  # training rows from which the network can learn what a gap, or a rare category, means
-DRAWS = 16  # values of a column, and whole rows, that stand for the training table
-SETS = 200  # of rows, from which the one nearest in means and spreads is kept
+ENOUGH = 20  # training rows with a gap, or a rare category, that the network needs to learn its effect
+DRAWS = 16  # values of a column, and complete rows, that represent the training table
+SETS = 200  # of rows, of which the one closest in means and spreads is kept
 YEAR, DAY = 365.2425, 1.0
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there were any); categories one by one,
-    the rare ones together. Dates are days since the first, with sine and cosine of each period that the table spans."""
+    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there were any); one column for each
+    category, one for all rare ones. Dates are days since the first, with sine and cosine of each period that the table spans."""
 
     name: str
     kind: str
@@ -44,9 +44,9 @@ class Feature:
     start: float = 0.0
     periods: tuple[float, ...] = ()
     gaps: int = 0  # training rows without a value
-    draws: tuple[float | str, ...] = ()  # values that stand for the training column, with their shares
+    draws: tuple[float | str, ...] = ()  # values that represent the training column, with their shares
     shares: tuple[float, ...] = ()
-    said: str = ""  # how the column was understood, where that is not plain
+    said: str = ""  # how the column was interpreted, if that is not obvious
 
     @property
     def width(self) -> int:
@@ -79,11 +79,11 @@ class Feature:
 
     @property
     def rare_learned(self) -> bool:
-        """Whether training had enough rare categories for a new one to count as another of them."""
+        """Whether training had enough rare categories to treat a new category as a rare one."""
         return self.rare_rows >= ENOUGH
 
     def unlearned(self, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Rows (n,) of whose kind training had too few: gaps, and unknown categories."""
+        """Rows (n,) with a gap or an unknown category, if training had too few such rows."""
         return (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned))
 
     def of_values(self, values: Sequence[float | str]) -> np.ndarray:
@@ -93,7 +93,7 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The numbers (n, d), and what was met on the way. The counts are those of the whole table."""
+    """The numbers (n, d), with notes and counts. The counts are those of the whole table."""
 
     values: np.ndarray
     missing: dict[str, int]
@@ -115,12 +115,12 @@ class Encoded:
 
     @property
     def mixed(self) -> np.ndarray:
-        """Rows (n,) bool to be mixed over the training values; none where the plan holds no such values."""
+        """Rows (n,) bool that need a mixture over training values; none if the plan has no such values."""
         rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
         return rows
 
     def copies(self) -> Iterator[np.ndarray]:
-        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several get those of whole rows."""
+        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several get those of complete rows."""
         values, gaps = self.values[self.mixed], self.unlearned[self.mixed]
         several = gaps.sum(1) > 1
         for k in range(DRAWS):
@@ -133,7 +133,7 @@ class Encoded:
 
     @property
     def shares(self) -> np.ndarray:
-        """(DRAWS, A): of the versions."""
+        """Weights (DRAWS, A) of the versions."""
         gaps = self.unlearned[self.mixed]
         shares = np.full((DRAWS, len(gaps)), 1 / DRAWS)
         for f, feature in enumerate(self.plan.features):
@@ -145,7 +145,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Plan:
-    """Features in their order, the columns that were left out, with the reason, and rows that stand for the training table."""
+    """Features in their order, excluded columns with the reason, and rows that represent the training table."""
 
     features: tuple[Feature, ...]
     left_out: dict[str, str]
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def said(self) -> dict[str, str]:
-        """How columns were understood, where that is not plain."""
+        """How columns were interpreted, if that is not obvious."""
         return {feature.name: feature.said for feature in self.features if feature.said}
 
     @cached_property
@@ -171,7 +171,7 @@ class Plan:
         return [(f.of_values(f.draws), f.of_values([row[i] for row in self.rows])) for i, f in enumerate(self.features)]
 
     def encode(self, table: Table) -> Encoded:
-        """The columns of the plan; others are ignored. A missing column, or a cell of another kind, is refused."""
+        """The columns of the plan; others are ignored. TableError for a missing column, or a cell of another kind."""
         blocks, missing, unknown, unlearned = [], {}, {}, []
         notes: list[list[str]] = [[] for _ in range(table.rows)]
         for feature in self.features:
@@ -196,22 +196,22 @@ class Plan:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
-        """The plan of a file, or ValueError for one that `make_plan` could not have made."""
+        """The plan of a file; ValueError if `make_plan` could not have made it."""
         features = tuple(_feature(f) for f in content["features"])
         left_out = dict(content["left_out"])
         names = [feature.name for feature in features] + list(left_out)
         if not features or len(set(names)) < len(names):
-            raise ValueError("there is no column, or one is there twice")
+            raise ValueError("there is no column, or one occurs twice")
         if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
             raise ValueError("the columns that were left out have no reasons")
         rows = tuple(tuple(row) for row in content.get("rows", ()))
         if rows and (len(rows) != DRAWS or any(len(row) != len(features) for row in rows) or not all(f.draws for f in features)):
-            raise ValueError("the rows that stand for the training table do not fit the columns")
+            raise ValueError("the rows that represent the training table do not fit the columns")
         return Plan(features, left_out, rows)
 
 
 def _feature(f: dict[str, Any]) -> Feature:
-    """Also of plans of earlier versions, which have the first five entries. ValueError for one that could not have been made."""
+    """Also for plans of earlier versions, which have the first five entries. ValueError for an impossible feature."""
     name, kind = f["name"], f["kind"]
     lists = {part: tuple(_list(f.get(part, ()))) for part in ("levels", "rare", "periods", "draws", "shares")}
     texts = (name, kind, f.get("said", ""), *lists["levels"], *lists["rare"], *(lists["draws"] if kind == TEXT else ()))
@@ -219,7 +219,7 @@ def _feature(f: dict[str, Any]) -> Feature:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
     known = (*lists["levels"], *lists["rare"])
     if (kind == TEXT) != bool(lists["levels"]) or len(set(known)) < len(known):
-        raise ValueError(f"the categories of the column {name!r} do not fit its kind, or one is there twice")
+        raise ValueError(f"the categories of the column {name!r} do not fit its kind, or one occurs twice")
     numbers = (f["fill"], f.get("start", 0.0), *lists["periods"], *lists["shares"], *(lists["draws"] if kind != TEXT else ()))
     if type(f["flag"]) is not bool or any(type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
@@ -251,7 +251,7 @@ def _list(value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) -> Plan:
-    """Look at every column but those named, in the rows given (n,) bool, and decide."""
+    """Make a plan from the given rows (n,) bool, for every column except those named."""
     kept = np.ones(table.rows, dtype=bool) if given is None else given
     features, columns, left_out = [], [], {}
     for name in table.names:
@@ -269,7 +269,7 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) 
             columns.append(column)
     if not features:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-        raise TableError(f"{table.path} has no column to learn from{f' ({reasons})' if reasons else ''}.")
+        raise TableError(f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}.")
     return Plan(tuple(features), left_out, _rows(features, columns))
 
 
@@ -311,7 +311,11 @@ def _categories(column: Column) -> Feature | str:
     order = np.argsort(-counts, kind="stable")
     kept, rare = (sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:]))
     rare_rows = int(counts[order[MOST_LEVELS:]].sum())
-    said = f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) together" if rare else ""
+    said = (
+        f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) share one column"
+        if rare
+        else ""
+    )
     return Feature(
         column.name, TEXT, levels=tuple(kept), rare=tuple(rare), rare_rows=rare_rows, gaps=gaps, said=said, **_draws(values)
     )
@@ -328,9 +332,9 @@ def _draws(values: np.ndarray) -> dict[str, Any]:
 
 
 def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
-    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are nearest to those of all rows.
+    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are closest to those of all rows.
 
-    If no row is complete, the gaps of any rows get draws of their columns.
+    If no row is complete, gaps are filled with draws of their columns.
     """
     numbers = np.concatenate([f.encode(c)[0] for f, c in zip(features, columns, strict=True)], 1)
     gaps = np.stack([column.missing for column in columns], 1)

@@ -1,4 +1,4 @@
-"""Reading a table, and saying in one sentence what is wrong with it."""
+"""Reading tables, with an error of one sentence for what is wrong."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas n
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Columns of the same length, not yet interpreted: a column is looked at when it is asked for."""
+    """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
     cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet or Excel file
     rows: int
-    stated: Style | None = None  # how numbers are written, if that was stated
+    stated: Style | None = None  # the format of numbers, if given
 
     @property
     def names(self) -> list[str]:
-        """Without the row index of pandas, which is found by its name alone."""
+        """Without the row index of pandas, which is recognised by its name."""
         return [name for name in self.cells if not INDEX.match(name)]
 
     def cells_of(self, name: str) -> list[Any]:
-        """As they were read, or TableError."""
+        """The cells as they were read; TableError if there is no such column."""
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
             raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
         return self.cells[name]
 
     def column(self, name: str) -> Column:
-        """Its kind and values, or TableError."""
+        """The kind and values of a column, or TableError."""
         return interpret(name, self.cells_of(name), self.stated)
 
     def column_as(self, name: str, kind: str, style: Style) -> Column:
-        """Read as what it was at training, or TableError. The table's own marks come first, if they were stated."""
+        """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
         return read_as(name, self.cells_of(name), kind, style, self.path)
@@ -62,8 +62,8 @@ class Table:
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
     """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is a CSV from standard input.
 
-    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". With neither of
-    them the way of writing is found column by column.
+    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". Without
+    them the format is detected for each column.
     """
     if decimal is None and thousands is None:
         return _read(Path(path), "")
@@ -72,9 +72,7 @@ def read_table(path: str | Path, decimal: str | None = None, thousands: str | No
         raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
     if thousands not in THOUSANDS or thousands == decimal:
         marks = ", ".join(repr(mark) for mark in THOUSANDS[1:] if mark != decimal)
-        raise TableError(
-            f"The mark of thousands beside the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}."
-        )
+        raise TableError(f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}.")
     return replace(_read(Path(path), decimal + thousands), stated=Style(decimal, thousands))
 
 
@@ -95,7 +93,7 @@ def _read(file: Path, marks: str) -> Table:
         return _read_csv(file, _unzipped(file, data) if name.endswith(".gz") else data, marks)
     raise TableError(
         f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet and .xlsx are read. "
-        "Save the table in one of these forms."
+        "Save the table in one of these formats."
     )
 
 
@@ -147,8 +145,8 @@ def _text(file: Path, data: bytes) -> str:
 
 
 def _delimiter(text: str, marks: str) -> str:
-    """The delimiter that splits the header into most cells and the first rows into as many, quotes respected; no mark of numbers
-    if another delimiter does it."""
+    """The delimiter that splits the header into most cells and the first rows into as many, outside quotes; a mark of numbers
+    only if no other delimiter fits."""
 
     def fit(delimiter: str) -> tuple[bool, bool, int, bool]:
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
@@ -189,7 +187,7 @@ def _read_excel(file: Path) -> Table:
         sheets = [sheet.title for sheet in stored.worksheets]
         stored.close()
         written.close()
-    except Exception as error:  # the content of a bad file decides what is raised
+    except Exception as error:  # a bad file can raise anything
         raise TableError(f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV.") from None
     if sheets[1:]:
         warnings.warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.", UserWarning, stacklevel=4)
@@ -217,12 +215,14 @@ def _read_excel(file: Path) -> Table:
 
 def _checked_names(file: Path, names: list[str]) -> list[str]:
     if len(names) > MOST_COLUMNS:
-        raise TableError(f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are taken. Is it turned on its side?")
+        raise TableError(
+            f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows and columns exchanged?"
+        )
     if names and not names[0]:
         free = (f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1))))
         names = [next(name for name in free if name not in names), *names[1:]]
     for index in filter(INDEX.match, names):
-        warnings.warn(f"{file}: the column {index!r} is taken as a row index and is not an input.", UserWarning, stacklevel=5)
+        warnings.warn(f"{file}: the column {index!r} is treated as a row index and is not an input.", UserWarning, stacklevel=5)
     if not names or any(not name for name in names):
         raise TableError(
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line must name the columns."
@@ -240,4 +240,4 @@ def _checked(table: Table) -> Table:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (f", … ({len(names)} in all)" if len(names) > 12 else "")
+    return ", ".join(names[:12]) + (f", … ({len(names)} in total)" if len(names) > 12 else "")

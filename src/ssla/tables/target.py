@@ -1,4 +1,4 @@
-"""The target: a column of numbers, or labels of classes that come back exactly as they were written."""
+"""The target: a column of numbers, or class labels, which are returned exactly as they were written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from ssla.tables.columns import BOOLEAN, DATE, NUMBER, TEXT, Style, TableError, is_missing, text_of, truth
 from ssla.tables.reading import Table
 
-MOST_CLASSES = 100  # unless classes were asked for
-FEW_CLASSES = 10  # always allowed; beyond these every class needs five rows in the mean
+MOST_CLASSES = 100  # unless classes were requested
+FEW_CLASSES = 10  # always allowed; more classes need five rows each on average
 ROWS_A_CLASS = 5
 
 
@@ -25,12 +25,12 @@ class Target:
     given: np.ndarray  # (n,) bool: rows of the table
     classes: bool
     style: Style
-    said: str  # how it was understood, where that is not plain
+    said: str  # how it was interpreted, if that is not obvious
     zero_one: bool = False  # numbers, but only 0 and 1
 
 
 def read_target(table: Table, name: str, classes: bool | None) -> Target:
-    """classes: whether that was asked for; None: whatever the column suggests."""
+    """classes: whether classes were requested; None: decided by the column."""
     cells = table.cells_of(name)
     column = table.column_as(name, TEXT, Style()) if classes else table.column(name)
     given = ~column.missing
@@ -50,7 +50,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
 
 
 def later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """The target of a later table, read as at training: y of the rows that have one, and which these are (n,) bool."""
+    """The target of a later table, read as at training: y of the rows that have one, and a mask of these rows (n,) bool."""
     column = table.column_as(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
 
@@ -77,7 +77,7 @@ def later_labels(table: Table, name: str, classes: Sequence[str], earlier: bool)
 def _check_labels(name: str, labels: list[str], asked: bool) -> None:
     distinct = list(dict.fromkeys(labels))
     if len(distinct) == 1:
-        raise TableError(f"The target {name!r} has one class only ({distinct[0]}), so there is nothing to learn.")
+        raise TableError(f"The target {name!r} has one class only ({distinct[0]}), so there is nothing to predict.")
     some = ", ".join(repr(label[:30]) for label in distinct[:3])
     if len(distinct) > max(FEW_CLASSES, len(labels) / ROWS_A_CLASS):
         raise TableError(
@@ -101,7 +101,7 @@ def _check_labels(name: str, labels: list[str], asked: bool) -> None:
 
 
 def _value(text: str) -> Decimal | tuple[str, float] | str:
-    """A number, true or false; the text itself if it is neither. Exact: 1 and 1.0 are the same, long integers are not rounded."""
+    """A number or a boolean; the text itself if it is neither. Exact: 1 and 1.0 are the same, long integers are not rounded."""
     flag = truth(text)
     if flag is not None:
         return BOOLEAN, flag  # not equal to a number

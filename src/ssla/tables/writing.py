@@ -1,4 +1,4 @@
-"""Writing a table whole or not at all."""
+"""Writing a table completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from ssla.persistence.replacing import new_file
 from ssla.tables.columns import TableError
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins so
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins with one of these
 PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
 
 
 def check_output(path: Path) -> None:
-    """Refuse an ending that cannot be written, before any work is done."""
+    """TableError for an unsupported suffix, before the work starts."""
     if path.suffix.lower() not in (".csv", ".parquet", ".pq"):
         raise TableError(f"The output {path} must end in .csv or .parquet.")
     if path.is_dir():
@@ -26,7 +26,7 @@ def check_output(path: Path) -> None:
 
 
 def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    """CSV or Parquet by the ending, through a temporary file beside it."""
+    """CSV or Parquet by the suffix, through a temporary file beside it."""
     check_output(path)
     with new_file(path) as draft:
         if path.suffix.lower() == ".csv":
@@ -42,6 +42,6 @@ def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
 
 
 def harmless(cell: Any) -> Any:
-    """A text that a spreadsheet would execute as a formula, with an apostrophe before it. Numbers stay, as texts too."""
+    """A text that a spreadsheet would execute as a formula, prefixed with an apostrophe. Numbers are unchanged, also as texts."""
     formula = isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)
     return f"'{cell}" if formula else cell

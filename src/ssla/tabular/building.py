@@ -39,7 +39,7 @@ def fit_ensemble(
     generator = torch.Generator().manual_seed(settings.seed)
     held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None)
     architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation)
-    # all rows at once: in double, so that row weights equal repeated rows
+    # all rows at once: in double precision, so that row weights equal repeated rows
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
     rows = Rows(z.to(dtype), y if classes else y.to(dtype), weights.to(dtype), held)
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
@@ -47,7 +47,7 @@ def fit_ensemble(
     modules = tuple(module.double() for module in trained.modules)
     work = _Work(_Data(z, y, weights, held), likelihood, settings, _disagreement(modules, z[held.any(0)]))
     components: list[Component] = []
-    with warnings.catch_warnings():  # said of fits that are then tuned
+    with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
         for m, module in enumerate(modules):
@@ -57,7 +57,7 @@ def fit_ensemble(
 
 
 def _fraction(settings: Settings, rows: int) -> float:
-    """Of small tables more is left out: thirty rows, but at most a fifth."""
+    """Small tables hold out a larger fraction: thirty rows, but at most a fifth."""
     least = settings.validation_fraction
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
 
@@ -84,7 +84,7 @@ class _Data:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The posteriors of one member after another."""
+    """The posteriors of each member in turn."""
 
     data: _Data
     likelihood: Likelihood | None
@@ -102,7 +102,7 @@ class _Work:
         )
 
     def posteriors(self, module: nn.Module, held: Tensor) -> list[tuple[Posterior, float]]:
-        """With their shares: one, or one for each node of the noise."""
+        """Posteriors with their shares: one, or one for each node of the noise."""
         if self.likelihood is not None:
             return [(self._tuned(self._fit(module, None, self.likelihood)), 1.0)]
         if not bool(held.any()):
@@ -118,12 +118,12 @@ class _Work:
         return found
 
     def _noise(self, module: nn.Module, held: Tensor) -> Noise:
-        """From the posterior of the other rows, at the rows that were left out."""
+        """The noise from the held-out rows, with a posterior of the other rows."""
         z, y, weights = self.data.of(held)
         columns = y if y.dim() == 2 else y[:, None]
         with torch.no_grad():
             first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K under the prior that will be used
+        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K with the tuned prior
         f, K = posterior.state.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
         seen, target, w = self.data.of(~held)
@@ -132,7 +132,7 @@ class _Work:
         return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
 
     def _tuned(self, posterior: Posterior) -> Posterior:
-        """With the prior precision of the highest evidence."""
+        """The posterior with the prior precision of the highest evidence."""
         if not self.settings.tune:
             return posterior
         return posterior.tune(objective="evidence", over=("prior",), per_layer=False)

@@ -1,4 +1,4 @@
-"""What is chosen, and what comes out."""
+"""Settings, and the fitted ensemble."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssla.tabular.training import Architecture, Schedule
 GAUSSIAN = "gaussian"
 CLASSES = "classes"
 LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # targets or classes -> likelihood, outputs
-    GAUSSIAN: lambda count: (None, count),  # noise of unknown size
+    GAUSSIAN: lambda count: (None, count),  # unknown noise
     "heteroscedastic": lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
     "poisson": lambda count: (likelihoods.Poisson(), 1),
     CLASSES: lambda count: (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count),
@@ -28,7 +28,7 @@ CONTINUOUS = (GAUSSIAN, "heteroscedastic")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the estimators and the command let people choose."""
+    """The settings of the estimators and the command."""
 
     likelihood: str = GAUSSIAN
     hidden: tuple[int, ...] = (50, 50)

@@ -1,17 +1,17 @@
-"""How large the noise is, from rows that were left out, and how sure that is.
+"""The noise and its standard error, from held-out rows.
 
-A network makes its training residuals as small as it likes. On rows that were left out, r² has mean σ² + K, and K is nearly
+Training residuals of a network can be arbitrarily small. On held-out rows r² has mean σ² + K, and K is nearly
 proportional to σ², so
 
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
-One network: no less than the mean of r² over its training rows, for early stopping chose the epoch that looked best on the rows
-left out. Several: their disagreement V is part of each one's error, but not of the mixture's, and the mixture adds it to its
-spread; so 2V is taken off, down to the training residuals at most.
+One network: at least the mean of r² over its training rows, because early stopping selected the best epoch on the held-out
+rows. Several networks: their disagreement V is part of the error of each, but not of the mixture, and the mixture adds it to its
+spread; so 2V is subtracted, down to the training residuals at most.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
 predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t
-distribution rather than of a Gaussian whose width is known.
+distribution and not of a Gaussian with known σ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Noise:
 
 
 def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None) -> Noise:
-    """From s (n, D) of the rows left out, their weights (n,), the mean square of the training residuals (D,), and V (D,)."""
+    """From s (n, D) of the held-out rows, their weights (n,), the mean square of the training residuals (D,), and V (D,)."""
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth = (weights[:, None] * squares**2).sum(0) / total

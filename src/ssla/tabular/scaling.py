@@ -1,4 +1,4 @@
-"""Columns to mean 0 and spread 1, and back."""
+"""Columns to mean 0 and standard deviation 1, and back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Small networks for tables: several trained at once, each with its own start, order of rows and validation rows.
+"""Small networks for tables: several trained together, each with its own initialisation, order of rows and validation rows.
 
 The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows:
-weight decay *is* the Gaussian prior of precision τ. With Gaussian noise of unknown size, σ is trained along. Members are stacked
-and run by `torch.func.vmap`, so five networks take about twice the time of one. No DataLoader: rows are picked by index.
+weight decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members are stacked
+and run by `torch.func.vmap`, so five networks take about twice the time of one. Rows are selected by index, without a DataLoader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ssla._checks import unknown_name
 from ssla.likelihoods import Likelihood
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
-SMALLEST_LOG_VARIANCE = -14.0  # a noise-free target would drive σ to zero
+SMALLEST_LOG_VARIANCE = -14.0  # without it, σ of a noise-free target would go to zero
 WORTH_THREADS = 30_000_000  # multiplications in one forward pass
 SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
 
@@ -36,7 +36,7 @@ class Architecture:
     activation: str = "silu"
 
     def build(self) -> nn.Sequential:
-        """The module, with parameters that are still to be set: no random number is drawn."""
+        """The module, with uninitialised parameters: no random number is drawn."""
         if self.activation not in ACTIVATIONS:
             raise ValueError(unknown_name("activation", self.activation, ACTIVATIONS))
         layers: list[nn.Module] = []
@@ -50,7 +50,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, in what steps. batch_size None: all rows at once."""
+    """Epochs, batches and rates. batch_size None: all rows at once."""
 
     max_epochs: int = 200
     batch_size: int | None = 64
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and which rows each member leaves out (M, n)."""
+    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of each member (M, n)."""
 
     x: Tensor
     y: Tensor
@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The networks with their best weights, and when those were found."""
+    """The networks with their best weights, and the epoch of these weights."""
 
     modules: tuple[nn.Sequential, ...]
     epochs: int
@@ -81,7 +81,7 @@ class Trained:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small products are not worth a second thread, and threads that wait for each other on a busy machine cost tenfold."""
+    """One thread for small products: a second one does not help, and on a busy machine it can be ten times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,9 +99,9 @@ def train(
     start: Tensor | None = None,
     on_epoch: Callable[[int], None] | None = None,
 ) -> Trained:
-    """Adam with a cosine schedule; each member keeps the weights of its best epoch on the rows it left out.
+    """Adam with a cosine schedule; each member keeps the weights of its best epoch on its held-out rows.
 
-    likelihood None is Gaussian with noise of unknown size. start: the biases of the last layer. Without held-out rows the last
+    likelihood None is Gaussian with unknown noise. start: the biases of the last layer. Without held-out rows the last
     epoch is kept. Draws from its own generator only.
     """
     members, widths = len(rows.held_out), (architecture.inputs, *architecture.hidden, architecture.outputs)
@@ -169,7 +169,7 @@ def _train(
         best, found = theta.detach(), torch.full_like(found, epoch)
     if not bool(torch.isfinite(best).all()):
         raise FloatingPointError(
-            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or look for extreme values."
+            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or check for extreme values."
         )
     modules = tuple(_filled(architecture, _unpack(flat, shapes)) for flat in best)
     return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
@@ -206,7 +206,7 @@ class _Index:
     real: Tensor
 
     def batches(self, size: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-        """In a new order for each member; all at once where one batch takes all."""
+        """Batches in a new order for each member; one batch if it holds all rows."""
         count = self.rows.shape[1]
         if size >= count:
             return [(self.rows, self.real)]
@@ -250,16 +250,16 @@ def _filled(architecture: Architecture, parameters: Mapping[str, Tensor]) -> nn.
 
 
 def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:
-    """Which rows each member leaves out: disjoint parts of one random order where there are enough.  -> bool (M, n).
+    """The held-out rows of each member: disjoint parts of one random order if there are enough rows.  -> bool (M, n).
 
-    strata (n,): classes, of which each part gets its share.
+    strata (n,): classes; each part has the same class proportions.
     """
     held = torch.zeros(members, rows, dtype=torch.bool)
     count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
     if count == 0 or rows < 2:
         return held
     order = torch.randperm(rows, generator=generator)
-    if strata is not None:  # classes in turn: any consecutive part holds them in their proportion
+    if strata is not None:  # classes interleaved: any consecutive part has their proportions
         rank = torch.zeros(rows)
         for label in strata.unique():
             where = (strata[order] == label).nonzero().flatten()

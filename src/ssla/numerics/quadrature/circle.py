@@ -21,14 +21,14 @@ from ssla.numerics.quadrature.roots import bracketed_root
 FIRST_ANGLES = 64
 MOST_ANGLES = 1 << 14
 HALF_RULE = 1e-7
-FINER = 8  # places between two angles at which the series is tabulated
+FINER = 8  # points between two angles at which the series is tabulated
 ANGLES_AT_ONCE = 1 << 18
 
 
 def wrapped(y: Tensor) -> Tensor:
     """The same angle in [−π, π)."""
     turned = torch.remainder(y + math.pi, 2 * math.pi) - math.pi
-    return torch.where((y >= -math.pi) & (y < math.pi), y, turned)  # without rounding where there is nothing to do
+    return torch.where((y >= -math.pi) & (y < math.pi), y, turned)  # angles inside are returned without rounding
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Circle:
 
     @cached_property
     def _fine(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Places from −π to π (K + 1,), the density and the distribution function there (m, K + 1)."""
+        """Points from −π to π (K + 1,), the density and the distribution function there (m, K + 1)."""
         count = FINER * self.logs.shape[1]
         phi = self._harmonics.conj()
         j = torch.arange(phi.shape[1], dtype=torch.float64)
@@ -85,7 +85,7 @@ class Circle:
         return place, density.clamp_min(0), below.clamp(0, 1).cummax(1).values
 
     def cdf(self, y: Tensor) -> Tensor:
-        """P(−π ≤ Y ≤ y), by a cubic between the fine places.  y (m, q) in [−π, π] -> (m, q)."""
+        """P(−π ≤ Y ≤ y), by a cubic between the fine points.  y (m, q) in [−π, π] -> (m, q)."""
         place, density, below = self._fine
         panel = (torch.searchsorted(place, y.contiguous()) - 1).clamp(0, place.numel() - 2)
         width = place[1] - place[0]
@@ -103,7 +103,7 @@ class Circle:
 
     @property
     def mode(self) -> Tensor:
-        """The highest point (m,): the vertex of the parabola through the best fine place and its neighbours."""
+        """The highest point (m,): the vertex of the parabola through the best fine point and its neighbours."""
         place, density, _ = self._fine
         p = density[:, :-1]
         best = p.argmax(1, keepdim=True)
@@ -113,7 +113,7 @@ class Circle:
         return wrapped(place[best.squeeze(1)] + shift.clamp(-1, 1) * (place[1] - place[0]))
 
     def hdr(self, level: float) -> Regions:
-        """The smallest set of arcs of that probability. An arc across ±π is given as two."""
+        """The smallest set of arcs with that probability. An arc across ±π is returned as two."""
         place, density, _ = self._fine
         low, high = torch.zeros_like(density[:, 0]), density.amax(1)
         for _ in range(45):
@@ -126,12 +126,12 @@ class Circle:
 
 
 def _places(count: int) -> Tensor:
-    """count + 1 places from −π to π."""
+    """count + 1 points from −π to π."""
     return torch.linspace(-math.pi, math.pi, count + 1, dtype=torch.float64)
 
 
 class Around(NamedTuple):
-    """Circles and the rows that each of them answers for."""
+    """Circles, and the rows of each."""
 
     rows: Tensor
     circle: Circle

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
-LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: below it the difference is rounding
-RELEVANT = 25.0  # log p below the peak beyond which nothing matters
+LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: a smaller difference is rounding error
+RELEVANT = 25.0  # log p below the peak at which the density is negligible
 
 
 @lru_cache(maxsize=64)
@@ -28,7 +28,7 @@ def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _spline(count: int, reach: float) -> Tensor:
-    """The matrix that turns nodal values into the second derivatives of their not-a-knot cubic spline."""
+    """The matrix that maps nodal values to the second derivatives of their not-a-knot cubic spline."""
     x = pattern_of(count, reach)[0].numpy()
     h = np.diff(x)
     system = np.zeros((count, count))
@@ -44,7 +44,7 @@ def _spline(count: int, reach: float) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _midpoints(count: int, reach: float) -> Tensor:
-    """The matrix (k − 1, k) that turns nodal values into the spline's values in the middle of its panels."""
+    """The matrix (k − 1, k) that maps nodal values to the spline's values in the middle of its panels."""
     x, bends = pattern_of(count, reach)[0], _spline(count, reach)
     eye = torch.eye(count, dtype=torch.float64)
     square = ((x[1:] - x[:-1]) ** 2)[:, None]
@@ -69,11 +69,11 @@ class Tail(NamedTuple):
         """∫ r^order p dr in units of exp(log_unit); infinite where the power is too small."""
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
-        endless = torch.where(size > 1e-280, math.inf, 0.0)  # nothing goes on from nothing
+        endless = torch.where(size > 1e-280, math.inf, 0.0)  # a tail of zero density stays zero
         return torch.where(margin > LEAST_MARGIN, size / margin.clamp_min(LEAST_MARGIN), endless)
 
     def radius(self, share: Tensor) -> Tensor:
-        """The r beyond which `share` of the tail's mass lies.  (m, q)."""
+        """The r beyond which the tail has the share `share` of its mass.  (m, q)."""
         return self.distance[:, None] * share ** (-1 / (self.power - 1))[:, None]
 
 
@@ -151,7 +151,7 @@ class Grid:
 
     @cached_property
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of z, tails included (infinite where a tail says so).  (m,), (m,)."""
+        """Mean and variance of z, tails included (infinite for heavy tails).  (m,), (m,)."""
         offset = self.scale[:, None] * self.pattern
         left, right = self.tails
         unit = self.log_mass
@@ -161,7 +161,7 @@ class Grid:
         return self.centre + first, second
 
     def expectation(self, values: Tensor) -> Tensor:
-        """Σ h(z_j) over the nodes' shares, tails left out.  values (m, k) -> (m,)."""
+        """Σ h(z_j) over the nodes' shares, without tails.  values (m, k) -> (m,)."""
         return (self.shares * values).sum(1)
 
     @cached_property
@@ -183,7 +183,7 @@ class Grid:
 
     @cached_property
     def _logs(self) -> Tensor:
-        """Relative to the peak, with zero density held at exp(−700)."""
+        """Relative to the peak, with zero density replaced by exp(−700)."""
         return (self.logs - self.peak[:, None]).clamp_min(-700.0)
 
     @cached_property
@@ -192,14 +192,14 @@ class Grid:
         return self._logs @ _spline(self.logs.shape[1], self.reach).mT
 
     def overshoots(self) -> Tensor:
-        """Rows (m,) whose spline rises well above the nodes in the middle of a panel that matters: a kink or a cliff."""
+        """Rows (m,) whose spline rises well above the nodes in the middle of a relevant panel: a kink or a jump."""
         logs = self._logs
         middle = logs @ _midpoints(logs.shape[1], self.reach).mT
         above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
     def _panel_ends(self, panel: Tensor) -> tuple[Tensor, ...]:
-        """Spline data of the panels (m, q): width, left value, right value, left bend, right bend."""
+        """Spline data of the panels (m, q): width, left value, right value, left and right second derivative."""
         x = self.pattern
         right = panel + 1
         return (
@@ -226,7 +226,7 @@ class Grid:
         return torch.cat([left[:, None], panels], 1).cumsum(1)
 
     def spline_error(self) -> Tensor:
-        """By how much the spline's mass differs from the rule's, relative (m,)."""
+        """The relative difference of the spline's mass from the rule's (m,)."""
         return ((self._total.log() + self.scale.log() + self.peak) - self.log_mass).expm1().abs()
 
     @cached_property
@@ -313,7 +313,7 @@ class Grid:
 
 
 def regions_above(fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
-    """Where values (m, k) at places (k,) exceed a threshold (m,), ends by linear interpolation."""
+    """Where values (m, k) at points (k,) exceed a threshold (m,), ends by linear interpolation."""
     excess = fine - threshold[:, None]
     inside = excess > 0
     edge = torch.zeros_like(inside[:, :1])

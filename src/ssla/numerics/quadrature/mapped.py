@@ -12,8 +12,8 @@ from torch import Tensor
 from ssla.numerics.quadrature.grid import Grid
 from ssla.numerics.quadrature.search import Accuracy, Built, LogDensity, build
 
-FALL = 1.0  # of a log integrand, from its highest point to its last one, below which it has no integral
-LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)  # in scales, to either side: where an integrand is looked at
+FALL = 1.0  # of a log integrand from its highest to its last point; with a smaller fall it has no integral
+LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)  # in scales, to either side: where an integrand is evaluated
 
 Map = Callable[[Tensor], Tensor]
 
@@ -26,8 +26,8 @@ def mapped_moments(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance of h(Z) for the rows of all pieces; infinite where they do not exist.  (N,), (N,).
 
-    Nodes that hold the mass may miss a moment: a log-normal with σ = 3 has its second moment six standard deviations out. So the
-    nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)², and other nodes are found for the rows where they do not.
+    Nodes that resolve the mass may miss a moment: a log-normal with σ = 3 has its second moment six standard deviations out. So
+    the nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)², and rows where they do not get other nodes.
     """
     count = sum(piece.rows.numel() for piece in pieces)
     mean, variance = torch.empty(2, count, dtype=torch.float64).unbind(0)
@@ -81,7 +81,7 @@ def _integrated(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
 
 
 def _falls(log_density: LogDensity, grid: Grid, h: Map) -> Tensor:
-    """Whether an integrand is lower at the last places where h still changes than somewhere between (m,)."""
+    """Whether an integrand is lower at the last points at which h changes than somewhere between (m,)."""
     z = grid.centre[:, None] + grid.scale[:, None] * torch.cat([-LADDER.flip(0), LADDER])
     y, logs, place = h(z), log_density(z, torch.arange(len(z))), torch.arange(z.shape[1])
     first = torch.where(y > y[:, :1], place, z.shape[1] - 1).amin(1, keepdim=True)

@@ -14,8 +14,8 @@ RELATIVE = 4e-15
 def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
     """x in [low, high] with function(x) = 0, elementwise; function rises from ≤ 0 at low to ≥ 0 at high.
 
-    Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends when every bracket is as
-    narrow as rounding allows. Where low = high, or either is infinite, the answer is low.
+    Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends when every bracket has
+    the width of rounding error. Where low = high, or either is infinite, the result is low.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
     anywhere = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)

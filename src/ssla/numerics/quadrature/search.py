@@ -1,4 +1,4 @@
-"""Finding densities: grids that are refined, widened and moved until they pass, and a first look where nothing is known."""
+"""Adaptive grids, which are refined, widened and moved until they pass, and a first location of a density."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MOST_NODES = 1100
 MOST_ROUNDS = 24
 TAIL_MASS = 1e-6
 HALF_RULE_TOLERANCE = 5e-4
-TASKS_AT_ONCE = 1 << 18  # nodes evaluated in one go: bounds memory, keeps the arrays in cache
+TASKS_AT_ONCE = 1 << 18  # nodes evaluated at once: bounds memory, keeps the arrays in cache
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
 """(z (m, k), rows (m,)) -> log density (m, k) of those rows."""
 
 
 class Built(NamedTuple):
-    """Grids and the rows each of them answers for."""
+    """Grids, and the rows of each."""
 
     rows: Tensor
     grid: Grid
 
 
 class Accuracy(NamedTuple):
-    """When a row is done: mass beyond the nodes, disagreement of the half rule and, if asked for, of the spline."""
+    """Limits for a row: mass beyond the nodes, difference of the half rule and, if given, of the spline."""
 
     tail: float = TAIL_MASS
     half_rule: float = HALF_RULE_TOLERANCE
@@ -43,7 +43,7 @@ class Accuracy(NamedTuple):
 def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accuracy = Accuracy()) -> list[Built]:  # noqa: B008
     """Adaptive grids for all rows, from a first guess of centre and scale (m,).
 
-    A row whose density has no integral (it does not fall off, or has a pole) is cut at the valleys around its first
+    A row whose density has no integral (it does not decay, or has a pole) is cut at the minima around its first
     guess and flagged.
     """
     accepted: dict[tuple[int, float], list[Built]] = defaultdict(list)
@@ -76,25 +76,25 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
                 if bool(again.any()):
                     moved = verdict.centre[again], verdict.scale[again]
                     work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
-    if not centre.numel():  # no rows have a grid too: an empty one
+    if not centre.numel():  # no rows: an empty grid
         none = torch.arange(0)
         return [Built(none, _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES))]
     return [_join(parts) for parts in accepted.values()]
 
 
 def _runaway(grid: Grid, verdict: _Verdict, first_centre: Tensor, first_scale: Tensor) -> Tensor:
-    """Rows that followed a density without integral: to infinity, away from their start, or into a pole."""
+    """Rows whose grid diverged on a density without integral: to infinity, away from the start, or into a pole."""
     away = (grid.centre - first_centre).abs() > 3 * first_scale
     return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | (grid.scale < 1e-4 * first_scale)
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:
-    """No density beyond the first minimum on either side of the middle node."""
+    """Set the density to zero beyond the first minimum on either side of the middle node."""
     middle = grid.logs.shape[1] // 2
     left, right = grid.logs[:, : middle + 1].flip(1), grid.logs[:, middle:]
     halves = []
     for half in (left, right):
-        gone = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0  # once it has risen, all that follows
+        gone = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0  # all nodes after the first rise
         halves.append(torch.where(gone, half[:, :1] - 1e4, half))
     logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
     return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
@@ -122,7 +122,7 @@ class _Verdict(NamedTuple):
 
 
 def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
-    """Which rows are done, and what the others need."""
+    """Which rows pass, and how to change the grids of the others."""
     x = grid.pattern
     share = grid.relative
     body = share.sum(1)
@@ -142,7 +142,7 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     if accuracy.spline is not None:
         coarse |= ~(grid.spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
-    # a heavy tail drags mean and spread along; widen before moving, unless the peak is at the edge
+    # a heavy tail shifts mean and spread: widen before moving, unless the peak is at the edge
     off = off & ~(heavy & (second > 3.0) & ~edge)
     centre = torch.where(off, grid.centre + grid.scale * first, grid.centre)
     scale = torch.where(off, grid.scale * width, grid.scale)
@@ -176,10 +176,10 @@ def _join(parts: list[Built]) -> Built:
 
 
 def locate(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
-    """A first centre and scale for densities of which nothing is known: from 1e-6 to 1e12 around zero.
+    """A first centre and scale for an unknown density: from 1e-6 to 1e12 around zero.
 
-    Looks on a logarithmic ladder of nodes for the highest one, then takes median and spread around it
-    a few times. A density with two far modes is found at the higher one and widened by `build`.
+    Finds the highest of logarithmically spaced nodes, then takes median and spread around it
+    a few times. For two distant modes the result is the higher one, and `build` widens the grid.
     """
     index = torch.arange(rows)
     centre = torch.zeros(rows, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""J = ∂f/∂θ of a batch, by what can be done with it.
+"""J = ∂f/∂θ of a batch, through its products.
 
-Structures do not ask for the entries of J. They ask for contractions, and each kind of J answers in the cheapest way it has: a
-last layer's J is φ ⊗ I and is never built; a layer's J = Σ_t δ_t ⊗ a_t is built a few of its rows at a time, and only where its
-weight is used in several places. The dual form of the dense curvature keeps the entries by design (`dense`).
+Structures use contractions with J and not its entries, and each kind of J computes them in the cheapest way: a last layer's
+J = φ ⊗ I is never built; a layer's J = Σ_t δ_t ⊗ a_t is built a few rows at a time, and only if its weight is used at several
+positions. Only the dual form of the dense curvature stores the entries (`dense`).
 """
 
 from ssla.structures.jacobians.features import Features

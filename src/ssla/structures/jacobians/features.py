@@ -35,7 +35,7 @@ class Features:
         return self.phi.dtype
 
     def with_ones(self) -> Tensor:
-        """φ (B, F), its column of ones included."""
+        """φ (B, F), with its column of ones."""
         return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
 
     def double(self) -> Features:

@@ -1,4 +1,4 @@
-"""What can be asked of a Jacobian, and the one that is held as it is."""
+"""The Jacobian protocol, and the Jacobian that stores its entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Jacobian(Protocol):
-    """J (B, C, P), perhaps implicit."""
+    """J (B, C, P), possibly implicit."""
 
     @property
     def outputs(self) -> int:
@@ -46,7 +46,7 @@ class Jacobian(Protocol):
         ...
 
     def dense(self) -> DenseJacobian:
-        """All of J, built."""
+        """J with its entries."""
         ...
 
     def gram(self, precision: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Jacobian(Protocol):
 
 @dataclass(frozen=True)
 class DenseJacobian:
-    """J held as it is."""
+    """J with its entries."""
 
     values: Tensor  # (B, C, P)
 

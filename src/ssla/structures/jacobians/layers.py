@@ -1,4 +1,4 @@
-"""Any layers: J = Σ_t δ_t ⊗ a_t for each that has a Kronecker form, columns for the rest."""
+"""Any layers: J = Σ_t δ_t ⊗ a_t for each layer with a Kronecker form, columns for the others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
-ENTRIES_AT_ONCE = 1 << 22  # of anything larger than the layer's own inputs and gradients
+ENTRIES_AT_ONCE = 1 << 22  # limit for arrays larger than the layer's own inputs and gradients
 
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """One layer's part: J = Σ_t δ_t ⊗ a_t over the places t where its weight is used.
+    """One layer's part: J = Σ_t δ_t ⊗ a_t over the positions t at which its weight is used.
 
-    positions (out, in) are its entries' places in θ; a bias is folded in as an input of one.
+    positions (out, in) are the indices of its entries in θ; a bias is an input that is always one.
     """
 
     positions: Tensor
@@ -26,18 +26,18 @@ class LayerBlock:
 
     @property
     def single(self) -> bool:
-        """Whether the weight is used in one place: then J has rank one for each output, and squares factorise."""
+        """Whether the weight is used once: then J has rank one for each output, and squares factorise."""
         return self.a.shape[1] == 1
 
     def double(self) -> LayerBlock:
         return LayerBlock(self.positions, self.a.double(), self.delta.double())
 
     def values(self) -> Tensor:
-        """(B, C, out, in), built."""
+        """J as (B, C, out, in)."""
         return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """`values` for some of the weight's rows at a time: (rows of the weight, (B, C, some, in))."""
+        """`values` in blocks of rows of the weight: (rows, (B, C, some, in))."""
         B, C, _, out = self.delta.shape
         some = max(ENTRIES_AT_ONCE // (B * C * self.a.shape[2]), 1)
         for start in range(0, out, some):
@@ -54,7 +54,7 @@ class LayerBlock:
         return weighted.flatten(0, 1).mT @ self.a.flatten(0, 1)
 
     def _columns(self, count: int) -> list[slice]:
-        """Columns in pieces: a piece takes B·T·out entries for each."""
+        """Slices of columns; each column takes B·T·out entries."""
         B, _, T, out = self.delta.shape
         some = max(ENTRIES_AT_ONCE // (B * T * out), 1)
         return [slice(start, start + some) for start in range(0, count, some)]
@@ -104,7 +104,7 @@ class LayerBlock:
 
 @dataclass(frozen=True)
 class RestBlock:
-    """Columns of J held as they are, for parameters of layers without a Kronecker form."""
+    """Stored columns of J, for parameters of layers without a Kronecker form."""
 
     positions: Tensor  # (P_r,)
     values: Tensor  # (B, C, P_r)
@@ -134,7 +134,7 @@ class LayerJacobian:
         return replace(self, layers=tuple(block.double() for block in self.layers), rest=rest)
 
     def dense(self) -> DenseJacobian:
-        """All of J, built."""
+        """J with its entries."""
         J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
         for block in self.layers:
             J[:, :, block.positions.flatten()] = block.values().flatten(2)
