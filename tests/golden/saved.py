@@ -32,7 +32,7 @@ def module_of(name: str) -> nn.Sequential:
 
 
 def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
-    likelihood, _, kind = LIKELIHOODS[CASES[name][0]]
+    _, _, kind = LIKELIHOODS[CASES[name][0]]
     x, y = rows(module_of(name), kind, TESTS, seed=3)
     p = posterior.predict(x)
     found = {"mean": p.mean, "variance": p.variance, "log_prob": p.log_prob(y), "mass": p.mass, "interval": p.interval(0.9)}

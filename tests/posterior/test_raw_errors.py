@@ -306,8 +306,8 @@ def test_all_weights_of_a_transformer_are_refitted():
     model = trained(Encoder().train(), x, y, 30.0)
     post = ssla.fit(model, (x, y), weights="all", likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(precision=30.0))
     increments = ssla.ssla(post, x[:1], y[:1], ssla.WeightRefit(on_failure="raise"))
-    expansion = ssla.WeightRefit()(post, x[:1])
-    theta = expansion.modes(y[:1])[0]
+    log_density = ssla.WeightRefit()(post, x[:1])
+    theta = log_density.modes(y[:1])[0]
     names = post.network.layout.unpack(theta)
     twin = Encoder()  # at θ̃ the gradient of the augmented objective is that of the tilt
     twin.load_state_dict(names)

@@ -29,9 +29,9 @@ from ssla.predictive.refitted import doubts, refitted
 from ssla.priors import ADDITIVE, EXACT
 from ssla.refit import (
     AutoRefit,
-    Expansion,
+    LogDensity,
     NoRefit,
-    OutputExpansion,
+    OutputLogDensity,
     OutputRefit,
     OutputRung,
     Refit,
@@ -103,36 +103,36 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
     return _answer(on_marginal(rung, likelihood, f, K), rung)
 
 
-def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
+def _answer(log_density: LogDensity, rung: Refit, warn: bool = True) -> Predictive:
     """Choose the form of the answer by the support of y; closed form where there is one."""
     told = _warned if warn else _as_it_is
-    likelihood = expansion.likelihood
-    f = expansion.marginal.mean
+    likelihood = log_density.likelihood
+    f = log_density.marginal.mean
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
-    convention = expansion.convention if isinstance(expansion, OutputExpansion) else EXACT
+    convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
     if isinstance(likelihood, Gaussian) and not empirical:
         no = torch.zeros(f.shape[0], dtype=torch.bool)
         flags = Diagnostics(rung.name, no, no, no, convention)
         noise, law = likelihood.covariance_for(f), None
-        if convention == ADDITIVE and expansion.moves and isinstance(expansion, OutputExpansion):
-            law = additive_law(noise, expansion.marginal, expansion.prior_response)
-        return GaussianPredictive(expansion, noise, isinstance(rung, NoRefit), flags, law)
+        if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
+            law = additive_law(noise, log_density.marginal, log_density.prior_response)
+        return GaussianPredictive(log_density, noise, isinstance(rung, NoRefit), flags, law)
     if support.kind == "vector":
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
         )
     if isinstance(support, Classes):
-        classes = class_predictive(expansion, support.count, rung.name)
+        classes = class_predictive(log_density, support.count, rung.name)
         return replace(classes, diagnostics=replace(classes.diagnostics, convention=convention))
     if support.kind == "count":
-        counts = count_predictive(expansion, rung.name)
+        counts = count_predictive(log_density, rung.name)
         return told(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
     if support.kind == "circular":
-        around = circular_predictive(expansion, rung.name)
+        around = circular_predictive(log_density, rung.name)
         return told(replace(around, diagnostics=replace(around.diagnostics, convention=convention)))
     assert isinstance(support, Continuous)
-    grid = grid_predictive(expansion, support, rung.name)
+    grid = grid_predictive(log_density, support, rung.name)
     return told(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))
 
 

@@ -13,7 +13,7 @@ from ssla._checks import level as checked_level
 from ssla.numerics.quadrature import Around, Regions, build_circles, wrapped
 from ssla.predictive.predictive import Diagnostics, answer, checked, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import total_variance
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 
@@ -26,18 +26,18 @@ class CircularPredictive:
     −π. interval cuts it opposite the mean, and hdr is a union of arcs.
     """
 
-    expansion: Expansion
+    log_density: LogDensity
     pieces: list[Around]
     diagnostics: Diagnostics
 
     kind = "circular"
 
     def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+        return value.to(self.log_density.like)
 
     @property
     def _rows(self) -> int:
-        return self.expansion.marginal.mean.shape[0]
+        return self.log_density.marginal.mean.shape[0]
 
     def _gather(self, values: list[Tensor]) -> Tensor:
         out = torch.empty(self._rows, *values[0].shape[1:], dtype=values[0].dtype)
@@ -79,9 +79,9 @@ class CircularPredictive:
 
     @cached_property
     def _noise(self) -> Tensor:
-        if not self.expansion.moves:
+        if not self.log_density.moves:
             return self._variance
-        return torch.minimum(total_variance(self.expansion.likelihood, *self.expansion.marginal)[1], self._variance)
+        return torch.minimum(total_variance(self.log_density.likelihood, *self.log_density.marginal)[1], self._variance)
 
     @property
     def epistemic(self) -> Tensor:
@@ -96,7 +96,7 @@ class CircularPredictive:
     def log_prob(self, y: Any) -> Tensor:
         """(N,) -> (N,); (N, k) -> (N, k)."""
         value, single = scalar_targets(y, self._rows)
-        return self._out(answer(self.expansion.density(wrapped(checked(value))).log - self._log_mass[:, None], single))
+        return self._out(answer(self.log_density.at(wrapped(checked(value))).log - self._log_mass[:, None], single))
 
     def cdf(self, y: Any) -> Tensor:
         """P(−π ≤ Y ≤ y); 0 below −π and 1 above π.  (N,) -> (N,); (N, k) -> (N, k)."""
@@ -148,22 +148,22 @@ class CircularPredictive:
     def increments(self, y: Any) -> Increments:
         """The three increments of the un-normalised log density, of log_prob's shape."""
         value, single = scalar_targets(y, self._rows)
-        parts = self.expansion(wrapped(checked(value)))
+        parts = self.log_density(wrapped(checked(value)))
         return parts.map(lambda part: self._out(answer(part, single)))
 
 
-def circular_predictive(expansion: Expansion, refit: str) -> CircularPredictive:
+def circular_predictive(log_density: LogDensity, refit: str) -> CircularPredictive:
     """Integrate the density of all rows around the circle."""
-    count = expansion.marginal.mean.shape[0]
+    count = log_density.marginal.mean.shape[0]
     fallback, unconverged, inaccurate = torch.zeros(3, count, dtype=torch.bool).unbind(0)
 
-    def log_density(y: Tensor, rows: Tensor) -> Tensor:
-        density = expansion.density(y, rows)
+    def evaluate(y: Tensor, rows: Tensor) -> Tensor:
+        density = log_density.at(y, rows)
         fallback[rows] |= density.fallback.any(1)
         unconverged[rows] |= ~density.converged.all(1)
         return density.log
 
-    pieces = build_circles(log_density, count)
+    pieces = build_circles(evaluate, count)
     for rows, circle in pieces:
         inaccurate[rows] = ~circle.accurate
-    return CircularPredictive(expansion, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))
+    return CircularPredictive(log_density, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))

@@ -14,7 +14,7 @@ from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
 from ssla.predictive.predictive import Diagnostics, answer, scalar_targets
 from ssla.predictive.spread import total_variance
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 
@@ -25,14 +25,14 @@ class ClassPredictive:
     `mean` and `variance` are of the class indicators: (N, C), or (N,) (of y itself) for Bernoulli.
     """
 
-    expansion: Expansion
+    log_density: LogDensity
     log_weights: Tensor  # un-normalised (N, C)
     diagnostics: Diagnostics
 
     kind = "class"
 
     def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+        return value.to(self.log_density.like)
 
     @property
     def _rows(self) -> int:
@@ -48,7 +48,7 @@ class ClassPredictive:
 
     @property
     def _binary(self) -> bool:
-        return isinstance(self.expansion.likelihood, Bernoulli)
+        return isinstance(self.log_density.likelihood, Bernoulli)
 
     @property
     def probs(self) -> Tensor:
@@ -59,7 +59,7 @@ class ClassPredictive:
     def mode(self) -> Tensor:
         """The most probable class (N,); −1 where the predictive is NaN."""
         best = torch.where(self._log_probs.isnan().any(1), -1, self._log_probs.argmax(1))
-        return best.to(self.expansion.like.device)
+        return best.to(self.log_density.like.device)
 
     @property
     def mass(self) -> Tensor:
@@ -86,10 +86,10 @@ class ClassPredictive:
     def _parts(self) -> tuple[Tensor, Tensor]:
         """In the proportion of the law of total variance under f ~ N(f̂, K)."""
         variance = self._indicators * (1 - self._indicators)
-        if not self.expansion.moves:
+        if not self.log_density.moves:
             return torch.zeros_like(variance), variance
-        f, K = self.expansion.marginal
-        doubt, noise = total_variance(self.expansion.likelihood, f, K)
+        f, K = self.log_density.marginal
+        doubt, noise = total_variance(self.log_density.likelihood, f, K)
         epistemic = variance * (doubt / (doubt + noise).clamp_min(1e-300))
         return epistemic, variance - epistemic
 
@@ -110,7 +110,7 @@ class ClassPredictive:
     def interval(self, level: float = 0.95) -> Tensor:
         """The smallest set of classes with at least that probability: bool (N, C); empty where the predictive is NaN."""
         known = ~self._log_probs.isnan().any(1, keepdim=True)
-        return (smallest_set(self._log_probs.exp(), level) & known).to(self.expansion.like.device)
+        return (smallest_set(self._log_probs.exp(), level) & known).to(self.log_density.like.device)
 
     def hdr(self, level: float = 0.95) -> Tensor:
         """The same as `interval`."""
@@ -125,13 +125,13 @@ class ClassPredictive:
                 "and on_failure='nan' was asked for. Use on_failure='fallback', or leave these rows out."
             )
         draws = torch.multinomial(probs, n, replacement=True, generator=generator)
-        return draws.mT.to(self.expansion.like.device)
+        return draws.mT.to(self.log_density.like.device)
 
     def increments(self, y: Any) -> Increments:
         """The three increments of the un-normalised log probability, of log_prob's shape."""
         value, single = scalar_targets(y, self._rows)
         Classes(self._count).check(value.flatten(), self._count)
-        parts = self.expansion(value)
+        parts = self.log_density(value)
         return parts.map(lambda part: self._out(answer(part, single)))
 
 
@@ -143,10 +143,10 @@ def smallest_set(probs: Tensor, level: float) -> Tensor:
     return torch.zeros_like(needed).scatter(1, order, needed)
 
 
-def class_predictive(expansion: Expansion, count: int, refit: str) -> ClassPredictive:
+def class_predictive(log_density: LogDensity, count: int, refit: str) -> ClassPredictive:
     """Evaluate every class at every input."""
-    rows = expansion.marginal.mean.shape[0]
-    density = expansion.density(torch.arange(count, dtype=torch.float64).expand(rows, -1))
+    rows = log_density.marginal.mean.shape[0]
+    density = log_density.at(torch.arange(count, dtype=torch.float64).expand(rows, -1))
     no = torch.zeros(rows, dtype=torch.bool)
     flags = Diagnostics(refit, density.fallback.any(1), ~density.converged.all(1), no)
-    return ClassPredictive(expansion, density.log, flags)
+    return ClassPredictive(log_density, density.log, flags)

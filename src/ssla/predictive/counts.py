@@ -15,7 +15,7 @@ from ssla.likelihoods.support import Counts
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance, total_variance
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 TAIL = 1e-8
@@ -57,18 +57,18 @@ class Table(NamedTuple):
 class CountPredictive:
     """P(Y = y) = exp(total(y)) / mass for y = 0, 1, 2, …"""
 
-    expansion: Expansion
+    log_density: LogDensity
     tables: list[Table]
     diagnostics: Diagnostics
 
     kind = "count"
 
     def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+        return value.to(self.log_density.like)
 
     @property
     def _rows(self) -> int:
-        return self.expansion.marginal.mean.shape[0]
+        return self.log_density.marginal.mean.shape[0]
 
     def _gather(self, values: list[Tensor]) -> Tensor:
         out = torch.empty(self._rows, *values[0].shape[1:], dtype=values[0].dtype)
@@ -116,7 +116,7 @@ class CountPredictive:
                 break
             step = (reach / 8).ceil()
             near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
-            best = near.gather(1, self.expansion.density(near).log.argmax(1, keepdim=True))
+            best = near.gather(1, self.log_density.at(near).log.argmax(1, keepdim=True))
             reach = torch.where(step > 1, step, torch.ones_like(step))
         return self._out(torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1)))
 
@@ -126,8 +126,8 @@ class CountPredictive:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor]:
-        f, K = self.expansion.marginal
-        return split_variance(self.expansion.likelihood, f, K, self.expansion.moves, self._moments[1])
+        f, K = self.log_density.marginal
+        return split_variance(self.log_density.likelihood, f, K, self.log_density.moves, self._moments[1])
 
     @property
     def epistemic(self) -> Tensor:
@@ -141,7 +141,7 @@ class CountPredictive:
         """(N,) -> (N,); (N, k) -> (N, k). Only whole numbers from 0 have a probability."""
         value, single = scalar_targets(y, self._rows)
         Counts().check(value.flatten(), 1)
-        return self._out(answer(self.expansion.density(value).log - self._log_mass[:, None], single))
+        return self._out(answer(self.log_density.at(value).log - self._log_mass[:, None], single))
 
     @cached_property
     def _cumulative(self) -> list[Tensor]:
@@ -210,7 +210,7 @@ class CountPredictive:
         """The three increments of the un-normalised log probability, of log_prob's shape."""
         value, single = scalar_targets(y, self._rows)
         Counts().check(value.flatten(), 1)
-        parts = self.expansion(value)
+        parts = self.log_density(value)
         return parts.map(lambda part: self._out(answer(part, single)))
 
 
@@ -246,16 +246,16 @@ def _bridge(inside: Tensor, empty: Tensor) -> Tensor:
     return torch.where(empty & (last >= 0), inside.gather(1, last.clamp_min(0)), inside & ~empty)
 
 
-def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
+def count_predictive(log_density: LogDensity, refit: str) -> CountPredictive:
     """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of the mass.
 
     Probabilities that never fall (a Newton step far from its point can do that) are cut where they begin to rise.
     """
-    f, K = expansion.marginal
-    likelihood = expansion.likelihood
+    f, K = log_density.marginal
+    likelihood = log_density.likelihood
     mean = likelihood.mean(f)
     # the scale of the bulk: noise, and the doubt about the mean as if it were small (tails are found by widening)
-    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if expansion.moves else torch.zeros_like(K))
+    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K))
     scale = (doubt + noise).sqrt().clamp_min(1.0)
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
@@ -263,7 +263,7 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     def tabulate(rows: Tensor, reach: float, finer: int = 1) -> Table:
         edges = _edges(mean[rows, None], scale[rows, None], reach, BLOCKS_PER_UNIT * finer)
         frame = Table(rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool))
-        density = expansion.density(frame.middles.clamp_min(0), rows)
+        density = log_density.at(frame.middles.clamp_min(0), rows)
         real = frame.widths > 0
         fallback[rows] |= (density.fallback & real).any(1)
         unconverged[rows] |= (~density.converged & real).any(1)
@@ -308,7 +308,7 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     inaccurate = torch.zeros_like(fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
-    return CountPredictive(expansion, _by_pattern(tables), Diagnostics(refit, fallback, unconverged, inaccurate))
+    return CountPredictive(log_density, _by_pattern(tables), Diagnostics(refit, fallback, unconverged, inaccurate))
 
 
 def _groups(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Tensor]:

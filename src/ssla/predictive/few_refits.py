@@ -17,7 +17,7 @@ from torch import Tensor
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Marginal
 from ssla.predictive.frame import Frame, chebyshev_nodes
-from ssla.refit import Density, WeightExpansion
+from ssla.refit import Density, WeightLogDensity
 from ssla.refit.increments import Increments
 from ssla.refit.weights import NAN
 
@@ -32,9 +32,9 @@ COMPARED = 65  # points at which two interpolants are compared
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """An expansion: output + correction where there is one. Increments are those of real refits at the y asked for."""
+    """A log density: output + correction where there is one. Increments are those of real refits at the y asked for."""
 
-    weights: WeightExpansion
+    weights: WeightLogDensity
     refitted: Tensor  # (N,) bool: rows that the weights answer for
     frame: Frame
     nodes: Tensor  # (N, K) y where there is a refit; NaN: none
@@ -63,8 +63,8 @@ class Corrected:
     def like(self) -> Tensor:
         return self.weights.like
 
-    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        base = self.weights.output.density(y, rows)
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        base = self.weights.output.at(y, rows)
         index = torch.arange(len(y)) if rows is None else rows
         t = self.frame.take(index).inward(y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)).clamp(-1, 1)
         return base._replace(log=base.log + _clenshaw(self.coefficients[index], t).reshape(base.log.shape))
@@ -84,7 +84,7 @@ class Corrected:
         return below
 
 
-def correct(weights: WeightExpansion, quantiles: Tensor, chosen: Tensor) -> Corrected:
+def correct(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor) -> Corrected:
     """Refit at few y of every chosen row (N,) bool; quantiles (N, 5) of the output predictive, at QUANTILES."""
     frame = Frame.over(weights.likelihood.support_for(weights.marginal.mean.shape[1]), quantiles, FIRST_NODES)
     no, nothing = torch.zeros_like(chosen), torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
@@ -123,7 +123,7 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
             solved = weights.solve(target, task)
             weights.check(solved)
             nodes[task, slot] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)  # untried: no refit
-            values[task, slot] = solved.total - weights.output.density(target, task).log.squeeze(1)
+            values[task, slot] = solved.total - weights.output.at(target, task).log.squeeze(1)
             fallback[task[solved.fallback]] = True
             failed[task[~solved.converged]] = True
         good = ~failed[rows]
@@ -143,7 +143,7 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
     )
 
 
-def uncorrected(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> Corrected:
+def uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> Corrected:
     """For classes, where every y has its own refit and nothing is interpolated."""
     no, zero = torch.zeros_like(chosen), torch.zeros(len(chosen), dtype=torch.float64)
     frame = Frame(weights.likelihood.support_for(weights.marginal.mean.shape[1]), zero, zero + 1, zero, zero + 1)

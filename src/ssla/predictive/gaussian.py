@@ -18,7 +18,7 @@ from ssla.numerics.quadrature import Regions
 from ssla.posterior import Marginal
 from ssla.predictive.predictive import Diagnostics, answer, checked, probabilities, scalar_targets
 from ssla.priors import EXACT
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 
@@ -45,14 +45,14 @@ class GaussianPredictive:
     prior is added to the likelihood's own predictive.
     """
 
-    expansion: Expansion
+    log_density: LogDensity
     noise: Tensor  # Σ (C, C)
     loses_mass: bool
     diagnostics: Diagnostics
     law: Marginal | None = None
 
     def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+        return value.to(self.log_density.like)
 
     @property
     def _scalar(self) -> bool:
@@ -64,14 +64,14 @@ class GaussianPredictive:
 
     @property
     def _mean(self) -> Tensor:
-        return self.expansion.marginal.mean if self.law is None else self.law.mean
+        return self.log_density.marginal.mean if self.law is None else self.law.mean
 
     @cached_property
     def _covariance(self) -> Tensor:
         if self.law is not None:
             return self.law.covariance
-        K = self.expansion.marginal.covariance
-        return self.noise + K if self.expansion.moves else self.noise.expand_as(K)
+        K = self.log_density.marginal.covariance
+        return self.noise + K if self.log_density.moves else self.noise.expand_as(K)
 
     @cached_property
     def _scale(self) -> Tensor:
@@ -102,8 +102,8 @@ class GaussianPredictive:
     @cached_property
     def _doubt(self) -> Tensor:
         """The epistemic part of the variance (N, D): K's; where a prior was added, in the proportion of K to Σ + K."""
-        K = self.expansion.marginal.covariance.diagonal(dim1=-2, dim2=-1)
-        if not self.expansion.moves:
+        K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
+        if not self.log_density.moves:
             return torch.zeros_like(K)
         return K if self.law is None else self._scale**2 * K / (K + self.noise.diagonal())
 
@@ -120,13 +120,13 @@ class GaussianPredictive:
         """(N,)."""
         if self.diagnostics.convention != EXACT:
             # the increments are quadratic in y: their height at the mean, over that of the normalised density
-            peak = self.expansion.density(self._mean.squeeze(1) if self._scalar else self._mean).log
+            peak = self.log_density.at(self._mean.squeeze(1) if self._scalar else self._mean).log
             half_logdet = torch.linalg.cholesky(self._covariance).diagonal(dim1=-2, dim2=-1).log().sum(-1)
             return self._out((peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp())
         if not self.loses_mass:
             return self._out(torch.ones(self._mean.shape[0], dtype=torch.float64))
         factor = torch.linalg.cholesky(self.noise)
-        half = torch.linalg.solve_triangular(factor, self.expansion.marginal.covariance, upper=False)
+        half = torch.linalg.solve_triangular(factor, self.log_density.marginal.covariance, upper=False)
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
         return self._out((-0.5 * torch.log1p(torch.linalg.eigvalsh(white).clamp_min(0)).sum(-1)).exp())
 
@@ -194,7 +194,7 @@ class GaussianPredictive:
             value, single = self._vectors(y), False
         else:
             value, single = scalar_targets(y, self._mean.shape[0])
-        parts = self.expansion(checked(value))
+        parts = self.log_density(checked(value))
         return parts.map(lambda part: self._out(answer(part, single)))
 
 

@@ -16,7 +16,7 @@ from ssla.numerics import quadrature
 from ssla.numerics.quadrature import Built, Regions
 from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
 from ssla.predictive.spread import split_variance
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentially there, faster than a coarse spline follows
@@ -26,21 +26,21 @@ SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentiall
 class GridPredictive:
     """The normalised density exp(total(y)) / mass.
 
-    `log_prob` evaluates the expansion at y itself; mass, moments, cdf, quantiles and regions come from the grids
+    `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come from the grids
     (see `ssla.numerics.quadrature` for what they promise).
     """
 
-    expansion: Expansion
+    log_density: LogDensity
     support: Continuous
     pieces: list[Built]
     diagnostics: Diagnostics
 
     def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+        return value.to(self.log_density.like)
 
     @property
     def _rows(self) -> int:
-        return self.expansion.marginal.mean.shape[0]
+        return self.log_density.marginal.mean.shape[0]
 
     def _gather(self, values: list[Tensor]) -> Tensor:
         """One tensor a piece -> all rows in their order."""
@@ -62,7 +62,7 @@ class GridPredictive:
 
     def _log_density(self, z: Tensor, rows: Tensor) -> Tensor:
         """Of the support's real coordinate."""
-        return self.expansion.density(self.support.from_real(z), rows).log + self.support.log_slope(z)
+        return self.log_density.at(self.support.from_real(z), rows).log + self.support.log_slope(z)
 
     @property
     def mean(self) -> Tensor:
@@ -87,8 +87,8 @@ class GridPredictive:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor]:
-        f, K = self.expansion.marginal
-        return split_variance(self.expansion.likelihood, f, K, self.expansion.moves, self._moments[1])
+        f, K = self.log_density.marginal
+        return split_variance(self.log_density.likelihood, f, K, self.log_density.moves, self._moments[1])
 
     @property
     def epistemic(self) -> Tensor:
@@ -102,7 +102,7 @@ class GridPredictive:
         """(N,) -> (N,); (N, k) -> (N, k)."""
         value, single = scalar_targets(y, self._rows)
         self.support.check(value.flatten(), 1)
-        return self._out(answer(self.expansion.density(value).log - self._log_mass[:, None], single))
+        return self._out(answer(self.log_density.at(value).log - self._log_mass[:, None], single))
 
     def cdf(self, y: Any) -> Tensor:
         """P(Y ≤ y).  (N,) -> (N,); (N, k) -> (N, k)."""
@@ -147,29 +147,29 @@ class GridPredictive:
         """The three increments of the un-normalised log density, of log_prob's shape."""
         value, single = scalar_targets(y, self._rows)
         self.support.check(value.flatten(), 1)
-        parts = self.expansion(value)
+        parts = self.log_density(value)
         return parts.map(lambda part: self._out(answer(part, single)))
 
 
-def grid_predictive(expansion: Expansion, support: Continuous, refit: str) -> GridPredictive:
+def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> GridPredictive:
     """Build the grids of all rows."""
-    f, K = expansion.marginal
+    f, K = log_density.marginal
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
 
-    def log_density(z: Tensor, rows: Tensor) -> Tensor:
-        density = expansion.density(support.from_real(z), rows)
+    def evaluate(z: Tensor, rows: Tensor) -> Tensor:
+        density = log_density.at(support.from_real(z), rows)
         if bool(density.fallback.any()):
             fallback[rows] |= density.fallback.any(1)
         if not bool(density.converged.all()):
             unconverged[rows] |= ~density.converged.all(1)
         return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
 
-    located = expansion.likelihood
+    located = log_density.likelihood
     assert isinstance(located, Located)
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    pieces = quadrature.build(log_density, *located.guess(f, K), accuracy)
+    pieces = quadrature.build(evaluate, *located.guess(f, K), accuracy)
     inaccurate = torch.zeros_like(fallback)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate
-    return GridPredictive(expansion, support, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))
+    return GridPredictive(log_density, support, pieces, Diagnostics(refit, fallback, unconverged, inaccurate))

@@ -179,15 +179,15 @@ def in_double(member: Any) -> Any:
         return replace(member, blend=replace(member.blend, like=member.blend.like.double()))
     if hasattr(member, "base"):
         return replace(member, base=in_double(member.base))
-    expansion = getattr(member, "expansion", None)
-    if is_dataclass(member) and is_dataclass(expansion) and hasattr(expansion, "like"):
-        return replace(member, expansion=_answeringin_double(expansion))  # type: ignore[type-var]
+    log_density = getattr(member, "log_density", None)
+    if is_dataclass(member) and is_dataclass(log_density) and hasattr(log_density, "like"):
+        return replace(member, log_density=_answeringin_double(log_density))  # type: ignore[type-var]
     return member
 
 
-def _answeringin_double(expansion: Any) -> Any:
+def _answeringin_double(log_density: Any) -> Any:
     """A refit of weights answers in the dtype of the rung below, which it holds."""
     for below in ("weights", "output"):
-        if hasattr(expansion, below):
-            return replace(expansion, **{below: _answeringin_double(getattr(expansion, below))})
-    return replace(expansion, like=expansion.like.double())
+        if hasattr(log_density, below):
+            return replace(log_density, **{below: _answeringin_double(getattr(log_density, below))})
+    return replace(log_density, like=log_density.like.double())

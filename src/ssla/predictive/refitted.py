@@ -15,7 +15,7 @@ from ssla.predictive.gaussian import GaussianPredictive
 from ssla.predictive.grid import GridPredictive, grid_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import BoundGaussian
-from ssla.refit import AutoRefit, WeightExpansion
+from ssla.refit import AutoRefit, WeightLogDensity
 from ssla.refit.auto import MASS_ERROR, STEP_ERROR
 from ssla.refit.weights import NAN
 
@@ -31,12 +31,12 @@ MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
 CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
 
-def is_exact(weights: WeightExpansion) -> bool:
+def is_exact(weights: WeightLogDensity) -> bool:
     """Whether the output rung is already the weights': Gaussian noise, linear, dense, a Gaussian prior."""
     return weights.posterior.quadratic and isinstance(weights.posterior.bound_prior, BoundGaussian)
 
 
-def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
+def refitted(weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
     """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
@@ -52,33 +52,37 @@ def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: l
     if isinstance(support, Classes):
         return _classes(weights, output, support.count, chosen, name, reasons)
     assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
-    expansion, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
+    log_density, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
     flags = Diagnostics(
         name,
-        made.diagnostics.fallback | expansion.fallback,
-        made.diagnostics.unconverged | expansion.failed,
-        (made.diagnostics.inaccurate & ~_left_out(weights, expansion.failed)) | expansion.inaccurate,
+        made.diagnostics.fallback | log_density.fallback,
+        made.diagnostics.unconverged | log_density.failed,
+        (made.diagnostics.inaccurate & ~_left_out(weights, log_density.failed)) | log_density.inaccurate,
     )
-    rungs = _rungs(weights, chosen, expansion.failed)
-    told = _told(flags, name, rungs, reasons, expansion.refits)
+    rungs = _rungs(weights, chosen, log_density.failed)
+    told = _told(flags, name, rungs, reasons, log_density.refits)
     if isinstance(made, CountPredictive):
-        return CountPredictive(expansion, made.tables, told)
-    return GridPredictive(expansion, made.support, made.pieces, told)
+        return CountPredictive(log_density, made.tables, told)
+    return GridPredictive(log_density, made.support, made.pieces, told)
 
 
 def _resolved(
-    weights: WeightExpansion, quantiles: Tensor, chosen: Tensor, support: Support, name: str
+    weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, CountPredictive | GridPredictive]:
     """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, wider."""
-    expansion = correct(weights, quantiles, chosen)
+    log_density = correct(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
-        made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
+        made = (
+            grid_predictive(log_density, support, name)
+            if isinstance(support, Continuous)
+            else count_predictive(log_density, name)
+        )
         ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
-        expansion.inaccurate[chosen & ~expansion.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
-        beyond &= chosen & ~expansion.failed & ~expansion.inaccurate & torch.isfinite(ends).all(1)
+        log_density.inaccurate[chosen & ~log_density.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
+        beyond &= chosen & ~log_density.failed & ~log_density.inaccurate & torch.isfinite(ends).all(1)
         if not bool(beyond.any()):
-            return expansion, made
+            return log_density, made
         z = support.to_real(ends) if isinstance(support, Continuous) else ends
         centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[:, 2:3]
         far = centre + MARGIN * (z - centre)
@@ -86,21 +90,21 @@ def _resolved(
         wider = quantiles.clone()
         wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
-        expansion = widened(expansion, quantiles, beyond)
-    made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
-    expansion.inaccurate[beyond] = True
-    return expansion, made
+        log_density = widened(log_density, quantiles, beyond)
+    made = grid_predictive(log_density, support, name) if isinstance(support, Continuous) else count_predictive(log_density, name)
+    log_density.inaccurate[beyond] = True
+    return log_density, made
 
 
 def _classes(
-    weights: WeightExpansion, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
+    weights: WeightLogDensity, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
 ) -> ClassPredictive:
     """One refit for each class of each chosen row; a row of which one fails is the output rung's."""
     assert isinstance(output, ClassPredictive)
     logs, rows = output.log_weights.clone(), chosen.nonzero().squeeze(-1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
     if rows.numel():
-        density = weights.density(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
+        density = weights.at(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
         good = density.converged.all(1)
         logs[rows[good]], fallback[rows], failed[rows] = density.log[good], density.fallback.any(1), ~good
         logs[_left_out(weights, failed)] = torch.nan
@@ -110,12 +114,12 @@ def _classes(
     return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
 
 
-def _left_out(weights: WeightExpansion, failed: Tensor) -> Tensor:
+def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:
     """The failed rows that the user wants as NaN."""
     return failed & (weights.refit.on_failure == NAN)
 
 
-def _rungs(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
+def _rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
     """Who answered for each row: "weights", "output", or nobody: "failed"."""
     lost = _left_out(weights, failed)
     return tuple(
@@ -137,7 +141,7 @@ def _told(flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[s
     )
 
 
-def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> list[str]:
+def doubts(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
     """For each row why its output predictive is doubtful; empty where it is not."""
     rows = weights.marginal.mean.shape[0]
     if is_exact(weights):
@@ -159,7 +163,7 @@ def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> lis
     return words
 
 
-def _largest_step(weights: WeightExpansion, output: Predictive) -> Tensor:
+def _largest_step(weights: WeightLogDensity, output: Predictive) -> Tensor:
     """How far a plausible y moves the weights, in posterior standard deviations (N,)."""
     likelihood = weights.likelihood
     support = likelihood.support_for(weights.marginal.mean.shape[1])

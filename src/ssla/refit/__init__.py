@@ -6,22 +6,22 @@ from ssla._checks import unknown_name
 from ssla.refit.auto import AutoRefit
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
-from ssla.refit.weights import WeightExpansion, WeightRefit
+from ssla.refit.outputs import Density, LogDensity, OutputLogDensity, OutputRung, Refit, on_marginal
+from ssla.refit.weights import WeightLogDensity, WeightRefit
 from ssla.refit.words import assla, ssla
 
 __all__ = [
     "REFITS",
     "AutoRefit",
     "Density",
-    "Expansion",
+    "LogDensity",
     "NoRefit",
-    "OutputExpansion",
+    "OutputLogDensity",
     "OutputRefit",
     "OutputRung",
     "PlugIn",
     "Refit",
-    "WeightExpansion",
+    "WeightLogDensity",
     "WeightRefit",
     "assla",
     "on_marginal",

@@ -260,7 +260,7 @@ def open_all_weights(posterior: Posterior, x: Inputs, options: Options, data: An
     determinants = Determinants(posterior, options, many.one, rows)
     factor = determinants.start_factor
     wide, f = prepare(network.cast(as_inputs(x)))
-    parts = [J.double() for _, J in posterior.expansions(x)]
+    parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
         posterior=posterior,
         options=options,

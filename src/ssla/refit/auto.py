@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ssla.data import Inputs
 from ssla.posterior import Posterior
-from ssla.refit.weights import WeightExpansion, WeightRefit
+from ssla.refit.weights import WeightLogDensity, WeightRefit
 
 STEP_ERROR = 0.2  # error in log density for a step of one posterior standard deviation; it grows with the step's square
 MASS_ERROR = 20.0  # error in log density over that of the mass
@@ -40,5 +40,5 @@ class AutoRefit:
                 f"weights must be a WeightRefit, for example ssla.WeightRefit(max_steps=50), but is {self.weights!r}."
             )
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> WeightExpansion:
+    def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         return self.weights(posterior, x)

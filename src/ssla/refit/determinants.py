@@ -168,9 +168,9 @@ class Determinants:
             theta = self.posterior.theta + point[task]
             sums = self.posterior.statistics.curvature.zero(self.size)
             for block in self.rows:
-                f, J = network.expand(network.cast(block.x), theta)
+                f, J = network.linearise(network.cast(block.x), theta)
                 sums = sums.add(J.double(), block.weighted(likelihood.fisher(f.double())), block.weights)
-            f, J = network.expand(network.cast(take(x, torch.tensor([task]))), theta)
+            f, J = network.linearise(network.cast(take(x, torch.tensor([task]))), theta)
             sums = sums.add(J.double(), law.fisher(f.double()), None)
             values.append(-0.5 * (sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet() - before))
         yes = torch.ones(len(point), dtype=torch.bool)

@@ -146,7 +146,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     C = network.outputs
 
     def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
-        f, J = network.expand(inputs, posterior.theta)
+        f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
 

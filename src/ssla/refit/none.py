@@ -9,7 +9,7 @@ from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.posterior import Posterior
 from ssla.refit.increments import CURVATURES, OBSERVED, Rule, plug_in, without_refit
-from ssla.refit.outputs import OutputExpansion, on_posterior
+from ssla.refit.outputs import OutputLogDensity, on_posterior
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NoRefit:
     def rule(self) -> Rule:
         return partial(without_refit, curvature=self.curvature)
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> OutputExpansion:
+    def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)
 
 
@@ -49,5 +49,5 @@ class PlugIn:
     def rule(self) -> Rule:
         return plug_in
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> OutputExpansion:
+    def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)

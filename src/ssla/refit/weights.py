@@ -24,7 +24,7 @@ from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, OutputExpansion
+from ssla.refit.outputs import Density, OutputLogDensity
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
@@ -94,7 +94,7 @@ class WeightRefit:
             one_of("logdet", self.logdet, LOGDETS)
         one_of("on_failure", self.on_failure, FAILURES)
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> WeightExpansion:
+    def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
             raise ValueError(
                 "A refit of the weights knows the exact convention only, but this posterior has convention="
@@ -102,7 +102,7 @@ class WeightRefit:
                 "models of a few parameters have all conventions in ssla.ExplicitModel."
             )
         output = OutputRefit()(posterior, x)
-        return WeightExpansion(self, posterior, x, output)
+        return WeightLogDensity(self, posterior, x, output)
 
     def engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Stage one: what does not depend on y."""
@@ -172,13 +172,13 @@ def _progress(count: int, show: bool) -> Iterator[Tell | None]:
 
 
 @dataclass(frozen=True, eq=False)
-class WeightExpansion:
+class WeightLogDensity:
     """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
 
     refit: WeightRefit
     posterior: Posterior
     x: Inputs
-    output: OutputExpansion  # the rung below: where refits start from, and what failures fall back on
+    output: OutputLogDensity  # the rung below: where refits start from, and what failures fall back on
 
     moves = True
 
@@ -286,11 +286,11 @@ class WeightExpansion:
             message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
             warnings.warn(message, RuntimeWarning, stacklevel)
 
-    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
         failed, total = self.check(solved), solved.total
         if bool(failed.any()):
-            instead = self.output.density(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
+            instead = self.output.at(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
             total = torch.where(failed, instead, total)
         shape = self._shape(y)
         return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))

@@ -36,12 +36,12 @@ def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None)
 def _increments(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
     if not isinstance(posterior, Posterior):
         raise TypeError(f"The first argument must be a Posterior, as ssla.fit returns it, but is a {type(posterior).__name__}.")
-    expansion = rung(posterior, x)
-    f = expansion.marginal.mean
-    support = expansion.likelihood.support_for(f.shape[1])
+    log_density = rung(posterior, x)
+    f = log_density.marginal.mean
+    support = log_density.likelihood.support_for(f.shape[1])
     value = _targets(as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector")
     support.check(value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1])
-    return expansion(value).map(lambda part: part.to(expansion.like))
+    return log_density(value).map(lambda part: part.to(log_density.like))
 
 
 def _targets(y: Tensor, rows: int, outputs: int, vector: bool) -> Tensor:

@@ -47,7 +47,7 @@ class HeldOut:
         score = negative_log_density if objective == NLL else crps
         if folds is None:
             moves = posterior.quadratic and posterior.report.mode == POLISH
-            part = Part(list(posterior.expansions(whole.x)), _targets(whole.y), posterior.statistics, moves)
+            part = Part(list(posterior.linearised(whole.x)), _targets(whole.y), posterior.statistics, moves)
             return HeldOut(posterior, (part,), score, [])
         count = len(whole.y)
         if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
@@ -68,7 +68,7 @@ class HeldOut:
             merged = rest[0]
             for more in rest[1:]:
                 merged = merged.merge(more)
-            parts.append(Part(list(posterior.expansions(piece.x)), _targets(piece.y), merged, moves))
+            parts.append(Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves))
         return HeldOut(posterior, tuple(parts), score, notes)
 
     def __call__(self, space: Space, point: Tensor) -> float:
