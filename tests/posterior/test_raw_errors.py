@@ -248,7 +248,7 @@ def test_no_rows_have_an_empty_answer(name):
     derived = [both] if kind in ("class", "count") else [both, affine(predictive, 1.0, 2.0), affine(both, 1.0, 2.0)]
     for part in derived:
         for what, found, expected in answers(part, kind, outputs):
-            assert tuple(found) == tuple(expected), (type(part).__name__, what)
+            assert tuple(found) == tuple(expected), (type(part.law).__name__, what)
 
 
 def test_no_rows_of_an_unusual_network_are_not_given_to_it():

@@ -107,7 +107,7 @@ def test_variance_is_epistemic_plus_aleatoric(name, refit):
 def test_parts_of_the_variance_equal_the_law_of_total_variance(name):
     """Against Monte Carlo over f: Var E[y|f] and E Var[y|f]."""
     p = make(name, sd=0.3)
-    f, K = p.log_density.marginal
+    f, K = p.law.log_density.marginal
     white = torch.randn(200_000, f.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     likelihood = CASES[name][0]
     for i in range(N):

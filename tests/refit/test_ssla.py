@@ -180,7 +180,7 @@ def test_few_counts_get_one_refit_each():
     """A region with no more counts than nodes is not interpolated: nothing is refitted twice."""
     post, *_ = last_layer("poisson")
     p = post.predict(T([-2.0, 0.3], [-1.0, 0.0]), refit=ssla.WeightRefit(interpolation=1e-12))
-    log_density = p.log_density
+    log_density = p.law.log_density
     for row, refits in zip(log_density.nodes, p.diagnostics.refits.tolist(), strict=True):
         nodes = row[~row.isnan()]
         assert len(nodes.unique()) == len(nodes) == refits
@@ -479,7 +479,7 @@ def test_auto_never_refits_where_the_output_rung_is_exact():
     post, new, *_ = last_layer("gaussian")
     p = post.predict(100 * new, refit="auto")
     assert set(p.diagnostics.rung) == {"output"}
-    assert type(p).__name__ == "GaussianPredictive"
+    assert type(p.law).__name__ == "GaussianLaw"
 
 
 def test_auto_takes_classes_and_counts():
@@ -533,8 +533,7 @@ def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
 
 
 def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
-    from ssla.predictive.few_refits import FIRST_NODES, correct, widened
-    from ssla.predictive.frame import Frame
+    from ssla.predictive.interpolation import FIRST_NODES, Frame, correct, widened
 
     posterior, *_ = last_layer("poisson")
     weights = ssla.WeightRefit()(posterior, inputs(1, 3))

@@ -28,7 +28,6 @@ from ssla.cli.train import (
     shuffled,
 )
 from ssla.persistence import FileError
-from ssla.predictive import kind_of
 from ssla.sklearn.estimator import auto_batch
 from ssla.sklearn.files import load_with_extra
 from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
@@ -108,7 +107,7 @@ def predict_file(
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    if kind_of(p) == "class":
+    if p.kind == "class":
         labels = [str(label) for label in estimator.classes_]
         facts["set_separator"] = separator = _separator(labels)
         columns["label"] = estimator.classes_[p.mode.numpy()]

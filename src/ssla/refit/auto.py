@@ -1,15 +1,20 @@
-"""Output first; the weights where that is doubtful."""
+"""The output refit first; a refit of the weights where that is doubtful."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from ssla.data import Inputs
 from ssla.posterior import Posterior
+from ssla.refit.outputs import OutputLogDensity
 from ssla.refit.weights import WeightLogDensity, WeightRefit
 
 STEP_ERROR = 0.2  # error in log density for a step of one posterior standard deviation; it grows with the step's square
 MASS_ERROR = 20.0  # error in log density over that of the mass
+CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,7 @@ class AutoRefit:
     weights: WeightRefit = field(default_factory=WeightRefit)
 
     name = "auto"
+    level = 0.95  # of the interval whose ends are the plausible y
 
     def __post_init__(self) -> None:
         if isinstance(self.target, bool | str) or not self.target > 0:
@@ -42,3 +48,32 @@ class AutoRefit:
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         return self.weights(posterior, x)
+
+    def reasons(self, weights: WeightLogDensity, mass: Tensor, flagged: Tensor, likely: Tensor) -> list[str]:
+        """For each row why its output predictive is doubtful; empty where it is not.
+
+        Of the output predictive: its mass (N,), whether it was flagged (N,), and the probabilities of the classes (N, C) or the
+        ends of an interval (N, 2).
+        """
+        off = (mass.double().cpu() - 1).abs()
+        step = largest_step(weights.output, likely)
+        words = []
+        for m, s, bad in zip(off.tolist(), step.tolist(), flagged.tolist(), strict=True):
+            found = []
+            if not MASS_ERROR * m <= self.target:
+                found.append(f"mass off by {m:.2g}")
+            if not STEP_ERROR * s**2 <= self.target:
+                found.append(f"step of {s:.2g} sd")
+            if bad:
+                found.append("flagged")
+            words.append(", ".join(found))
+        return words
+
+
+def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
+    """How far a plausible y moves the weights, in posterior standard deviations (N,). `likely` as in AutoRefit.reasons."""
+    likely = likely.double().cpu()
+    if output.likelihood.support_for(output.marginal.mean.shape[1]).kind != "class":
+        return output.step(likely).amax(1)
+    y = torch.arange(likely.shape[1], dtype=torch.float64).expand_as(likely)
+    return torch.where(likely >= CLASS_SHARE, output.step(y), torch.zeros_like(likely)).amax(1)

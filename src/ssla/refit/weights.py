@@ -17,6 +17,7 @@ from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.posterior import POLISH, Marginal, Posterior
+from ssla.priors import BoundGaussian
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
 from ssla.refit.anderson import Tell
@@ -193,6 +194,11 @@ class WeightLogDensity:
     @property
     def like(self) -> Tensor:
         return self.output.like
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output rung gives the same answer: Gaussian noise, linear, dense, a Gaussian prior."""
+        return self.posterior.quadratic and isinstance(self.posterior.bound_prior, BoundGaussian)
 
     @cached_property
     def _engine(self) -> Engine:

@@ -16,7 +16,7 @@ from ssla import metrics
 from ssla.data import Batch, Inputs, leaves, map_inputs, open_source
 from ssla.fitting import collect
 from ssla.posterior import POLISH, Posterior, Statistics
-from ssla.predictive import GaussianPredictive, Predictive, from_marginal
+from ssla.predictive import GaussianLaw, Predictive, from_marginal
 from ssla.structures.jacobians import Jacobian
 from ssla.tuning.space import Space, at_noise
 
@@ -96,7 +96,7 @@ def negative_log_density(predictive: Predictive, y: Tensor) -> Tensor:
 
 def crps(predictive: Predictive, y: Tensor) -> Tensor:
     """Closed form for a Gaussian: σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
-    if not isinstance(predictive, GaussianPredictive):
+    if not isinstance(predictive.law, GaussianLaw):
         return metrics.crps(predictive, y, reduce=False)
     scale = predictive.stddev.double()
     z = (y.reshape(scale.shape) - predictive.mean.double()) / scale
