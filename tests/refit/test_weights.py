@@ -230,7 +230,7 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert torch.equal(found.probs, post.predict(new).probs)
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
-    monkeypatch.setattr(weights.WeightLogDensity, "_hopeless", lambda *_: False)
+    monkeypatch.setattr(weights.WeightLogDensity, "_no_mode", lambda *_: False)
     log_density = few(post, new)
     solved = log_density.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right

@@ -163,8 +163,8 @@ class CountLaw(Law):
     def hdr(self, level: float) -> Regions:
         """The smallest set of counts of at least that probability, as runs lower … upper (ends included)."""
         runs = [_runs(t, share, level) for t, share in zip(self.tables, self._shares, strict=True)]
-        nobody = self._log_mass.isnan()[:, None]
-        return Regions(*(torch.where(nobody, torch.nan, end) for end in gathered_regions(self.tables, runs)))
+        lost = self._log_mass.isnan()[:, None]
+        return Regions(*(torch.where(lost, torch.nan, end) for end in gathered_regions(self.tables, runs)))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
@@ -221,7 +221,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     f, K = log_density.marginal
     likelihood = log_density.likelihood
     mean = likelihood.mean(f)
-    # the scale of the bulk: noise, and the doubt about the mean as if it were small (tails are found by widening)
+    # the scale of the bulk: noise, and the uncertainty of the mean as if it were small (tails are found by widening)
     doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K))
     scale = (doubt + noise).sqrt().clamp_min(1.0)
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)

@@ -25,7 +25,7 @@ function of y that returns True or False."""
 
 
 class Nodes(NamedTuple):
-    """Values of y and their probabilities, a row each: E h(Y) = Σ_j weights_j h(values_j)."""
+    """Values of y and their probabilities, by row: E h(Y) = Σ_j weights_j h(values_j)."""
 
     values: Tensor  # (N, k)
     weights: Tensor  # (N, k), sums to one; zero where a row has fewer than k
@@ -105,7 +105,7 @@ def intervals_of(event: Event) -> Sequence[tuple[float, float]]:
         ends = sorted((float(low), float(high)) for low, high in pairs)
     except TypeError:
         raise TypeError(
-            f"An event is (low, high), a list of such, or a function of y that says True or False, but is {event!r}."
+            f"An event is (low, high), a list of such, or a function of y that returns True or False, but is {event!r}."
         ) from None
     if not ends or any(not low <= high for low, high in ends) or any(a[1] > b[0] for a, b in pairwise(ends)):
         raise ValueError(f"An event needs intervals (low, high) with low ≤ high that do not overlap, but is {event!r}.")

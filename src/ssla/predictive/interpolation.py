@@ -32,9 +32,9 @@ CANDIDATES = 401
 FIRST_NODES = 7
 MORE_NODES = (2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 24, 32)
 MOST_NODES = FIRST_NODES + sum(MORE_NODES)
-REGION = 5e-4  # of the answer, beyond the promise on either side
+REGION = 5e-4  # of the answer, beyond the region of the stated error on either side
 WIDENINGS = 6
-SURE = 4.0  # a portion that changes little after one that changed this many times the error allowed did so by chance
+SURE = 4.0  # a small change counts as chance if the portion before changed more than this many times the error allowed
 COMPARED = 65  # points at which two interpolants are compared
 
 
@@ -99,9 +99,10 @@ class Frame:
         return 2 * (w - self.low[:, None]) / (self.high - self.low)[:, None] - 1
 
     def nodes(self, known: Tensor, more: int) -> tuple[Tensor, Tensor]:
-        """y at `more` nodes beside those known (m, k; NaN: none), and which of them are new: counts run out.  (m, more) each.
+        """y at `more` nodes beside the known ones (m, k; NaN: none), and which are new.  (m, more) each.
 
-        The first are Chebyshev's, ends included; each further one is where Π|t − t_j| is largest (Leja's rule).
+        The first are Chebyshev's, ends included; each further one is where Π|t − t_j| is largest (Leja's rule). A region of few
+        counts may have no new ones left.
         """
         if bool(known.isnan().all()):
             y = self.outward(chebyshev_nodes(more).expand(len(known), -1))
@@ -137,7 +138,7 @@ class Corrected:
     """A log density: output + correction where there is one. Increments are those of real refits at the y asked for."""
 
     weights: WeightLogDensity
-    refitted: Tensor  # (N,) bool: rows that the weights answer for
+    refitted: Tensor  # (N,) bool: rows with refits of the weights
     frame: Frame
     nodes: Tensor  # (N, K) y where there is a refit; NaN: none
     values: Tensor  # (N, K) the correction there
@@ -218,8 +219,8 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
         here, known = frame.take(rows), nodes[rows]
         y, new = here.nodes(known, portion)
         place = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
-        room = place < MOST_NODES
-        who, which = (new & room).nonzero(as_tuple=True)
+        free = place < MOST_NODES
+        who, which = (new & free).nonzero(as_tuple=True)
         if who.numel():  # else all counts of a region are there, or the most nodes
             task, slot, target = rows[who], place[who, which], y[who, which].unsqueeze(1)
             solved = weights.solve(target, task)
@@ -229,13 +230,13 @@ def _refined(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corre
             fallback[task[solved.fallback]] = True
             failed[task[~solved.converged]] = True
         good = ~failed[rows]
-        rows, before, whole, here = rows[good], before[good], (~new & room).any(1)[good], here.take(good)
+        rows, before, whole, here = rows[good], before[good], (~new & free).any(1)[good], here.take(good)
         series = _series(here.inward(nodes[rows]), values[rows])
         coefficients[rows] = series
         compared = here.inward(here.outward(chebyshev_nodes(COMPARED).expand(len(rows), -1)))
         change = _clenshaw(series - before, compared).abs().amax(1) if rows.numel() else before[:, 0]
         error = torch.fmax(change, changed[good] / SURE)
-        error = torch.where((new & room).any(1)[good], error, torch.inf)  # nothing new was asked: that settles nothing
+        error = torch.where((new & free).any(1)[good], error, torch.inf)  # no new node: the change is no measure of the error
         again = ~((error <= weights.refit.interpolation) | whole)  # whole: every count has its own refit
         rows, before, changed = rows[again], series[again], change[again]
     coefficients[failed] = torch.nan if weights.refit.on_failure == NAN else 0.0

@@ -26,10 +26,10 @@ class Diagnostics:
     fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
-    convention: str = EXACT  # where the prior entered; a mixture of several names them all: "exact, paper"
+    convention: str = EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
     refits: Tensor | None = None  # (N,) refits of the weights that were made
-    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, as asked for
-    reason: tuple[str, ...] | None = None  # why "auto" went on to the weights; empty where it did not
+    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
+    reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
 
     def __str__(self) -> str:
         count = self.fallback.numel()
@@ -38,7 +38,7 @@ class Diagnostics:
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
         if self.refits is not None:
-            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} a row"
+            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
         if self.rung is not None:
             text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
             text += f", failed: {self.rung.count('failed')}" if "failed" in self.rung else ""
@@ -179,7 +179,7 @@ class Predictive:
 
 
 def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
-    """y as (N, k) float64, and whether it came with one value a row.
+    """y as (N, k) float64, and whether it has one value for each row.
 
     Accepts a number, (N,), (N, k) and (1, k).
     """
@@ -205,13 +205,13 @@ def vector_targets(y: Any, rows: int, size: int) -> Tensor:
 
 
 def not_nan(y: Tensor) -> None:
-    """Infinite values have a distribution function; NaN has none."""
+    """The distribution function is defined at infinite values, but not at NaN."""
     if bool(y.isnan().any()):
         raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
 
 
 def probabilities(q: Any) -> tuple[Tensor, bool]:
-    """q as (k,) float64, and whether it came as one number."""
+    """q as (k,) float64, and whether it is one number."""
     value = as_tensor(q).to("cpu", torch.float64)
     if value.dim() > 1 or not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"q must be a number or a vector of probabilities between 0 and 1, but is {value.tolist()}.")

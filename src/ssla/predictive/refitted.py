@@ -93,7 +93,7 @@ def _resolved(
 def _classes(
     weights: WeightLogDensity, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
 ) -> Predictive:
-    """One refit for each class of each chosen row; a row of which one fails is the output rung's."""
+    """One refit for each class of each chosen row. A row in which one fails has the output rung's answer."""
     assert isinstance(output.law, ClassLaw)
     logs, rows = output.law.log_weights.clone(), chosen.nonzero().squeeze(-1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
@@ -110,7 +110,7 @@ def _classes(
 
 
 def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:
-    """The failed rows that the user wants as NaN."""
+    """The failed rows that are NaN by on_failure='nan'."""
     return failed & (weights.refit.on_failure == NAN)
 
 

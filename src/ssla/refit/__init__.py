@@ -1,4 +1,4 @@
-"""The refit ladder: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
+"""The refits, from the cheapest to the most exact: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
 
 from __future__ import annotations
 

@@ -19,17 +19,17 @@ CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtf
 
 @dataclass(frozen=True, eq=False)
 class AutoRefit:
-    """The output refit where it can be trusted, a refit of the weights where it is doubtful.
+    """The output refit where it is accurate enough, a refit of the weights where that is doubtful.
 
     `target` is the error in log density, a mean over y of its absolute value, that the output refit may have. It is not known
-    without a refit, but two signs of it are: how far a plausible y (the ends of a 95% interval) moves the weights, s posterior
+    without a refit, but two indicators are: how far a plausible y (the ends of a 95% interval) moves the weights, s posterior
     standard deviations, and the predictive's mass, off one by m. An input is doubtful where STEP_ERROR·s² or MASS_ERROR·m is
     above the target, or where its output predictive was flagged (not converged, inaccurate). With Gaussian noise and a linear
-    model the output refit is exact, and nothing is doubtful. `predictive.diagnostics.rung` and `.reason` say for each input
+    model the output refit is exact, and nothing is doubtful. `predictive.diagnostics.rung` and `.reason` state for each input
     which rung answered, and why.
 
     The two factors are measured (benchmarks/doubt.py, docs/refits.md): of the inputs that are left to the output refit one to
-    three in a hundred are off by more than the target. They are signs, not bounds.
+    three in a hundred are off by more than the target. They are indicators, not bounds.
     """
 
     target: float = 0.05

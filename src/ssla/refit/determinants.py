@@ -24,7 +24,7 @@ JACOBIANS_AT_ONCE = 1 << 27  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Determinants:
-    """Curvature increments of tasks that have found their modes."""
+    """Curvature increments of tasks at their modes."""
 
     posterior: Posterior
     options: Options
@@ -160,7 +160,7 @@ class Determinants:
     # --- by structure ----------------------------------------------------------------------
 
     def _by_structure(self, point: Tensor, y: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data a task: structures know one θ at a time)."""
+        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data for each task: a structure is for one θ)."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
         law, before = likelihood.predictive, self.posterior.operator.logdet()
         values = []

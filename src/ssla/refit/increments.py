@@ -1,4 +1,4 @@
-"""The heart: log p(y|x,D) as three increments, for any y, from f̂ and K alone.
+"""log p(y|x,D) as three increments, for any y, from f̂ and K alone.
 
     log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
 
@@ -54,7 +54,7 @@ class Evaluated(NamedTuple):
     """One evaluation of M tasks."""
 
     fit: Tensor  # log p(y|f̃) (M,)
-    shift: Tensor  # −½‖v‖²: what data and prior lose together (M,)
+    shift: Tensor  # −½‖v‖²: the loss of data and prior together (M,)
     curvature: Tensor  # −½ log|I + ΛK| (M,)
     pull: Tensor  # u with f̃ − f̂ = K u (M, C)
     fallback: Tensor  # Fisher in place of an indefinite observed precision (M,) bool

@@ -1,4 +1,4 @@
-"""No refit: the paper's ASSLA, and the plug-in that it is measured against."""
+"""No refit: the paper's ASSLA, and the plug-in with which it is compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoRefit:
     curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
 
     With Gaussian noise the curvature does not depend on y, so the normalised predictive *is* the plug-in; with
-    "empirical" it is even tighter. Offered because it is published, not because it is recommended.
+    "empirical" it is even tighter. It is here because it is published; it is not recommended.
     """
 
     curvature: str = OBSERVED

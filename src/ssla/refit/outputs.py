@@ -1,4 +1,4 @@
-"""What a refit is: stage one once for each x, stage two for any y."""
+"""What a refit is: stage one runs once for each x, stage two for any y."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASKS_AT_ONCE = 1 << 18
 
 
 class Density(NamedTuple):
-    """Un-normalised log densities with what is to be known about them, all of y's shape."""
+    """Un-normalised log densities and flags, all of y's shape."""
 
     log: Tensor
     fallback: Tensor
@@ -46,7 +46,7 @@ class LogDensity(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether the outputs move with y, so that the predictive carries the uncertainty of f."""
+        """Whether the outputs move with y, so that the predictive includes the uncertainty of f."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class LogDensity(Protocol):
 
 
 class Refit(Protocol):
-    """A rung of the ladder."""
+    """One kind of refit (a rung)."""
 
     @property
     def name(self) -> str: ...
@@ -85,8 +85,9 @@ class OutputRung(Refit, Protocol):
 class OutputLogDensity:
     """A log density that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
 
-    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked for increments, and always under the
-    additive convention, where it is no part of K. `determinant` answers the covariance of the determinant where that is not K.
+    `prior` returns how log π responds to a refit (see Posterior.prior_response). It is called for increments, and always under
+    the additive convention, where the prior is not in K. `determinant` returns the covariance of the determinant where that is
+    not K.
     """
 
     likelihood: Likelihood
@@ -128,7 +129,7 @@ class OutputLogDensity:
         fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
         prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
         likelihood = (fit + shift).reshape(shape)
-        # −½‖v‖² is what data and prior lose together, but under the additive convention it is what the data alone lose
+        # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss of the data alone
         likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
         return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
 
@@ -210,7 +211,7 @@ def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLog
 
 
 def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputLogDensity:
-    """From beliefs about f that come from elsewhere; the prior increment is then counted with the likelihood's."""
+    """From a distribution of f that comes from elsewhere. The prior increment is then part of the likelihood's."""
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
     nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
     return OutputLogDensity(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))

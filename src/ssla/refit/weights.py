@@ -20,7 +20,7 @@ from ssla.posterior import POLISH, Marginal, Posterior
 from ssla.priors import BoundGaussian
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
-from ssla.refit.anderson import Tell
+from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
@@ -43,7 +43,7 @@ class WeightRefit:
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end: there is no mode near it to
-    find (docs/refits.md), and refits fall back as `on_failure` says, with a warning that counts them. Of many refits of a network
+    find (docs/refits.md), and refits fall back as `on_failure` sets, with a warning that counts them. Of many refits of a network
     the three easiest are tried first: if none of them makes progress, the others are not tried.
 
     Parameters
@@ -98,7 +98,7 @@ class WeightRefit:
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
             raise ValueError(
-                "A refit of the weights knows the exact convention only, but this posterior has convention="
+                "A refit of the weights works with the exact convention only, but this posterior has convention="
                 f"{posterior.convention!r}. Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior); "
                 "models of a few parameters have all conventions in ssla.ExplicitModel."
             )
@@ -151,8 +151,8 @@ def _within_budget(what: str, need: int, posterior: Posterior, instead: str) -> 
 
 
 @contextmanager
-def _progress(count: int, show: bool) -> Iterator[Tell | None]:
-    """A bar over tasks, if it is to be shown: it moves as they converge, and shows how many gradients were taken so far."""
+def _progress(count: int, show: bool) -> Iterator[Progress | None]:
+    """A progress bar over tasks, if it is to be shown. It counts the tasks that converged and the gradients taken so far."""
     if not show:
         yield None
         return
@@ -163,23 +163,23 @@ def _progress(count: int, show: bool) -> Iterator[Tell | None]:
     with tqdm(total=count, desc=f"{count:,} refits", unit="refit") as bar:
         rounds = 0
 
-        def tell(done: int) -> None:
+        def progress(done: int) -> None:
             nonlocal rounds
             rounds += 1
             bar.set_postfix_str(f"{rounds:,} gradients", refresh=False)
             bar.update(done)
 
-        yield tell
+        yield progress
 
 
 @dataclass(frozen=True, eq=False)
 class WeightLogDensity:
-    """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
+    """Refits at fixed inputs, for any y. Every y costs a refit; `ssla.predictive.interpolation` needs few for a density."""
 
     refit: WeightRefit
     posterior: Posterior
     x: Inputs
-    output: OutputLogDensity  # the rung below: where refits start from, and what failures fall back on
+    output: OutputLogDensity  # the output refit: where refits start from, and the fallback of failures
 
     moves = True
 
@@ -205,32 +205,32 @@ class WeightLogDensity:
         return self.refit.engine(self.posterior, self.x)
 
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
-        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
+        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not replaced."""
         where, flat = self._tasks(y, rows)
-        if not len(where) or self._hopeless(where, flat, y, rows):
+        if not len(where) or self._no_mode(where, flat, y, rows):
             return Solved.untried(len(where))
-        with _progress(len(where), self.refit.progress) as tell:
-            return Solved.joined([self._engine.solve(where[part], flat[part], tell) for part in self._groups(len(where))])
+        with _progress(len(where), self.refit.progress) as progress:
+            return Solved.joined([self._engine.solve(where[part], flat[part], progress) for part in self._groups(len(where))])
 
     @cached_property
-    def _verdict(self) -> dict[str, bool]:
-        """Whether the refits are hopeless, once that was tried."""
+    def _trial(self) -> dict[str, bool]:
+        """The result of the trial of `_no_mode`; empty before it."""
         return {}
 
     @property
     def stopped(self) -> bool:
-        """Whether refits were given up after the easiest ones made no progress."""
-        return self._verdict.get("hopeless", False)
+        """Whether refits were stopped after the easiest ones made no progress."""
+        return self._trial.get("no_mode", False)
 
-    def _hopeless(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
+    def _no_mode(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
         """Before many refits of a network: the task that moves the weights least is tried; if it is stuck, the next ones of
         other inputs. All stuck: no refit has a mode near θ̂."""
-        if "hopeless" not in self._verdict and len(where) > TRIALS and not self.posterior.network.linear:
+        if "no_mode" not in self._trial and len(where) > TRIALS and not self.posterior.network.linear:
             steps = (self.output if rows is None else self.output.take(rows)).step(y).flatten()
             first, *rest = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True).split([1, len(where) - 1])
             elsewhere = rest[0][where[rest[0]] != where[first]]
             trials = (first, (elsewhere if len(elsewhere) else rest[0])[: TRIALS - 1])
-            self._verdict["hopeless"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
+            self._trial["no_mode"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
         return self.stopped
 
     def modes(self, y: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class WeightLogDensity:
         return y.shape[:-1] if self._vector else y.shape
 
     def check(self, solved: Solved) -> Tensor:
-        """Which tasks failed; RuntimeError if the user wants one."""
+        """Which tasks failed; RuntimeError if on_failure is "raise"."""
         failed = ~solved.converged
         if self.refit.on_failure == RAISE and bool(failed.any()):
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
@@ -272,7 +272,7 @@ class WeightLogDensity:
 
     @property
     def _cause(self) -> str:
-        """Why refits fail, with the figure of the report, and what to do."""
+        """Why refits fail, with the figure of the report, and the remedy."""
         report = self.posterior.report
         each = report.residual_after / math.sqrt(report.parameters)
         tried = f"The {TRIALS} easiest made no progress, so the others were not tried. " if self.stopped else ""
@@ -286,7 +286,7 @@ class WeightLogDensity:
         )
 
     def warn(self, failed: int, count: int, what: str, stacklevel: int) -> None:
-        """Count aloud what the output rung answered in place of the weights."""
+        """Warn with the number of answers that come from the output rung and not from the weights."""
         if failed and (self.refit.on_failure == FALLBACK or self.stopped):
             instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
             message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
