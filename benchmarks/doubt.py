@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.predictive.classes import ClassPredictive
-from ssla.predictive.refitted import _largest_step
-from ssla.refit.auto import MASS_ERROR, STEP_ERROR
+from ssla.refit.auto import MASS_ERROR, STEP_ERROR, largest_step
 
 LAWS = (L.HeteroscedasticGaussian(), L.Poisson(), L.Bernoulli(), L.Categorical(), L.StudentT(4.0, 0.4))
 
@@ -63,12 +61,13 @@ def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
 def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
     """(inputs, 3): the error, s², m, where the refits were resolved."""
     output, weights = post.predict(new), post.predict(new, refit="weights")
-    if isinstance(output, ClassPredictive):
+    if output.kind == "class":
         error = (weights.probs * (weights.probs.log() - output.probs.log()).abs()).sum(1)
     else:
         y = weights.icdf((torch.arange(64, dtype=torch.float64) + 0.5) / 64)
         error = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
-    step = _largest_step(ssla.WeightRefit()(post.state, new), output)
+    likely = output.probs if output.kind == "class" else output.interval(0.95)
+    step = largest_step(ssla.WeightRefit()(post.state, new).output, likely)
     flags = weights.diagnostics
     return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[~(flags.unconverged | flags.inaccurate)]
 

@@ -77,7 +77,7 @@ def test_a_right_predictive_is_calibrated_and_a_wrong_one_is_not():
         assert abs(float(metrics.coverage(p, y, level)) - level) < error
     assert stats.kstest(metrics.pit(p, y).numpy(), "uniform").pvalue > 1e-3
     assert metrics.calibration_error(p, y) < 0.02
-    overconfident = from_marginal(L.Gaussian(noise=0.3), *p.expansion.marginal, refit="plug_in")
+    overconfident = from_marginal(L.Gaussian(noise=0.3), *p.law.log_density.marginal, refit="plug_in")
     assert metrics.coverage(overconfident, y, 0.95) < 0.7
     assert metrics.calibration_error(overconfident, y) > 0.05
     assert stats.kstest(metrics.pit(overconfident, y).numpy(), "uniform").pvalue < 1e-6
@@ -115,7 +115,7 @@ def test_summary_reads_like_a_table():
 
 def test_scores_refuse_what_they_cannot_score():
     p, y = gaussian(10)
-    with pytest.raises(TypeError, match="for classes, but the predictive is a GaussianPredictive"):
+    with pytest.raises(TypeError, match="for classes, but the predictive is of kind 'scalar'"):
         metrics.brier(p, y)
     with pytest.raises(ValueError, match=r"y must have shape \(10,\)"):
         metrics.rmse(p, y[:3])

@@ -1,7 +1,7 @@
 """Scores and calibration of any Predictive, against observed y.
 
 Lower is better for nll, crps, interval_score, brier, rmse and the calibration errors. Functions give the mean over rows;
-`reduce=False` gives one value a row. CRPS of a Gaussian and interval scores are computed by `scoringrules`
+`reduce=False` gives one value for each row. CRPS of a Gaussian and interval scores are computed by `scoringrules`
 (`pip install 'ssla[metrics]'`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.numerics.quadrature import wrapped
-from ssla.predictive import AffinePredictive, GaussianPredictive, Predictive, kind_of
-from ssla.predictive.joined import Joined
+from ssla.predictive import GaussianLaw, Predictive
+from ssla.predictive.affine import AffineLaw
+from ssla.predictive.joined import JoinedLaw
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96
@@ -41,25 +42,25 @@ def rmse(predictive: Predictive, y: Any) -> Tensor:
 
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
-    if kind_of(predictive) == "class":
+    if predictive.kind == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
-    if kind_of(predictive) == "circular":
+    if predictive.kind == "circular":
         raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
-    if isinstance(predictive, Joined):
+    law = predictive.law
+    if isinstance(law, JoinedLaw):
         value = _like(y, predictive.mean)
-        pairs = zip(predictive.parts, predictive.rows, strict=True)
-        return _mean(predictive.put([crps(part, value[rows], reduce=False) for part, rows in pairs]), reduce)
-    if isinstance(predictive, AffinePredictive):  # the score is in the target's unit
-        z = (_like(y, predictive.mean).to("cpu", torch.float64) - predictive.shift) / predictive.scale
-        return _mean(predictive.scale * crps(predictive.base, z, reduce=False).double(), reduce)
-    if isinstance(predictive, GaussianPredictive):
+        return _mean(law.at(value, lambda part, own: crps(replace(predictive, law=part), own, reduce=False)), reduce)
+    if isinstance(law, AffineLaw):  # the score is in the target's unit
+        z = (_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
+        return _mean(law.scale * crps(replace(predictive, law=law.base), z, reduce=False).double(), reduce)
+    if isinstance(law, GaussianLaw):
         mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
         score = _scoringrules().crps_normal(_like(y, mean).numpy(), mean.numpy(), scale.numpy())  # its torch backend is single
         return _mean(torch.as_tensor(score), reduce)
-    if kind_of(predictive) == "vector":
+    if predictive.kind == "vector":
         raise TypeError("CRPS of several targets has a form for single Gaussians only. Score a mixture by nll.")
     value = _like(y, predictive.mean)
-    score = _crps_counts(predictive, value) if kind_of(predictive) == "count" else _crps_density(predictive, value)
+    score = _crps_counts(predictive, value) if predictive.kind == "count" else _crps_density(predictive, value)
     return _mean(score, reduce)
 
 
@@ -101,7 +102,7 @@ def coverage(predictive: Predictive, y: Any, level: float = 0.95) -> Tensor:
 
 def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
     region = predictive.interval(level)
-    if kind_of(predictive) == "class":
+    if predictive.kind == "class":
         return region.gather(1, as_tensor(y).long().reshape(-1, 1)).squeeze(1)
     value = _near(y, predictive)
     return (value >= region[..., 0]) & (value <= region[..., 1])
@@ -110,7 +111,7 @@ def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
 def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
     """The mean width of the central interval (for classes: the mean size of the set)."""
     region = predictive.interval(checked_level(level))
-    if kind_of(predictive) == "class":
+    if predictive.kind == "class":
         return region.double().sum(1).mean()
     return (region[..., 1] - region[..., 0]).mean()
 
@@ -127,7 +128,7 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
     halfway between the two without one."""
     value = _column(y)
     upper: Tensor = predictive.cdf(value)
-    if kind_of(predictive) != "count":
+    if predictive.kind != "count":
         return upper
     lower: Tensor = predictive.cdf(as_tensor(value).double() - 1)
     u: float | Tensor = 0.5
@@ -138,7 +139,7 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
 
 def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
     """Mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins."""
-    if kind_of(predictive) == "class":
+    if predictive.kind == "class":
         raise TypeError("calibration_error is for ordered targets. For classes use ece.")
     q = torch.arange(1, bins, dtype=torch.float64) / bins
     observed = (pit(predictive, y).double().flatten()[:, None] <= q).double().mean(0)
@@ -179,11 +180,11 @@ class Summary:
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
     """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE, accuracy, mass)."""
     mass = float(predictive.mass.double().mean())
-    if kind_of(predictive) == "class":
+    if predictive.kind == "class":
         accuracy = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
         values = {"nll": nll(predictive, y), "brier": brier(predictive, y), "ece": ece(predictive, y), "accuracy": accuracy}
         return Summary({name: float(value) for name, value in values.items()} | {"mass": mass})
-    ordered = {} if kind_of(predictive) == "circular" else {"crps": float(crps(predictive, y))}
+    ordered = {} if predictive.kind == "circular" else {"crps": float(crps(predictive, y))}
     scores = {"nll": float(nll(predictive, y))} | ordered | {"rmse": float(rmse(predictive, y))}
     for level in levels:
         scores[f"coverage {level:.0%}"] = float(coverage(predictive, y, level))
@@ -192,8 +193,8 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
 
 
 def _classes(predictive: Any) -> Any:
-    if kind_of(predictive) != "class":
-        raise TypeError(f"This score is for classes, but the predictive is a {type(predictive).__name__}.")
+    if predictive.kind != "class":
+        raise TypeError(f"This score is for classes, but the predictive is of kind {predictive.kind!r}.")
     return predictive
 
 
@@ -214,7 +215,7 @@ def _near(y: Any, predictive: Predictive) -> Tensor:
     """y, of the shape of the mean; an angle as the one within π of the mean."""
     mean = predictive.mean
     value = _like(y, mean)
-    return mean + wrapped(value - mean) if kind_of(predictive) == "circular" else value
+    return mean + wrapped(value - mean) if predictive.kind == "circular" else value
 
 
 def _mean(value: Tensor, reduce: bool) -> Tensor:

@@ -47,7 +47,7 @@ def bands(
 def density(predictives: dict[str, Predictive], row: int = 0, *, level: float = 0.9, points: int = 400, ax: Any = None) -> Any:
     """The predictive densities of one input, by name; the last one's highest-density region is marked."""
     ax = _axes(ax)
-    wide = [p.icdf(torch.tensor([0.0005, 0.9995]))[row].double() for p in predictives.values()]  # type: ignore[attr-defined]
+    wide = [p.icdf(torch.tensor([0.0005, 0.9995]))[row].double() for p in predictives.values()]
     low, high = min(float(w[0]) for w in wide), max(float(w[1]) for w in wide)
     y = torch.linspace(low, high, points, dtype=torch.float64)
     styles = ["--", ":", "-.", "-"]

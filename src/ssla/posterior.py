@@ -267,7 +267,7 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
 
-    With Gaussian noise it is the plug-in times a constant: it says nothing about what the network does not know.
+    With Gaussian noise it is the plug-in times a constant: it does not include the uncertainty of the network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
 

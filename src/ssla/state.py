@@ -231,11 +231,11 @@ class State:
         """θ̂ by name (after `polish` not the module's own values)."""
         return self.network.layout.unpack(self.theta.clone())
 
-    def expansions(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
+    def linearised(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
         """f̂ and J at x, a chunk at a time."""
         inputs = self.network.cast(as_inputs(x))
         for part in self.network.chunks(inputs, self.memory_budget):
-            f, J = self.network.expand(part, self.theta)
+            f, J = self.network.linearise(part, self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
@@ -265,7 +265,7 @@ class State:
 
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
-        return self._joined([(f, self.operator.covariance(J)) for f, J in self.expansions(x)])
+        return self._joined([(f, self.operator.covariance(J)) for f, J in self.linearised(x)])
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
@@ -274,11 +274,11 @@ class State:
         """
         pull = self.operator.solve(self.bound_prior.gradient(self.theta))
         middle = self.bound_prior.precision(self.theta)
-        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.expansions(x)])
+        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.linearised(x)])
 
     def data_covariance(self, x: Inputs) -> Tensor:
         """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
-        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.expansions(x)]).covariance
+        return self._joined([(f, self.data_operator.covariance(J)) for f, J in self.linearised(x)]).covariance
 
     def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
         """Chunks -> all rows, in float64; no chunk -> no rows."""

@@ -388,7 +388,7 @@ def test_answers_stay_in_the_models_dtype_where_it_holds_them():
 def test_an_offset_added_to_a_predictive_keeps_its_digits():
     post = ssla.fit(mlp(dtype=torch.float32), (X, Y), likelihood=GAUSSIAN)
     base, moved = post.predict(X[:9]), affine(post.predict(X[:9]), 1e6, 0.01)
-    exact = 1e6 + 0.01 * base.expansion.marginal.mean.squeeze(1)
+    exact = 1e6 + 0.01 * base.law.log_density.marginal.mean.squeeze(1)
     assert torch.allclose(moved.mean, exact, rtol=0, atol=1e-8)
     assert mixture([base, from_marginal(GAUSSIAN, torch.zeros(9, 1).double(), torch.ones(9, 1, 1))]).mean.dtype == torch.float64
 

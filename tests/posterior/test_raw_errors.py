@@ -248,7 +248,7 @@ def test_no_rows_have_an_empty_answer(name):
     derived = [both] if kind in ("class", "count") else [both, affine(predictive, 1.0, 2.0), affine(both, 1.0, 2.0)]
     for part in derived:
         for what, found, expected in answers(part, kind, outputs):
-            assert tuple(found) == tuple(expected), (type(part).__name__, what)
+            assert tuple(found) == tuple(expected), (type(part.law).__name__, what)
 
 
 def test_no_rows_of_an_unusual_network_are_not_given_to_it():
@@ -306,8 +306,8 @@ def test_all_weights_of_a_transformer_are_refitted():
     model = trained(Encoder().train(), x, y, 30.0)
     post = ssla.fit(model, (x, y), weights="all", likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(precision=30.0))
     increments = ssla.ssla(post, x[:1], y[:1], ssla.WeightRefit(on_failure="raise"))
-    expansion = ssla.WeightRefit()(post.state, x[:1])
-    theta = expansion.modes(y[:1])[0]
+    log_density = ssla.WeightRefit()(post.state, x[:1])
+    theta = log_density.modes(y[:1])[0]
     names = post.network.layout.unpack(theta)
     twin = Encoder()  # at θ̃ the gradient of the augmented objective is that of the tilt
     twin.load_state_dict(names)

@@ -107,7 +107,7 @@ def test_variance_is_epistemic_plus_aleatoric(name, refit):
 def test_parts_of_the_variance_equal_the_law_of_total_variance(name):
     """Against Monte Carlo over f: Var E[y|f] and E Var[y|f]."""
     p = make(name, sd=0.3)
-    f, K = p.expansion.marginal
+    f, K = p.law.log_density.marginal
     white = torch.randn(200_000, f.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     likelihood = CASES[name][0]
     for i in range(N):
@@ -300,6 +300,6 @@ def test_a_likelihood_with_a_kink_ends():
     """sqrt((y − f)²) has no derivative at y = f: whatever comes, the ascent must end there."""
     kink = L.custom(lambda y, f: -math.log(2) - torch.sqrt((y - f[..., 0]) ** 2), outputs=1)
     f, K = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
-    expansion = on_marginal(resolve("output"), kink, f, K)
-    density = expansion.density(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64))
+    log_density = on_marginal(resolve("output"), kink, f, K)
+    density = log_density.at(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64))
     assert density.log.shape == (1, 3)

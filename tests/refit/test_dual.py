@@ -57,8 +57,8 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
     net, post, x = wide_network(weights=w if weighted else None)
     new = T([0.5, -0.2])
     y = post.predict(new).icdf(T(0.05, 0.8))
-    expansion = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post.state, new)
-    solved, modes = expansion.solve(y), expansion.modes(y)[0]
+    log_density = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post.state, new)
+    solved, modes = log_density.solve(y), log_density.modes(y)[0]
     assert solved.converged.all()
 
     def logdet(theta, rows, weight):

@@ -121,10 +121,10 @@ def test_lemma_1_and_theorem_1(model):
                 y = x[:, 0] - 0.5 * x[:, 1] + 0.5 * noise[:n]
         scope = "all" if model == "network" else "last_layer"
         post = ssla.fit(net, (x, y), likelihood=likelihood, weights=scope, mode=mode)
-        expansion = ssla.WeightRefit()(post.state, new)
-        parts = expansion(target)
+        log_density = ssla.WeightRefit()(post.state, new)
+        parts = log_density(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
-        lengths.append(float((expansion.modes(target) - post.theta).norm()))
+        lengths.append(float((log_density.modes(target) - post.theta).norm()))
         gains.append(float(parts.likelihood + parts.prior - plug_in))
     assert abs(slope(sizes, lengths) + 1) < 0.1
     assert abs(slope(sizes, gains) + 1) < 0.1
@@ -180,8 +180,8 @@ def test_few_counts_get_one_refit_each():
     """A region with no more counts than nodes is not interpolated: nothing is refitted twice."""
     post, *_ = last_layer("poisson")
     p = post.predict(T([-2.0, 0.3], [-1.0, 0.0]), refit=ssla.WeightRefit(interpolation=1e-12))
-    expansion = p.expansion
-    for row, refits in zip(expansion.nodes, p.diagnostics.refits.tolist(), strict=True):
+    log_density = p.law.log_density
+    for row, refits in zip(log_density.nodes, p.diagnostics.refits.tolist(), strict=True):
         nodes = row[~row.isnan()]
         assert len(nodes.unique()) == len(nodes) == refits
         assert torch.equal(nodes.sort().values, nodes.min() + torch.arange(refits, dtype=torch.float64))
@@ -273,19 +273,19 @@ class Interrupted:
 @pytest.mark.parametrize("at", [1, 4, 9])
 @pytest.mark.parametrize("build", [last_layer, small_network])
 def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
-    """Wherever it comes, the same expansion, the posterior and the module answer as if nothing had been."""
+    """Wherever it comes, the same log density, the posterior and the module answer as if nothing had been."""
     expected_post, new, *_ = build("heteroscedastic", n=150)
     y = expected_post.predict(new).icdf(T(0.2, 0.5, 0.9))
     expected = ssla.ssla(expected_post, new, y).total
     post, *_ = build("heteroscedastic", n=150)
     before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
-    expansion = ssla.WeightRefit()(post.state, new)
+    log_density = ssla.WeightRefit()(post.state, new)
     with monkeypatch.context() as patched:
         interrupted = Interrupted(at)
         patched.setattr(L.HeteroscedasticGaussian, "score", lambda *task: interrupted(*task))
         with pytest.raises(KeyboardInterrupt):
-            expansion(y)
-    assert torch.equal(expansion(y).total, expected)
+            log_density(y)
+    assert torch.equal(log_density(y).total, expected)
     assert torch.equal(ssla.ssla(post, new, y).total, expected)
     assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
 
@@ -479,7 +479,7 @@ def test_auto_never_refits_where_the_output_rung_is_exact():
     post, new, *_ = last_layer("gaussian")
     p = post.predict(100 * new, refit="auto")
     assert set(p.diagnostics.rung) == {"output"}
-    assert type(p).__name__ == "GaussianPredictive"
+    assert type(p.law).__name__ == "GaussianLaw"
 
 
 def test_auto_takes_classes_and_counts():
@@ -533,8 +533,7 @@ def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
 
 
 def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
-    from ssla.predictive.few_refits import FIRST_NODES, correct, widened
-    from ssla.predictive.frame import Frame
+    from ssla.predictive.interpolation import FIRST_NODES, Frame, correct, widened
 
     posterior, *_ = last_layer("poisson")
     weights = ssla.WeightRefit()(posterior.state, inputs(1, 3))

@@ -44,10 +44,10 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
     def log_joint(theta):
         return outputs(theta, x).log_softmax(1)[torch.arange(90), y].sum() - 0.01 * (theta @ theta)
 
-    expansion = ssla.WeightRefit()(post.state, new)
-    solved = expansion.solve(classes)
+    log_density = ssla.WeightRefit()(post.state, new)
+    solved = log_density.solve(classes)
     assert solved.converged.all()
-    totals = expansion(classes).total
+    totals = log_density(classes).total
     assert post.predict(new, "none").probs.amin() < 1e-6
     for i in range(3):
         for k in range(3):
@@ -140,10 +140,10 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
     assert post.report.parameters == 501
     new = torch.tensor([[0.5, -0.2], [1.5, 1.0]], dtype=torch.float64)
     candidates = post.predict(new).icdf(torch.tensor([0.1, 0.7], dtype=torch.float64))
-    expansion = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post.state, new)
-    solved = expansion.solve(candidates)
+    log_density = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post.state, new)
+    solved = log_density.solve(candidates)
     assert bool(solved.converged.all())
-    modes = expansion.modes(candidates).reshape(4, -1)
+    modes = log_density.modes(candidates).reshape(4, -1)
     base = objective(post.theta, x, y)
     for k, theta in enumerate(modes):
         row, value = new[k // 2 : k // 2 + 1], candidates.flatten()[k : k + 1]
@@ -230,9 +230,9 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert torch.equal(found.probs, post.predict(new).probs)
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
-    monkeypatch.setattr(weights.WeightExpansion, "_hopeless", lambda *_: False)
-    expansion = few(post.state, new)
-    solved = expansion.solve(torch.arange(3.0).double().expand(12, 3))
+    monkeypatch.setattr(weights.WeightLogDensity, "_no_mode", lambda *_: False)
+    log_density = few(post.state, new)
+    solved = log_density.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right
     assert early < 0.1 * (work[0] - early)
 

@@ -20,7 +20,8 @@ QUICK = {"hidden": (6,), "max_epochs": 4, "random_state": 0, "conformal": True, 
 
 def predictive(rows, targets):
     shape = (rows, targets) if targets > 1 else (rows,)
-    return SimpleNamespace(mean=torch.zeros(shape, dtype=torch.float64), stddev=torch.ones(shape, dtype=torch.float64))
+    zero = torch.zeros(shape, dtype=torch.float64)
+    return SimpleNamespace(kind="vector" if targets > 1 else "scalar", mean=zero, stddev=zero + 1)
 
 
 def conformal(y, weights):

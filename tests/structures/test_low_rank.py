@@ -163,7 +163,7 @@ def test_without_a_rank_the_sketch_is_as_wide_as_the_tail_asks(tail):
     found = post.statistics.curvature
     assert found.overstated(0.3) <= tail
     narrower = LowRank(tail=tail, columns=found.sketch.shape[1] // 2).zero(46)
-    J = post.network.expand(x, post.theta)[1]
+    J = post.network.linearise(x, post.theta)[1]
     assert narrower.add(J, torch.full((80, 1, 1), 25.0, dtype=torch.float64)).overstated(0.3) > tail
     assert f"low_rank: {found.directions} of 46 directions; no variance is more than" in str(post.report)
     ratio = post.marginal(new).covariance / fitted("gaussian", x, "dense").marginal(new).covariance

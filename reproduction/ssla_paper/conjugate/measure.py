@@ -148,8 +148,8 @@ def _published(model: Model, rows: Tensor, refit: bool, dtype: torch.dtype, y: T
     return published(model, rows, y, refit, dtype).total
 
 
-def _at(expansion: Callable[[Tensor], ssla.Increments], part: str, y: Tensor) -> Tensor:
-    found: Tensor = getattr(expansion(y.unsqueeze(0)), part)
+def _at(log_density: Callable[[Tensor], ssla.Increments], part: str, y: Tensor) -> Tensor:
+    found: Tensor = getattr(log_density(y.unsqueeze(0)), part)
     return found[0]
 
 

@@ -34,7 +34,6 @@ from ssla.cli.train import (
 from ssla.cli.tuning import best_options
 from ssla.persistence import FileError
 from ssla.persistence.container import check_target
-from ssla.predictive import kind_of
 from ssla.sklearn.estimator import auto_batch
 from ssla.sklearn.files import load_with_extra
 from ssla.sklearn.saving import save
@@ -164,7 +163,7 @@ def predict_file(
     rows = len(encoded.values)
     columns: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    if kind_of(p) == "class":
+    if p.kind == "class":
         labels = [str(label) for label in estimator.classes_]
         facts["set_separator"] = separator = _separator(labels)
         columns["label"] = estimator.classes_[p.mode.numpy()]

@@ -126,7 +126,7 @@ class Reader:
         for row, seen in self._rows(order):
             network = self.network
             theta = network.theta if order.theta is None else order.theta
-            f, J = self._expand(row, theta)
+            f, J = self._linearise(row, theta)
             if total is None:
                 total = Sums.zero(network.layout.size, order.structure, order.newton(network, self.budget))
             total = total.add(f, J, row.y, row.weights, order.likelihood)
@@ -137,11 +137,11 @@ class Reader:
             target = target.see(row.y, seen, spread)
         return Pass(total, target, self.source.repeatable)
 
-    def _expand(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def _linearise(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
             f = row.features.push(theta)
             return (f if row.offset is None else f + row.offset), row.features
-        f, J = self.network.expand(row.x, theta)
+        f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 
     def _rounded(self, row: Chunk, f: Tensor, theta: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Reader:
         weights = None if batch.weights is None else batch.weights.to("cpu").double()
         features = offset = None
         if network.linear:
-            _, J = network.expand(x, network.theta)
+            _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
             features, offset = J.double(), network.offset
             x = None

@@ -100,7 +100,7 @@ class AnyParameters:
         with torch.no_grad(), self.frozen.worded(x):
             return self.run(self._free(theta), x).to("cpu")
 
-    def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
         free = self._free(theta)
         f, blocks = self._layer_blocks(x, free)
         rest = self._rest_block(x, free) if self.others else None
@@ -245,6 +245,6 @@ def _agrees(network: AnyParameters, x: Inputs) -> bool:
         )
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
-    found = network.expand(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
+    found = network.linearise(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
     enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision has a larger rounding error in one product
     return bool((found - expected).abs().max() <= enough * (1e-12 + expected.abs().max()))

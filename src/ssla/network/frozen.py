@@ -83,7 +83,7 @@ class Network(Protocol):
 
     def rows_at_once(self, budget: int) -> int: ...
 
-    def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
         """f (B, C) and J at θ, on the CPU, for cast x."""
         ...
 

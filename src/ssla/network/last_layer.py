@@ -60,7 +60,7 @@ class LastLayer:
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         return in_chunks(x, self.rows_at_once(budget))
 
-    def expand(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
         with SeenInputs(self.weight) as seen:
             self.frozen.forward(x)
         assert seen.input is not None
@@ -71,4 +71,4 @@ class LastLayer:
         return (f if self.offset is None else f + self.offset), J
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        return self.expand(x, theta)[0]
+        return self.linearise(x, theta)[0]

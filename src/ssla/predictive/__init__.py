@@ -13,27 +13,26 @@ from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.affine import AffinePredictive, affine
-from ssla.predictive.circular import CircularPredictive, circular_predictive
-from ssla.predictive.classes import ClassPredictive, class_predictive
-from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.gaussian import Ellipsoid, GaussianPredictive, additive_law
-from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.predictive.affine import affine
+from ssla.predictive.circular import circular_predictive
+from ssla.predictive.classes import class_predictive
+from ssla.predictive.counts import count_predictive
+from ssla.predictive.gaussian import Ellipsoid, GaussianLaw, additive_law
+from ssla.predictive.grid import grid_predictive
+from ssla.predictive.law import Law
 from ssla.predictive.mixture import mixture
-from ssla.predictive.mixture_classes import ClassMixture
-from ssla.predictive.mixture_scalar import ScalarMixture
-from ssla.predictive.mixture_vector import VectorMixture
-from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
-from ssla.predictive.refitted import doubts, refitted
+from ssla.predictive.predictive import Diagnostics, Predictive
+from ssla.predictive.refitted import check_refittable, refitted
 from ssla.priors import ADDITIVE, EXACT
 from ssla.refit import (
     AutoRefit,
-    Expansion,
+    LogDensity,
     NoRefit,
-    OutputExpansion,
+    OutputLogDensity,
     OutputRefit,
     OutputRung,
     Refit,
+    WeightLogDensity,
     WeightRefit,
     on_marginal,
     resolve,
@@ -42,22 +41,14 @@ from ssla.refit.increments import EMPIRICAL
 from ssla.state import State
 
 __all__ = [
-    "AffinePredictive",
-    "CircularPredictive",
-    "ClassMixture",
-    "ClassPredictive",
-    "CountPredictive",
     "Diagnostics",
     "Ellipsoid",
-    "GaussianPredictive",
-    "GridPredictive",
+    "GaussianLaw",
+    "Law",
     "Predictive",
     "Regions",
-    "ScalarMixture",
-    "VectorMixture",
     "affine",
     "from_marginal",
-    "kind_of",
     "mixture",
     "predict",
 ]
@@ -70,23 +61,34 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output") -> Predi
     rung = resolve(refit)
     if posterior.convention != EXACT and not isinstance(rung, OutputRung):
         raise ValueError(
-            f"refit={rung.name!r} knows the exact convention only, but this posterior has convention={posterior.convention!r}. "
-            "Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior)."
+            f"refit={rung.name!r} works with the exact convention only, but this posterior has "
+            f"convention={posterior.convention!r}. Use refit='output', 'newton' or 'none', or "
+            "posterior.with_prior(posterior.prior)."
         )
     if isinstance(rung, WeightRefit | AutoRefit):
         weights = rung(posterior, x)
-        output = _answer(weights.output, OutputRefit(), warn=False)
-        reasons = doubts(rung, weights, output) if isinstance(rung, AutoRefit) else None
+        output = _predictive(weights.output, OutputRefit())
+        check_refittable(weights)
+        reasons = _reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
         answer = refitted(weights, output, rung.name, reasons)
         wanted = [reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))]
         failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
         weights.warn(sum(failed), len(failed), "inputs have refits of the weights that", stacklevel=4)
         return _warned(answer)
-    return _answer(rung(posterior, x), rung)
+    return _warned(_predictive(rung(posterior, x), rung))
+
+
+def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
+    """Why "auto" refits the weights, for each row; empty where it does not."""
+    if weights.exact:
+        return [""] * output.law.rows
+    flags = output.diagnostics
+    likely = output.probs if output.kind == "class" else output.interval(auto.level)
+    return auto.reasons(weights, output.mass, flags.unconverged | flags.inaccurate, likely)
 
 
 def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output") -> Predictive:
-    """The predictive of y when f ~ N(mean, covariance): for beliefs about f that come from elsewhere.
+    """The predictive of y when f ~ N(mean, covariance): for distributions of f that come from elsewhere.
 
     mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a refit of weights.
     """
@@ -100,48 +102,41 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
     finite("covariance", K, "Give finite covariances.")
     K = covariances("covariance", K)
     likelihood.check_outputs(f)
-    return _answer(on_marginal(rung, likelihood, f, K), rung)
+    return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung), stacklevel=3)
 
 
-def _answer(expansion: Expansion, rung: Refit, warn: bool = True) -> Predictive:
-    """Choose the form of the answer by the support of y; closed form where there is one."""
-    told = _warned if warn else _as_it_is
-    likelihood = expansion.likelihood
-    f = expansion.marginal.mean
+def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
+    """Choose the law by the support of y; closed form where there is one."""
+    likelihood = log_density.likelihood
+    f = log_density.marginal.mean
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
-    convention = expansion.convention if isinstance(expansion, OutputExpansion) else EXACT
+    convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
     if isinstance(likelihood, Gaussian) and not empirical:
         no = torch.zeros(f.shape[0], dtype=torch.bool)
-        flags = Diagnostics(rung.name, no, no, no, convention)
-        noise, law = likelihood.covariance_for(f), None
-        if convention == ADDITIVE and expansion.moves and isinstance(expansion, OutputExpansion):
-            law = additive_law(noise, expansion.marginal, expansion.prior_response)
-        return GaussianPredictive(expansion, noise, isinstance(rung, NoRefit), flags, law)
+        noise, moved = likelihood.covariance_for(f), None
+        if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
+            moved = additive_law(noise, log_density.marginal, log_density.prior_response)
+        law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
+        return Predictive(law, log_density.like, Diagnostics(rung.name, no, no, no, convention))
     if support.kind == "vector":
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
         )
     if isinstance(support, Classes):
-        classes = class_predictive(expansion, support.count, rung.name)
-        return replace(classes, diagnostics=replace(classes.diagnostics, convention=convention))
-    if support.kind == "count":
-        counts = count_predictive(expansion, rung.name)
-        return told(replace(counts, diagnostics=replace(counts.diagnostics, convention=convention)))
-    if support.kind == "circular":
-        around = circular_predictive(expansion, rung.name)
-        return told(replace(around, diagnostics=replace(around.diagnostics, convention=convention)))
-    assert isinstance(support, Continuous)
-    grid = grid_predictive(expansion, support, rung.name)
-    return told(replace(grid, diagnostics=replace(grid.diagnostics, convention=convention)))
+        found = class_predictive(log_density, support.count, rung.name)
+    elif support.kind == "count":
+        found = count_predictive(log_density, rung.name)
+    elif support.kind == "circular":
+        found = circular_predictive(log_density, rung.name)
+    else:
+        assert isinstance(support, Continuous)
+        found = grid_predictive(log_density, support, rung.name)
+    return replace(found, diagnostics=replace(found.diagnostics, convention=convention))
 
 
-def _as_it_is(predictive: Predictive) -> Predictive:
-    return predictive
-
-
-def _warned(predictive: Predictive) -> Predictive:
-    """Say it aloud where rows could not be integrated to their tolerance."""
+def _warned(predictive: Predictive, stacklevel: int = 4) -> Predictive:
+    """Warn where rows could not be integrated to their tolerance."""
     bad = predictive.diagnostics.inaccurate
     if bool(bad.any()):
         better = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
@@ -150,6 +145,6 @@ def _warned(predictive: Predictive) -> Predictive:
             "density has no integral, or a spike that could not be resolved. See predictive.diagnostics and predictive.mass."
             + better,
             UserWarning,
-            stacklevel=4,
+            stacklevel,
         )
     return predictive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,43 +12,43 @@ from ssla._checks import finite, positive
 from ssla.data import as_tensor
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.gaussian import Ellipsoid
-from ssla.predictive.mixture import in_double
-from ssla.predictive.predictive import Diagnostics, Predictive, kind_of
+from ssla.predictive.law import Law
+from ssla.predictive.mixture_laws import DensityRegion
+from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 from ssla.state import COARSE
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class AffinePredictive:
+class AffineLaw(Law):
     """y = shift + scale · z with z ~ base and scale > 0: log p(y) = log p(z) − Σ log scale.
 
     shift and scale are numbers () for one target, (D,) for D of them. Made by `affine`.
     """
 
-    base: Any
+    base: Law
     shift: Tensor
     scale: Tensor
 
     @property
     def kind(self) -> str:
-        return kind_of(self.base)
+        return self.base.kind
 
     @property
-    def diagnostics(self) -> Diagnostics:
-        diagnostics: Diagnostics = self.base.diagnostics
-        return diagnostics
+    def rows(self) -> int:
+        return self.base.rows
 
     def _out(self, z: Tensor) -> Tensor:
         """z (…, [D]) -> y."""
-        return self.shift.to(z) + self.scale.to(z) * z
+        return self.shift + self.scale * z
 
     def _trailing(self, z: Tensor) -> Tensor:
         """z (N, [D], k) -> y: quantiles come after the targets."""
-        return self.shift.to(z)[..., None] + self.scale.to(z)[..., None] * z
+        return self.shift[..., None] + self.scale[..., None] * z
 
-    def _in(self, y: Any) -> Tensor:
-        value = as_tensor(y).to("cpu", torch.float64)
-        return (value - self.shift) / self.scale
+    def _in(self, y: Tensor) -> Tensor:
+        return (y - self.shift) / self.scale
 
     @property
     def _log_scale(self) -> float:
@@ -62,76 +62,69 @@ class AffinePredictive:
     def mode(self) -> Tensor:
         return self._out(self.base.mode)
 
-    def _squared(self, part: Tensor) -> Tensor:
-        return part * self.scale.to(part) ** 2
-
     @property
     def variance(self) -> Tensor:
-        return self._squared(self.base.variance)
+        return self.base.variance * self.scale**2
 
     @property
     def stddev(self) -> Tensor:
-        deviation: Tensor = self.base.stddev
-        return deviation * self.scale.to(deviation)
+        return self.base.stddev * self.scale
 
     @property
     def covariance(self) -> Tensor:
-        """(N, D, D), for D targets."""
-        base: Tensor = self.base.covariance
-        scale = self.scale.to(base)
-        return base * scale[:, None] * scale[None, :]
+        scale = self.scale.reshape(-1)
+        return self.base.covariance * scale[:, None] * scale[None, :]
 
     @property
     def epistemic(self) -> Tensor:
-        return self._squared(self.base.epistemic)
+        return self.base.epistemic * self.scale**2
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._squared(self.base.aleatoric)
+        return self.base.aleatoric * self.scale**2
 
     @property
     def mass(self) -> Tensor:
         """The same in every unit."""
-        mass: Tensor = self.base.mass
-        return mass
+        return self.base.mass
 
-    def log_prob(self, y: Any) -> Tensor:
-        return self.base.log_prob(self._in(y)) - self._log_scale  # type: ignore[no-any-return]
+    def check(self, y: Tensor) -> None:
+        self.base.check(self._in(y))
 
-    def cdf(self, y: Any) -> Tensor:
-        value: Tensor = self.base.cdf(self._in(y))
-        return value
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.base.log_prob(self._in(y)) - self._log_scale
 
-    def icdf(self, q: Any) -> Tensor:
-        z: Tensor = self.base.icdf(q)
-        return self._trailing(z) if as_tensor(q).dim() else self._out(z)
+    def cdf(self, y: Tensor) -> Tensor:
+        return self.base.cdf(self._in(y))
 
-    def interval(self, level: float = 0.95) -> Tensor:
-        return self._trailing(self.base.interval(level))
+    def icdf(self, q: Tensor) -> Tensor:
+        return self._trailing(self.base.icdf(q))
 
-    def hdr(self, level: float = 0.95) -> Regions | Ellipsoid:
+    def hdr(self, level: float) -> Regions | Ellipsoid | DensityRegion:
         region = self.base.hdr(level)
         if isinstance(region, Regions):
             return Regions(self._out(region.lower), self._out(region.upper))
         if isinstance(region, Ellipsoid):
             return Ellipsoid(self._out(region.centre), self.covariance, region.squared_radius)
-        return region.moved(self.shift, self.scale)  # type: ignore[no-any-return]
+        return DensityRegion(self, region.threshold - self._log_scale)
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         return self._out(self.base.sample(n, generator))
 
-    def increments(self, y: Any) -> Increments:
+    def increments(self, y: Tensor) -> Increments:
         """Those of the base; the change of units is counted with the likelihood."""
-        parts: Increments = self.base.increments(self._in(y))
+        parts = self.base.increments(self._in(y))
         return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
-def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:
+def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution exactly.
+
+    Answers are in float64 where the dtype of the predictive cannot hold the sum.
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
-    kind = kind_of(predictive)
+    kind, law, like = predictive.kind, predictive.law, predictive.like
     if kind not in ("scalar", "vector"):
         raise TypeError(f"Only continuous targets can be shifted and scaled, but this predictive is of kind {kind!r}.")
     a, b = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
@@ -144,9 +137,7 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> AffinePredictive:
             f"{tuple(a.shape)} and {tuple(b.shape)}."
         )
     if kind == "vector":
-        size = predictive.mean.shape[1]
-        a, b = a.expand(size), b.expand(size)
-    step = torch.finfo(predictive.mass.dtype).eps * a.abs()
-    if bool((step > COARSE * b * predictive.stddev.to("cpu", torch.float64)).any()):  # the sum needs digits that the base lacks
-        predictive = in_double(predictive)
-    return AffinePredictive(predictive, a, b)
+        a, b = (value.expand(law.mean.shape[1]) for value in (a, b))
+    step = torch.finfo(like.dtype).eps * a.abs()
+    coarse = bool((step > COARSE * b * law.stddev).any())  # the sum needs digits that the dtype lacks
+    return Predictive(AffineLaw(law, a, b), like.double() if coarse else like, predictive.diagnostics)

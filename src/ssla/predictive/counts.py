@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ssla._checks import level as checked_level
 from ssla.likelihoods.support import Counts
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.predictive import Diagnostics, answer, not_nan, probabilities, scalar_targets
+from ssla.predictive.law import Law, gathered, gathered_regions
+from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import split_variance, total_variance
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 TAIL = 1e-8
@@ -53,32 +53,23 @@ class Table(NamedTuple):
         return (self.edges[:, 1:] + self.edges[:, :-1] - 1) / 2
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class CountPredictive:
+class CountLaw(Law):
     """P(Y = y) = exp(total(y)) / mass for y = 0, 1, 2, …"""
 
-    expansion: Expansion
+    log_density: LogDensity
     tables: list[Table]
-    diagnostics: Diagnostics
 
     kind = "count"
 
-    def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
-
     @property
-    def _rows(self) -> int:
-        return self.expansion.marginal.mean.shape[0]
-
-    def _gather(self, values: list[Tensor]) -> Tensor:
-        out = torch.empty(self._rows, *values[0].shape[1:], dtype=values[0].dtype)
-        for table, value in zip(self.tables, values, strict=True):
-            out[table.rows] = value
-        return out
+    def rows(self) -> int:
+        return self.log_density.marginal.mean.shape[0]
 
     @cached_property
     def _log_mass(self) -> Tensor:
-        return self._gather([t.logs.logsumexp(1) for t in self.tables])
+        return gathered(self.tables, [t.logs.logsumexp(1) for t in self.tables])
 
     @cached_property
     def _shares(self) -> list[Tensor]:
@@ -92,56 +83,53 @@ class CountPredictive:
             means.append(mean)
             within = (table.widths**2 - 1).clamp_min(0) / 12  # of a uniform block
             variances.append((share * ((table.centres - mean[:, None]) ** 2 + within)).sum(1))
-        return self._gather(means), self._gather(variances)
+        return gathered(self.tables, means), gathered(self.tables, variances)
 
     @property
     def mean(self) -> Tensor:
-        return self._out(self._moments[0])
+        return self._moments[0]
 
     @property
     def variance(self) -> Tensor:
-        return self._out(self._moments[1])
-
-    @property
-    def stddev(self) -> Tensor:
-        return self._out(self._moments[1].sqrt())
+        return self._moments[1]
 
     @cached_property
     def mode(self) -> Tensor:
         """The most probable count: the best block, then the counts around its middle."""
-        best = self._gather([t.middles.gather(1, _heights(t).argmax(1, keepdim=True)) for t in self.tables]).round()
-        reach = self._gather([t.widths.gather(1, _heights(t).argmax(1, keepdim=True)) for t in self.tables])
+        peaks = [_heights(t).argmax(1, keepdim=True) for t in self.tables]
+        best = gathered(self.tables, [t.middles.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)]).round()
+        reach = gathered(self.tables, [t.widths.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)])
         for _ in range(MODE_ROUNDS):
             if not bool((reach > 1).any()):
                 break
             step = (reach / 8).ceil()
             near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
-            best = near.gather(1, self.expansion.density(near).log.argmax(1, keepdim=True))
+            best = near.gather(1, self.log_density.at(near).log.argmax(1, keepdim=True))
             reach = torch.where(step > 1, step, torch.ones_like(step))
-        return self._out(torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1)))
+        return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
     @property
     def mass(self) -> Tensor:
-        return self._out(self._log_mass.exp())
+        return self._log_mass.exp()
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor]:
-        f, K = self.expansion.marginal
-        return split_variance(self.expansion.likelihood, f, K, self.expansion.moves, self._moments[1])
+        return split_variance(self.log_density, self.variance)
 
     @property
     def epistemic(self) -> Tensor:
-        return self._out(self._parts[0])
+        return self._parts[0]
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._out(self._parts[1])
+        return self._parts[1]
 
-    def log_prob(self, y: Any) -> Tensor:
-        """(N,) -> (N,); (N, k) -> (N, k). Only whole numbers from 0 have a probability."""
-        value, single = scalar_targets(y, self._rows)
-        Counts().check(value.flatten(), 1)
-        return self._out(answer(self.expansion.density(value).log - self._log_mass[:, None], single))
+    def check(self, y: Tensor) -> None:
+        """Only whole numbers from 0 have a probability."""
+        Counts().check(y.flatten(), 1)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.log_density.at(y).log - self._log_mass[:, None]
 
     @cached_property
     def _cumulative(self) -> list[Tensor]:
@@ -149,11 +137,8 @@ class CountPredictive:
         sums = [share.cumsum(1) for share in self._shares]
         return [torch.nn.functional.pad(part / part[:, -1:], (1, 0)) for part in sums]
 
-    def cdf(self, y: Any) -> Tensor:
-        """P(Y ≤ y).  (N,) -> (N,); (N, k) -> (N, k)."""
-        value, single = scalar_targets(y, self._rows)
-        not_nan(value)
-        value = torch.floor(value.clamp(-1, 1e300))
+    def cdf(self, y: Tensor) -> Tensor:
+        value = torch.floor(y.clamp(-1, 1e300))
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             y_up = (value[table.rows] + 1).clamp(table.edges[:, :1], table.edges[:, -1:])  # counts below it are ≤ y
@@ -161,42 +146,28 @@ class CountPredictive:
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             width = table.widths.gather(1, block).clamp_min(1)
             parts.append(low + (y_up - table.edges.gather(1, block)) / width * (high - low))
-        return self._out(answer(self._gather(parts), single))
+        return gathered(self.tables, parts)
 
-    def icdf(self, q: Any) -> Tensor:
-        """The smallest count y with P(Y ≤ y) ≥ q.  One number -> (N,); (k,) -> (N, k)."""
-        value, single = probabilities(q)
+    def icdf(self, q: Tensor) -> Tensor:
+        """The smallest count y with P(Y ≤ y) ≥ q."""
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            target = value.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
+            target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
             block = (torch.searchsorted(cumulative, target.contiguous()) - 1).clamp(0, table.logs.shape[1] - 1)
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
             whole = (inside * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
             parts.append(table.edges.gather(1, block) + whole)
-        return self._out(answer(self._gather(parts), single))
+        return gathered(self.tables, parts)
 
-    def interval(self, level: float = 0.95) -> Tensor:
-        """Central interval (N, 2), both ends included."""
-        tail = (1 - checked_level(level)) / 2
-        return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-
-    def hdr(self, level: float = 0.95) -> Regions:
+    def hdr(self, level: float) -> Regions:
         """The smallest set of counts of at least that probability, as runs lower … upper (ends included)."""
-        checked_level(level)
-        parts = [_runs(t, share, level) for t, share in zip(self.tables, self._shares, strict=True)]
-        most = max(part.lower.shape[1] for part in parts)
+        runs = [_runs(t, share, level) for t, share in zip(self.tables, self._shares, strict=True)]
+        lost = self._log_mass.isnan()[:, None]
+        return Regions(*(torch.where(lost, torch.nan, end) for end in gathered_regions(self.tables, runs)))
 
-        def pad(value: Tensor) -> Tensor:
-            return torch.nn.functional.pad(value, (0, most - value.shape[1]), value=torch.nan)
-
-        lower, upper = self._gather([pad(p.lower) for p in parts]), self._gather([pad(p.upper) for p in parts])
-        nobody = self._log_mass.isnan()[:, None]
-        return Regions(*(self._out(torch.where(nobody, torch.nan, end)) for end in (lower, upper)))
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, N)."""
-        u = torch.rand(self._rows, n, dtype=torch.float64, generator=generator)
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             target = (u[table.rows] * cumulative[:, -1:]).contiguous()
@@ -204,14 +175,10 @@ class CountPredictive:
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1 - 1e-12)
             parts.append(table.edges.gather(1, block) + (inside * table.widths.gather(1, block)).floor())
-        return self._out(self._gather(parts).mT)
+        return gathered(self.tables, parts).mT
 
-    def increments(self, y: Any) -> Increments:
-        """The three increments of the un-normalised log probability, of log_prob's shape."""
-        value, single = scalar_targets(y, self._rows)
-        Counts().check(value.flatten(), 1)
-        parts = self.expansion(value)
-        return parts.map(lambda part: self._out(answer(part, single)))
+    def increments(self, y: Tensor) -> Increments:
+        return self.log_density(y)
 
 
 def _heights(table: Table) -> Tensor:
@@ -246,16 +213,16 @@ def _bridge(inside: Tensor, empty: Tensor) -> Tensor:
     return torch.where(empty & (last >= 0), inside.gather(1, last.clamp_min(0)), inside & ~empty)
 
 
-def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
+def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of the mass.
 
     Probabilities that never fall (a Newton step far from its point can do that) are cut where they begin to rise.
     """
-    f, K = expansion.marginal
-    likelihood = expansion.likelihood
+    f, K = log_density.marginal
+    likelihood = log_density.likelihood
     mean = likelihood.mean(f)
-    # the scale of the bulk: noise, and the doubt about the mean as if it were small (tails are found by widening)
-    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if expansion.moves else torch.zeros_like(K))
+    # the scale of the bulk: noise, and the uncertainty of the mean as if it were small (tails are found by widening)
+    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K))
     scale = (doubt + noise).sqrt().clamp_min(1.0)
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
@@ -263,7 +230,7 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     def tabulate(rows: Tensor, reach: float, finer: int = 1) -> Table:
         edges = _edges(mean[rows, None], scale[rows, None], reach, BLOCKS_PER_UNIT * finer)
         frame = Table(rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool))
-        density = expansion.density(frame.middles.clamp_min(0), rows)
+        density = log_density.at(frame.middles.clamp_min(0), rows)
         real = frame.widths > 0
         fallback[rows] |= (density.fallback & real).any(1)
         unconverged[rows] |= (~density.converged & real).any(1)
@@ -308,7 +275,8 @@ def count_predictive(expansion: Expansion, refit: str) -> CountPredictive:
     inaccurate = torch.zeros_like(fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
-    return CountPredictive(expansion, _by_pattern(tables), Diagnostics(refit, fallback, unconverged, inaccurate))
+    flags = Diagnostics(refit, fallback, unconverged, inaccurate)
+    return Predictive(CountLaw(log_density, _by_pattern(tables)), log_density.like, flags)
 
 
 def _groups(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Tensor]:

@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.predictive import ClassPredictive, CountPredictive, GaussianPredictive, GridPredictive, Predictive
+from ssla.predictive.classes import ClassLaw
+from ssla.predictive.counts import CountLaw
+from ssla.predictive.gaussian import GaussianLaw
+from ssla.predictive.grid import GridLaw
+from ssla.predictive.predictive import Predictive
 
 GAUSSIAN_NODES = 1201
 GAUSSIAN_REACH = 9.0  # standard deviations
@@ -21,7 +25,7 @@ function of y that returns True or False."""
 
 
 class Nodes(NamedTuple):
-    """Values of y and their probabilities, a row each: E h(Y) = Σ_j weights_j h(values_j)."""
+    """Values of y and their probabilities, by row: E h(Y) = Σ_j weights_j h(values_j)."""
 
     values: Tensor  # (N, k)
     weights: Tensor  # (N, k), sums to one; zero where a row has fewer than k
@@ -29,24 +33,25 @@ class Nodes(NamedTuple):
 
 def nodes_of(predictive: Predictive) -> Nodes:
     """Where a predictive's mass lies. Accurate to quadrature for smooth functions; at jumps to the spacing of the nodes."""
-    if isinstance(predictive, GaussianPredictive):
+    law = predictive.law
+    if isinstance(law, GaussianLaw):
         if predictive.mean.dim() != 1:
             raise ValueError("Expectations are for one target, but this predictive has several. Ask for its mean and covariance.")
         z = torch.linspace(-GAUSSIAN_REACH, GAUSSIAN_REACH, GAUSSIAN_NODES, dtype=torch.float64)
         weights = torch.softmax(-0.5 * z * z, 0)
         mean, scale = predictive.mean.double(), predictive.stddev.double()
         return Nodes(mean[:, None] + scale[:, None] * z, weights.expand(len(mean), -1))
-    if isinstance(predictive, ClassPredictive):
+    if isinstance(law, ClassLaw):
         probs = predictive.probs.double()
         return Nodes(torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs), probs)
-    if isinstance(predictive, CountPredictive):
-        tables = predictive.tables
+    if isinstance(law, CountLaw):
+        tables = law.tables
         return _padded([t.rows for t in tables], [t.centres for t in tables], [torch.softmax(t.logs, 1) for t in tables])
-    if isinstance(predictive, GridPredictive):
-        grids = [(p.rows, p.grid) for p in predictive.pieces]
+    if isinstance(law, GridLaw):
+        grids = [(p.rows, p.grid) for p in law.pieces]
         shares = [grid.shares / grid.shares.sum(1, keepdim=True) for _, grid in grids]
-        return _padded([r for r, _ in grids], [predictive.support.from_real(g.nodes) for _, g in grids], shares)
-    raise TypeError(f"Expectations are not known for {type(predictive).__name__}.")
+        return _padded([r for r, _ in grids], [law.support.from_real(g.nodes) for _, g in grids], shares)
+    raise TypeError(f"Expectations are not implemented for {type(law).__name__}.")
 
 
 def _padded(rows: list[Tensor], values: list[Tensor], weights: list[Tensor]) -> Nodes:
@@ -76,16 +81,16 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
     """P(Y ∈ event) for each row (N,): by the distribution function for intervals, by the nodes for a function."""
     if callable(event):
         return expect(predictive, lambda y: torch.as_tensor(event(y)).double())
-    if isinstance(predictive, ClassPredictive):
+    if isinstance(predictive.law, ClassLaw):
         chosen = [event] if isinstance(event, int) else list(event)
         if not all(isinstance(c, int) and 0 <= c < predictive.probs.shape[1] for c in chosen):
             raise ValueError(f"An event of classes is a class or a list of them, from 0 to {predictive.probs.shape[1] - 1}.")
         return predictive.probs[:, chosen].sum(1).double()
-    if not isinstance(predictive, GaussianPredictive | GridPredictive | CountPredictive) or predictive.mean.dim() != 1:
+    if not isinstance(predictive.law, GaussianLaw | GridLaw | CountLaw) or predictive.mean.dim() != 1:
         raise TypeError("The probability of an interval needs a predictive of one ordered target.")
     total = torch.zeros(len(predictive.mean), dtype=torch.float64)
     for low, high in intervals_of(event):
-        if isinstance(predictive, CountPredictive):
+        if predictive.kind == "count":
             low = math.ceil(low) - 1 if math.isfinite(low) else low
         below = predictive.cdf(torch.full_like(total, low)).double() if low > -math.inf else torch.zeros_like(total)
         above = predictive.cdf(torch.full_like(total, high)).double() if high < math.inf else torch.ones_like(total)
@@ -100,7 +105,7 @@ def intervals_of(event: Event) -> Sequence[tuple[float, float]]:
         ends = sorted((float(low), float(high)) for low, high in pairs)
     except TypeError:
         raise TypeError(
-            f"An event is (low, high), a list of such, or a function of y that says True or False, but is {event!r}."
+            f"An event is (low, high), a list of such, or a function of y that returns True or False, but is {event!r}."
         ) from None
     if not ends or any(not low <= high for low, high in ends) or any(a[1] > b[0] for a, b in pairwise(ends)):
         raise ValueError(f"An event needs intervals (low, high) with low ≤ high that do not overlap, but is {event!r}.")

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.special import gammainc, ndtr, ndtri
 
-from ssla._checks import level as checked_level
-from ssla.data import as_tensor
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.predictive import Diagnostics, answer, checked, probabilities, scalar_targets
+from ssla.predictive.law import Law
 from ssla.priors import EXACT
-from ssla.refit import Expansion
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 from ssla.state import Marginal
 
@@ -36,47 +34,51 @@ class Ellipsoid(NamedTuple):
         return (white**2).sum((-2, -1)) <= self.squared_radius
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class GaussianPredictive:
+class GaussianLaw(Law):
     """N(f̂, Σ + K) for a refit, N(f̂, Σ) for none; one target (N,) or D of them (N, D).
 
-    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`); under the conventions
-    that do not treat the prior as Bayes' rule does, it is what the increments integrate to. `law` is the Gaussian of y where the
-    prior is added to the likelihood's own predictive.
+    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`). Under the conventions
+    that do not treat the prior as Bayes' rule does, the mass is the integral of the increments. `moved` is the Gaussian of y
+    where the prior is added to the likelihood's own predictive.
     """
 
-    expansion: Expansion
+    log_density: LogDensity
     noise: Tensor  # Σ (C, C)
     loses_mass: bool
-    diagnostics: Diagnostics
-    law: Marginal | None = None
-
-    def _out(self, value: Tensor) -> Tensor:
-        return value.to(self.expansion.like)
+    convention: str = EXACT
+    moved: Marginal | None = None
 
     @property
-    def _scalar(self) -> bool:
-        return self.noise.shape[0] == 1
+    def kind(self) -> str:
+        return "scalar" if self.noise.shape[0] == 1 else "vector"
+
+    @property
+    def rows(self) -> int:
+        return self._mean.shape[0]
 
     def _targets(self, value: Tensor) -> Tensor:
-        """(N, D) -> (N,) for one target."""
-        return self._out(value.squeeze(1) if self._scalar else value)
+        """(N, D, …) -> (N, …) for one target."""
+        return value.squeeze(1) if self.kind == "scalar" else value
 
     @property
     def _mean(self) -> Tensor:
-        return self.expansion.marginal.mean if self.law is None else self.law.mean
+        """(N, D)."""
+        return self.log_density.marginal.mean if self.moved is None else self.moved.mean
 
     @cached_property
-    def _covariance(self) -> Tensor:
-        if self.law is not None:
-            return self.law.covariance
-        K = self.expansion.marginal.covariance
-        return self.noise + K if self.expansion.moves else self.noise.expand_as(K)
+    def covariance(self) -> Tensor:
+        """(N, D, D)."""
+        if self.moved is not None:
+            return self.moved.covariance
+        K = self.log_density.marginal.covariance
+        return self.noise + K if self.log_density.moves else self.noise.expand_as(K)
 
     @cached_property
     def _scale(self) -> Tensor:
         """(N, D)."""
-        return self._covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+        return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @property
     def mean(self) -> Tensor:
@@ -94,18 +96,13 @@ class GaussianPredictive:
     def stddev(self) -> Tensor:
         return self._targets(self._scale)
 
-    @property
-    def covariance(self) -> Tensor:
-        """(N, D, D)."""
-        return self._out(self._covariance)
-
     @cached_property
     def _doubt(self) -> Tensor:
         """The epistemic part of the variance (N, D): K's; where a prior was added, in the proportion of K to Σ + K."""
-        K = self.expansion.marginal.covariance.diagonal(dim1=-2, dim2=-1)
-        if not self.expansion.moves:
+        K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
+        if not self.log_density.moves:
             return torch.zeros_like(K)
-        return K if self.law is None else self._scale**2 * K / (K + self.noise.diagonal())
+        return K if self.moved is None else self._scale**2 * K / (K + self.noise.diagonal())
 
     @property
     def epistemic(self) -> Tensor:
@@ -113,89 +110,62 @@ class GaussianPredictive:
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._targets(self.noise.diagonal().expand_as(self._mean) if self.law is None else self._scale**2 - self._doubt)
+        return self._targets(self.noise.diagonal().expand_as(self._mean) if self.moved is None else self._scale**2 - self._doubt)
 
     @cached_property
     def mass(self) -> Tensor:
         """(N,)."""
-        if self.diagnostics.convention != EXACT:
+        if self.convention != EXACT:
             # the increments are quadratic in y: their height at the mean, over that of the normalised density
-            peak = self.expansion.density(self._mean.squeeze(1) if self._scalar else self._mean).log
-            half_logdet = torch.linalg.cholesky(self._covariance).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-            return self._out((peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp())
+            peak = self.log_density.at(self.mean).log
+            factor: Tensor = torch.linalg.cholesky(self.covariance)
+            half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()
         if not self.loses_mass:
-            return self._out(torch.ones(self._mean.shape[0], dtype=torch.float64))
+            return torch.ones(self.rows, dtype=torch.float64)
         factor = torch.linalg.cholesky(self.noise)
-        half = torch.linalg.solve_triangular(factor, self.expansion.marginal.covariance, upper=False)
+        half = torch.linalg.solve_triangular(factor, self.log_density.marginal.covariance, upper=False)
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-        return self._out((-0.5 * torch.log1p(torch.linalg.eigvalsh(white).clamp_min(0)).sum(-1)).exp())
+        spectrum: Tensor = torch.linalg.eigvalsh(white)
+        return (-0.5 * torch.log1p(spectrum.clamp_min(0)).sum(-1)).exp()
 
-    def _vectors(self, y: Any) -> Tensor:
-        value = as_tensor(y).to("cpu", torch.float64)
-        if value.dim() not in (2, 3) or value.shape[0] != self._mean.shape[0] or value.shape[-1] != self._mean.shape[1]:
-            N, D = self._mean.shape
-            raise ValueError(f"y must have shape ({N}, {D}) or ({N}, k, {D}), but has {tuple(value.shape)}.")
-        return checked(value)
+    def log_prob(self, y: Tensor) -> Tensor:
+        if self.kind == "scalar":
+            z = (y - self._mean) / self._scale
+            return -0.5 * (z * z + LOG_2PI) - self._scale.log()
+        factor: Tensor = torch.linalg.cholesky(self.covariance)
+        extra = y.dim() - 2
+        shape = (y.shape[0], *[1] * extra, *factor.shape[1:])
+        r = (y - self._mean.reshape(y.shape[0], *[1] * extra, self._mean.shape[1])).unsqueeze(-1)
+        white: Tensor = torch.linalg.solve_triangular(
+            factor.reshape(shape).expand(*r.shape[:-2], *factor.shape[1:]), r, upper=False
+        )
+        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(y), *[1] * extra)
+        return -0.5 * ((white**2).sum((-2, -1)) + self._mean.shape[1] * LOG_2PI) - half_logdet
 
-    def log_prob(self, y: Any) -> Tensor:
-        """(N,) -> (N,), (N, k) -> (N, k); D targets: (N, D) -> (N,)."""
-        if self._scalar:
-            value, single = scalar_targets(y, self._mean.shape[0])
-            z = (checked(value) - self._mean) / self._scale
-            return self._out(answer(-0.5 * (z * z + LOG_2PI) - self._scale.log(), single))
-        value = self._vectors(y)
-        factor = torch.linalg.cholesky(self._covariance)
-        extra = value.dim() - 2
-        shape = (value.shape[0], *[1] * extra, *factor.shape[1:])
-        r = (value - self._mean.reshape(value.shape[0], *[1] * extra, self._mean.shape[1])).unsqueeze(-1)
-        white = torch.linalg.solve_triangular(factor.reshape(shape).expand(*r.shape[:-2], *factor.shape[1:]), r, upper=False)
-        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(value), *[1] * extra)
-        return self._out(-0.5 * ((white**2).sum((-2, -1)) + self._mean.shape[1] * LOG_2PI) - half_logdet)
+    def cdf(self, y: Tensor) -> Tensor:
+        middle = (slice(None), *[None] * (y.dim() - 2))
+        below: Tensor = ndtr((y - self._mean[middle]) / self._scale[middle])
+        return below
 
-    def cdf(self, y: Any) -> Tensor:
-        """P(Y ≤ y); for D targets each by itself."""
-        if self._scalar:
-            value, single = scalar_targets(y, self._mean.shape[0])
-            return self._out(answer(ndtr((value - self._mean) / self._scale), single))
-        value = self._vectors(y)
-        middle = (slice(None), *[None] * (value.dim() - 2))
-        return self._out(ndtr((value - self._mean[middle]) / self._scale[middle]))
+    def icdf(self, q: Tensor) -> Tensor:
+        return self._targets(self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(q))
 
-    def icdf(self, q: Any) -> Tensor:
-        """Quantiles: one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k)."""
-        value, single = probabilities(q)
-        z = self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(value)
-        z = z.squeeze(1) if self._scalar else z
-        return self._out(z.squeeze(-1) if single else z)
-
-    def interval(self, level: float = 0.95) -> Tensor:
-        """Central interval: (N, 2), or (N, D, 2)."""
-        tail = (1 - checked_level(level)) / 2
-        return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
-
-    def hdr(self, level: float = 0.95) -> Regions | Ellipsoid:
-        """The smallest region of that probability: an interval, or an ellipsoid for D targets."""
-        if self._scalar:
+    def hdr(self, level: float) -> Regions | Ellipsoid:
+        """An interval, or an ellipsoid for D targets."""
+        if self.kind == "scalar":
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
-        radius = chi_square_quantile(checked_level(level), self._mean.shape[1])
-        return Ellipsoid(self._out(self._mean), self.covariance, radius)
+        return Ellipsoid(self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1]))
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, N), or (n, N, D)."""
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         white = torch.randn(n, *self._mean.shape, dtype=torch.float64, generator=generator)
-        factor = torch.linalg.cholesky(self._covariance)
-        draws = self._mean + (factor @ white.unsqueeze(-1)).squeeze(-1)
-        return self._out(draws.squeeze(-1) if self._scalar else draws)
+        factor = torch.linalg.cholesky(self.covariance)
+        draws: Tensor = self._mean + (factor @ white.unsqueeze(-1)).squeeze(-1)
+        return draws.squeeze(-1) if self.kind == "scalar" else draws
 
-    def increments(self, y: Any) -> Increments:
-        """The three increments of the un-normalised log density, of log_prob's shape."""
-        if not self._scalar:
-            value, single = self._vectors(y), False
-        else:
-            value, single = scalar_targets(y, self._mean.shape[0])
-        parts = self.expansion(checked(value))
-        return parts.map(lambda part: self._out(answer(part, single)))
+    def increments(self, y: Tensor) -> Increments:
+        return self.log_density(y)
 
 
 def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:

@@ -4,107 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.predictive import Diagnostics, Predictive, answer, kind_of, scalar_targets
+from ssla.predictive.law import Law
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest
 from ssla.refit.increments import Increments
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class Joined:
-    """Each part answers for its rows (indices into the N inputs): numbers, counts or classes. Made by `joined`."""
+class JoinedLaw(Law):
+    """Each law answers for its rows (indices into the N inputs): numbers, counts or classes. Made by `joined`."""
 
-    parts: tuple[Any, ...]
-    rows: tuple[Tensor, ...]
+    laws: tuple[Law, ...]
+    index: tuple[Tensor, ...]
 
     @property
     def kind(self) -> str:
-        return kind_of(self.parts[0])
-
-    def put(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """One answer a part, in the order of the inputs along a dimension; trailing sizes padded with NaN."""
-        if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
-            most = max(part.shape[-1] for part in answers)
-            answers = [torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=torch.nan) for part in answers]
-        order = torch.cat(self.rows).argsort()
-        return torch.cat(list(answers), dim).index_select(dim, order.to(answers[0].device))
-
-    def _each(self, ask: Callable[[Any], Tensor]) -> Tensor:
-        return self.put([ask(part) for part in self.parts])
-
-    def _at(self, y: Any, ask: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        value, single = scalar_targets(y, sum(len(rows) for rows in self.rows))
-        found = [ask(part, value[rows]) for part, rows in zip(self.parts, self.rows, strict=True)]
-        return answer(self.put(found), single)
+        return self.laws[0].kind
 
     @property
-    def diagnostics(self) -> Diagnostics:
-        found = [part.diagnostics for part in self.parts]
-        fallback, unconverged, inaccurate = (
-            self.put([getattr(one, flag) for one in found]) for flag in ("fallback", "unconverged", "inaccurate")
-        )
-        names = ", ".join(dict.fromkeys(one.refit for one in found))
-        return Diagnostics(names, fallback, unconverged, inaccurate, found[0].convention)
+    def rows(self) -> int:
+        return sum(len(rows) for rows in self.index)
+
+    def put(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """One answer of each law, in the order of the inputs along a dimension; trailing sizes padded with NaN."""
+        return _put(self.index, answers, dim)
+
+    def _each(self, ask: Callable[[Law], Tensor]) -> Tensor:
+        return self.put([ask(law) for law in self.laws])
+
+    def at(self, y: Tensor, ask: Callable[[Law, Tensor], Tensor]) -> Tensor:
+        """Ask every law with its rows of y (N, …)."""
+        return self.put([ask(law, y[rows]) for law, rows in zip(self.laws, self.index, strict=True)])
 
     @property
     def mean(self) -> Tensor:
-        return self._each(lambda p: p.mean)
+        return self._each(lambda law: law.mean)
 
     @property
     def variance(self) -> Tensor:
-        return self._each(lambda p: p.variance)
+        return self._each(lambda law: law.variance)
 
     @property
     def stddev(self) -> Tensor:
-        return self._each(lambda p: p.stddev)
+        return self._each(lambda law: law.stddev)
 
     @property
     def mode(self) -> Tensor:
-        return self._each(lambda p: p.mode)
+        return self._each(lambda law: law.mode)
 
     @property
     def probs(self) -> Tensor:
-        """(N, C), for classes."""
-        return self._each(lambda p: p.probs)
+        return self._each(lambda law: law.probs)
 
     @property
     def mass(self) -> Tensor:
-        return self._each(lambda p: p.mass)
+        return self._each(lambda law: law.mass)
 
     @property
     def epistemic(self) -> Tensor:
-        return self._each(lambda p: p.epistemic)
+        return self._each(lambda law: law.epistemic)
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._each(lambda p: p.aleatoric)
+        return self._each(lambda law: law.aleatoric)
 
-    def log_prob(self, y: Any) -> Tensor:
-        return self._at(y, lambda p, value: p.log_prob(value))
+    def check(self, y: Tensor) -> None:
+        for law, rows in zip(self.laws, self.index, strict=True):
+            law.check(y[rows])
 
-    def cdf(self, y: Any) -> Tensor:
-        return self._at(y, lambda p, value: p.cdf(value))
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.at(y, lambda law, own: law.log_prob(own))
 
-    def icdf(self, q: Any) -> Tensor:
-        return self._each(lambda p: p.icdf(q))
+    def cdf(self, y: Tensor) -> Tensor:
+        return self.at(y, lambda law, own: law.cdf(own))
 
-    def interval(self, level: float = 0.95) -> Tensor:
-        return self._each(lambda p: p.interval(level))
+    def icdf(self, q: Tensor) -> Tensor:
+        return self._each(lambda law: law.icdf(q))
 
-    def hdr(self, level: float = 0.95) -> Any:
-        found = [part.hdr(level) for part in self.parts]
+    def interval(self, level: float) -> Tensor:
+        return self._each(lambda law: law.interval(level))
+
+    def hdr(self, level: float) -> Any:
+        found = [law.hdr(level) for law in self.laws]
         if self.kind == "class":
             return self.put(found)
         return Regions(self.put([one.lower for one in found]), self.put([one.upper for one in found]))
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        return self.put([part.sample(n, generator) for part in self.parts], 1)
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        return self.put([law.sample(n, generator) for law in self.laws], 1)
 
-    def increments(self, y: Any) -> Increments:
+    def increments(self, y: Tensor) -> Increments:
         raise TypeError(
             "These rows come from several predictives. Ask them one by one: [part.increments(y) for part in p.parts]."
         )
@@ -112,4 +107,19 @@ class Joined:
 
 def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
     """rows: for each part the indices of its inputs; together 0 … N − 1, each once."""
-    return parts[0] if len(parts) == 1 else Joined(tuple(parts), tuple(rows))
+    if len(parts) == 1:
+        return parts[0]
+    found = [part.diagnostics for part in parts]
+    fallback, unconverged, inaccurate = (_put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS)
+    diagnostics = Diagnostics(
+        ", ".join(dict.fromkeys(one.refit for one in found)), fallback, unconverged, inaccurate, found[0].convention
+    )
+    law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
+    return Predictive(law, widest(parts), diagnostics, tuple(parts))
+
+
+def _put(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
+    if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
+        most = max(part.shape[-1] for part in answers)
+        answers = [torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=torch.nan) for part in answers]
+    return torch.cat(list(answers), dim).index_select(dim, torch.cat(list(index)).argsort())

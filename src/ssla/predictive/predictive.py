@@ -1,31 +1,35 @@
-"""What every predictive distribution can be asked, and the shapes in which it is asked."""
+"""Predictive: what a user asks a distribution of y, in which shapes, and what is checked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ssla._checks import finite
+from ssla._checks import level as checked_level
 from ssla.data import as_tensor
+from ssla.predictive.law import Law
 from ssla.priors import EXACT
 from ssla.refit.increments import Increments
+
+FLAGS = ("fallback", "unconverged", "inaccurate")
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How the answer came about. Flags are by row: something happened for some y of that row."""
+    """How the answer was computed. Flags are by row: they are set where something happened for some y of that row."""
 
     refit: str
     fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
-    convention: str = EXACT  # where the prior entered; a mixture of several names them all: "exact, paper"
+    convention: str = EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
     refits: Tensor | None = None  # (N,) refits of the weights that were made
-    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, as asked for
-    reason: tuple[str, ...] | None = None  # why "auto" went on to the weights; empty where it did not
+    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
+    reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
 
     def __str__(self) -> str:
         count = self.fallback.numel()
@@ -34,67 +38,148 @@ class Diagnostics:
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
         if self.refits is not None:
-            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} a row"
+            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
         if self.rung is not None:
             text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
             text += f", failed: {self.rung.count('failed')}" if "failed" in self.rung else ""
         return text
 
 
-@runtime_checkable
-class Predictive(Protocol):
-    """A distribution of y for each of N inputs. Names as in torch.distributions; shapes in the API table."""
+@final
+@dataclass(frozen=True, eq=False)
+class Predictive:
+    """A distribution of y for each of N inputs. Names as in torch.distributions; shapes in the API table.
+
+    `law` answers in float64 on the CPU. This class checks what is asked, brings it to the law's shapes, and gives the answer the
+    dtype and device of `like`. An attribute that a kind of target does not have (`probs` of a number, `cdf` of classes) is an
+    AttributeError.
+    """
+
+    law: Law
+    like: Tensor
+    diagnostics: Diagnostics
+    parts: tuple[Predictive, ...] = ()  # the members of a mixture, or the predictives whose rows were joined
 
     @property
-    def diagnostics(self) -> Diagnostics: ...
+    def kind(self) -> str:
+        """ "scalar", "vector", "circular", "count" or "class"."""
+        return self.law.kind
 
     @property
-    def mean(self) -> Tensor: ...
+    def members(self) -> tuple[Predictive, ...]:
+        """The members of a mixture that have a weight. They answer in float64."""
+        if not self.parts:
+            raise AttributeError("Only a mixture has members.")
+        return self.parts
+
+    @property
+    def mean(self) -> Tensor:
+        """(N,), or (N, D). Of classes: the mean of the indicators (N, C)."""
+        return self._out(self.law.mean)
 
     @property
     def variance(self) -> Tensor:
         """Of y: `epistemic + aleatoric`."""
-        ...
+        return self._out(self.law.variance)
 
     @property
-    def stddev(self) -> Tensor: ...
+    def stddev(self) -> Tensor:
+        return self._out(self.law.stddev)
 
     @property
-    def mode(self) -> Tensor: ...
+    def covariance(self) -> Tensor:
+        """(N, D, D)."""
+        return self._out(self.law.covariance)
+
+    @property
+    def mode(self) -> Tensor:
+        return self._out(self.law.mode)
 
     @property
     def mass(self) -> Tensor:
-        """The integral (or sum) before normalisation. The true predictive has 1: the difference is an error meter."""
-        ...
+        """The integral (or sum) before normalisation (N,). The true predictive has 1: the difference measures the error."""
+        return self._out(self.law.mass)
 
     @property
     def epistemic(self) -> Tensor:
         """The part of the variance that more data would remove: Var_f E[y|f]."""
-        ...
+        return self._out(self.law.epistemic)
 
     @property
     def aleatoric(self) -> Tensor:
         """The part of the variance that is noise: E_f Var[y|f]."""
-        ...
+        return self._out(self.law.aleatoric)
 
-    def log_prob(self, y: Any) -> Tensor: ...
+    @property
+    def probs(self) -> Tensor:
+        """Of the classes (N, C)."""
+        return self._out(self.law.probs)
 
-    def interval(self, level: float = 0.95) -> Tensor: ...
+    def log_prob(self, y: Any) -> Tensor:
+        """(N,) -> (N,), (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k)."""
+        value, single = self._targets(y)
+        self.law.check(value)
+        return self._out(answer(self.law.log_prob(value), single))
 
-    def hdr(self, level: float = 0.95) -> Any: ...
+    @property
+    def cdf(self) -> Callable[[Any], Tensor]:
+        """cdf(y) = P(Y ≤ y), of y's shape; for D targets each by itself."""
+        return self._cdf if self.kind != "class" else self.law.lacks("cdf")
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor: ...
+    def _cdf(self, y: Any) -> Tensor:
+        value, single = self._targets(y)
+        not_nan(value)
+        return self._out(answer(self.law.cdf(value), single))
 
-    def increments(self, y: Any) -> Increments: ...
+    @property
+    def icdf(self) -> Callable[[Any], Tensor]:
+        """Quantiles. icdf(q): one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k)."""
+        return self._icdf if self.kind != "class" else self.law.lacks("icdf")
 
+    def _icdf(self, q: Any) -> Tensor:
+        value, single = probabilities(q)
+        return self._out(answer(self.law.icdf(value), single))
 
-def kind_of(predictive: Any) -> str:
-    """ "scalar", "vector", "circular", "count" or "class"."""
-    return str(getattr(predictive, "kind", None) or ("vector" if predictive.mean.dim() == 2 else "scalar"))
+    def interval(self, level: float = 0.95) -> Tensor:
+        """The central interval: (N, 2), or (N, D, 2). Ends are included.
+
+        Classes: the smallest set with at least that probability, bool (N, C). Angles: the circle is cut opposite the mean. Both
+        ends are within π of the mean, so one may lie outside [−π, π).
+        """
+        return self._out(self.law.interval(checked_level(level)))
+
+    def hdr(self, level: float = 0.95) -> Any:
+        """The smallest region of that probability.
+
+        One target: a union of intervals, `.lower .upper` (N, R), padded with NaN. D targets: an ellipsoid, or a region of density
+        for a mixture. Classes: as `interval`.
+        """
+        region = self.law.hdr(checked_level(level))
+        if isinstance(region, tuple):
+            return type(region)(*(self._out(part) if isinstance(part, Tensor) else part for part in region))
+        return self._out(region) if isinstance(region, Tensor) else region
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, N), or (n, N, D)."""
+        return self._out(self.law.sample(n, generator))
+
+    def increments(self, y: Any) -> Increments:
+        """The three increments of the un-normalised log density, of log_prob's shape."""
+        value, single = self._targets(y)
+        self.law.check(value)
+        return self.law.increments(value).map(lambda part: self._out(answer(part, single)))
+
+    def _out(self, value: Tensor) -> Tensor:
+        return value.to(self.like) if value.is_floating_point() else value.to(self.like.device)
+
+    def _targets(self, y: Any) -> tuple[Tensor, bool]:
+        if self.kind == "vector":
+            return vector_targets(y, *self.law.mean.shape), False
+        return scalar_targets(y, self.law.rows)
 
 
 def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
-    """y as (N, k) float64, and whether it came with one value a row.
+    """y as (N, k) float64, and whether it has one value for each row.
 
     Accepts a number, (N,), (N, k) and (1, k).
     """
@@ -111,20 +196,22 @@ def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
     )
 
 
-def checked(y: Tensor) -> Tensor:
-    """Finite, or ValueError."""
-    finite("y", y, "Ask for finite values only.")
-    return y
+def vector_targets(y: Any, rows: int, size: int) -> Tensor:
+    """y (N, D) or (N, k, D) in float64."""
+    value = as_tensor(y).to("cpu", torch.float64)
+    if value.dim() not in (2, 3) or value.shape[0] != rows or value.shape[-1] != size:
+        raise ValueError(f"y must have shape ({rows}, {size}) or ({rows}, k, {size}), but has {tuple(value.shape)}.")
+    return value
 
 
 def not_nan(y: Tensor) -> None:
-    """Infinite values have a distribution function; NaN has none."""
+    """The distribution function is defined at infinite values, but not at NaN."""
     if bool(y.isnan().any()):
         raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
 
 
 def probabilities(q: Any) -> tuple[Tensor, bool]:
-    """q as (k,) float64, and whether it came as one number."""
+    """q as (k,) float64, and whether it is one number."""
     value = as_tensor(q).to("cpu", torch.float64)
     if value.dim() > 1 or not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"q must be a number or a vector of probabilities between 0 and 1, but is {value.tolist()}.")
@@ -132,5 +219,10 @@ def probabilities(q: Any) -> tuple[Tensor, bool]:
 
 
 def answer(value: Tensor, single: bool) -> Tensor:
-    """(N, k) -> (N,) where one value a row was asked for."""
-    return value.squeeze(1) if single else value
+    """(…, k) -> (…) where one value for each row was asked for."""
+    return value.squeeze(-1) if single else value
+
+
+def widest(predictives: Sequence[Predictive]) -> Tensor:
+    """The `like` of the largest dtype."""
+    return max((one.like for one in predictives), key=lambda like: like.dtype.itemsize)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Gaussian
 from ssla.likelihoods.support import Classes, Continuous, Support
-from ssla.predictive.classes import ClassPredictive
-from ssla.predictive.counts import CountPredictive, count_predictive
-from ssla.predictive.few_refits import REGION, WIDENINGS, Corrected, correct, uncorrected, widened
-from ssla.predictive.frame import QUANTILES
-from ssla.predictive.gaussian import GaussianPredictive
-from ssla.predictive.grid import GridPredictive, grid_predictive
+from ssla.predictive.classes import ClassLaw
+from ssla.predictive.counts import count_predictive
+from ssla.predictive.gaussian import GaussianLaw
+from ssla.predictive.grid import grid_predictive
+from ssla.predictive.interpolation import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected, widened
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.priors import BoundGaussian
-from ssla.refit import AutoRefit, WeightExpansion
-from ssla.refit.auto import MASS_ERROR, STEP_ERROR
+from ssla.refit import WeightLogDensity
 from ssla.refit.weights import NAN
 
 VECTOR = (
@@ -27,58 +25,58 @@ CIRCULAR = (
     "A refit of the weights has no predictive for angles. For log densities at given y use ssla.ssla(posterior, x, y); for a "
     "distribution use refit='output'."
 )
-MARGIN = 1.1  # by which a widened region exceeds what is seen of the answer's
-CLASS_SHARE = 0.05  # classes below this probability do not make an input doubtful
+MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 
 
-def is_exact(weights: WeightExpansion) -> bool:
-    """Whether the output rung is already the weights': Gaussian noise, linear, dense, a Gaussian prior."""
-    return weights.posterior.quadratic and isinstance(weights.posterior.bound_prior, BoundGaussian)
+def check_refittable(weights: WeightLogDensity) -> None:
+    """ValueError for targets that a refit of the weights has no predictive for."""
+    kind = weights.likelihood.support_for(weights.marginal.mean.shape[1]).kind
+    if kind == "vector" and not weights.exact:
+        raise ValueError(VECTOR)
+    if kind == "circular":
+        raise ValueError(CIRCULAR)
 
 
-def refitted(weights: WeightExpansion, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
+def refitted(weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
     """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
     chosen = torch.tensor([reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool)
-    if is_exact(weights) and isinstance(output, GaussianPredictive):
-        chosen &= reasons is None  # the two rungs are one; it is called by the name asked for
+    if weights.exact and isinstance(output.law, GaussianLaw):
+        chosen &= reasons is None  # the two rungs give the same answer; it has the name of the one that was asked for
         rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
-        return GaussianPredictive(weights, output.noise, False, _told(output.diagnostics, name, rungs, reasons, None))
-    if support.kind == "vector":
-        raise ValueError(VECTOR)
-    if support.kind == "circular":
-        raise ValueError(CIRCULAR)
+        flags = _diagnostics(output.diagnostics, name, rungs, reasons, None)
+        return Predictive(GaussianLaw(weights, output.law.noise, False), weights.like, flags)
     if isinstance(support, Classes):
         return _classes(weights, output, support.count, chosen, name, reasons)
-    assert isinstance(output, GaussianPredictive | GridPredictive | CountPredictive)
-    expansion, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
+    log_density, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
     flags = Diagnostics(
         name,
-        made.diagnostics.fallback | expansion.fallback,
-        made.diagnostics.unconverged | expansion.failed,
-        (made.diagnostics.inaccurate & ~_left_out(weights, expansion.failed)) | expansion.inaccurate,
+        made.diagnostics.fallback | log_density.fallback,
+        made.diagnostics.unconverged | log_density.failed,
+        (made.diagnostics.inaccurate & ~_left_out(weights, log_density.failed)) | log_density.inaccurate,
     )
-    rungs = _rungs(weights, chosen, expansion.failed)
-    told = _told(flags, name, rungs, reasons, expansion.refits)
-    if isinstance(made, CountPredictive):
-        return CountPredictive(expansion, made.tables, told)
-    return GridPredictive(expansion, made.support, made.pieces, told)
+    rungs = _rungs(weights, chosen, log_density.failed)
+    return replace(made, diagnostics=_diagnostics(flags, name, rungs, reasons, log_density.refits))
 
 
 def _resolved(
-    weights: WeightExpansion, quantiles: Tensor, chosen: Tensor, support: Support, name: str
-) -> tuple[Corrected, CountPredictive | GridPredictive]:
+    weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor, support: Support, name: str
+) -> tuple[Corrected, Predictive]:
     """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, wider."""
-    expansion = correct(weights, quantiles, chosen)
+    log_density = correct(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
-        made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
+        made = (
+            grid_predictive(log_density, support, name)
+            if isinstance(support, Continuous)
+            else count_predictive(log_density, name)
+        )
         ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
-        expansion.inaccurate[chosen & ~expansion.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
-        beyond &= chosen & ~expansion.failed & ~expansion.inaccurate & torch.isfinite(ends).all(1)
+        log_density.inaccurate[chosen & ~log_density.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
+        beyond &= chosen & ~log_density.failed & ~log_density.inaccurate & torch.isfinite(ends).all(1)
         if not bool(beyond.any()):
-            return expansion, made
+            return log_density, made
         z = support.to_real(ends) if isinstance(support, Continuous) else ends
         centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[:, 2:3]
         far = centre + MARGIN * (z - centre)
@@ -86,37 +84,38 @@ def _resolved(
         wider = quantiles.clone()
         wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
-        expansion = widened(expansion, quantiles, beyond)
-    made = grid_predictive(expansion, support, name) if isinstance(support, Continuous) else count_predictive(expansion, name)
-    expansion.inaccurate[beyond] = True
-    return expansion, made
+        log_density = widened(log_density, quantiles, beyond)
+    made = grid_predictive(log_density, support, name) if isinstance(support, Continuous) else count_predictive(log_density, name)
+    log_density.inaccurate[beyond] = True
+    return log_density, made
 
 
 def _classes(
-    weights: WeightExpansion, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
-) -> ClassPredictive:
-    """One refit for each class of each chosen row; a row of which one fails is the output rung's."""
-    assert isinstance(output, ClassPredictive)
-    logs, rows = output.log_weights.clone(), chosen.nonzero().squeeze(-1)
+    weights: WeightLogDensity, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
+) -> Predictive:
+    """One refit for each class of each chosen row. A row in which one fails has the output rung's answer."""
+    assert isinstance(output.law, ClassLaw)
+    logs, rows = output.law.log_weights.clone(), chosen.nonzero().squeeze(-1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
     if rows.numel():
-        density = weights.density(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
+        density = weights.at(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
         good = density.converged.all(1)
         logs[rows[good]], fallback[rows], failed[rows] = density.log[good], density.fallback.any(1), ~good
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    told = _told(flags, name, _rungs(weights, chosen, failed), reasons, torch.where(chosen, 0 if weights.stopped else count, 0))
-    return ClassPredictive(uncorrected(weights, chosen & ~failed, failed), logs, told)
+    refits = torch.where(chosen, 0 if weights.stopped else count, 0)
+    flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
+    return Predictive(ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs), weights.like, flags)
 
 
-def _left_out(weights: WeightExpansion, failed: Tensor) -> Tensor:
-    """The failed rows that the user wants as NaN."""
+def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:
+    """The failed rows that are NaN by on_failure='nan'."""
     return failed & (weights.refit.on_failure == NAN)
 
 
-def _rungs(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
-    """Who answered for each row: "weights", "output", or nobody: "failed"."""
+def _rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
+    """The rung that answered for each row: "weights", "output", or none: "failed"."""
     lost = _left_out(weights, failed)
     return tuple(
         "failed" if no else "weights" if yes else "output"
@@ -124,7 +123,9 @@ def _rungs(weights: WeightExpansion, chosen: Tensor, failed: Tensor) -> tuple[st
     )
 
 
-def _told(flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[str] | None, refits: Tensor | None) -> Diagnostics:
+def _diagnostics(
+    flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[str] | None, refits: Tensor | None
+) -> Diagnostics:
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,
@@ -135,42 +136,3 @@ def _told(flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[s
         rung=rungs,
         reason=None if reasons is None else tuple(reasons),
     )
-
-
-def doubts(auto: AutoRefit, weights: WeightExpansion, output: Predictive) -> list[str]:
-    """For each row why its output predictive is doubtful; empty where it is not."""
-    rows = weights.marginal.mean.shape[0]
-    if is_exact(weights):
-        return [""] * rows
-    flags = output.diagnostics
-    flagged = (flags.unconverged | flags.inaccurate).tolist()
-    off = (output.mass.double().cpu() - 1).abs()
-    step = _largest_step(weights, output)
-    words = []
-    for i in range(rows):
-        found = []
-        if not MASS_ERROR * float(off[i]) <= auto.target:
-            found.append(f"mass off by {float(off[i]):.2g}")
-        if not STEP_ERROR * float(step[i]) ** 2 <= auto.target:
-            found.append(f"step of {float(step[i]):.2g} sd")
-        if flagged[i]:
-            found.append("flagged")
-        words.append(", ".join(found))
-    return words
-
-
-def _largest_step(weights: WeightExpansion, output: Predictive) -> Tensor:
-    """How far a plausible y moves the weights, in posterior standard deviations (N,)."""
-    likelihood = weights.likelihood
-    support = likelihood.support_for(weights.marginal.mean.shape[1])
-    if support.kind == "vector":
-        assert isinstance(likelihood, Gaussian)
-        f, K = weights.marginal
-        noise = torch.diag_embed(likelihood.variance(f).sqrt())
-        spread = torch.linalg.cholesky(noise**2 + K)
-        return weights.output.step(f.unsqueeze(1) + 2 * spread.mT).amax(1)
-    if isinstance(output, ClassPredictive):
-        probs = output.probs.double().cpu()
-        y = torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs)
-        return torch.where(probs >= CLASS_SHARE, weights.output.step(y), torch.zeros_like(probs)).amax(1)
-    return weights.output.step(output.interval(0.95).double().cpu()).amax(1)

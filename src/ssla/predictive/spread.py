@@ -1,4 +1,4 @@
-"""The law of total variance under f ~ N(f̂, K): how much of Var[y] is noise, how much is doubt about f."""
+"""The law of total variance under f ~ N(f̂, K): how much of Var[y] is noise, how much is uncertainty of f."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.numerics.linalg import root
+from ssla.refit import LogDensity
 
 ROWS_AT_ONCE = 1024
 QUASI_POINTS = 256
@@ -35,14 +36,14 @@ def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def split_variance(likelihood: Likelihood, f: Tensor, K: Tensor, moves: bool, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """(epistemic, aleatoric) that add up to the predictive's own variance, in the law's proportion.
+def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """(epistemic, aleatoric) that add up to the predictive's own variance, in the proportion of the law of total variance.
 
-    A rung that does not move f (ASSLA) carries no doubt about f: its variance is all aleatoric.
+    A rung that does not move f (ASSLA) has no uncertainty of f: its variance is all aleatoric.
     """
-    if not moves:
+    if not log_density.moves:
         return torch.zeros_like(variance), variance
-    doubt, noise = total_variance(likelihood, f, K)
+    doubt, noise = total_variance(log_density.likelihood, *log_density.marginal)
     whole = doubt + noise
     share = torch.where(torch.isfinite(whole) & (whole > 0), doubt / whole, torch.zeros_like(whole))
     epistemic = torch.where(torch.isinf(variance), doubt, share * variance)

@@ -90,7 +90,7 @@ class BoxMembers:
             notes.append("θ̂ does not move with the prior here, so the range of means has no influence")
         if moves and posterior.network.outputs > 1 and bool((a < b).any()):
             raise ValueError("A range of means is for networks with one output. Give fixed means, or a list of priors.")
-        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.state.expansions(x)]
+        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.state.linearised(x)]
         labels = [f"precision of {layer or 'network'}" for layer in layers] if not shared else ["precision"]
         return BoxMembers(
             tuple(labels + ["place between the lowest and the highest f̂"] * moves),

@@ -20,7 +20,7 @@ from torch import Tensor
 from ssla._checks import level as checked_level
 from ssla.data import Inputs
 from ssla.posterior import Posterior
-from ssla.predictive import ClassPredictive, Predictive
+from ssla.predictive import Predictive
 from ssla.predictive.expectation import Event, expect, probability
 from ssla.predictive.predictive import answer, probabilities, scalar_targets
 from ssla.prior_sets.box import BoxMembers
@@ -172,6 +172,6 @@ def credal(
 
 
 def _ordered(predictive: Predictive) -> Any:
-    if isinstance(predictive, ClassPredictive):
+    if predictive.kind == "class":
         raise TypeError("Classes have no order. Ask for probability([…]).")
     return predictive

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.predictive import ClassPredictive, CountPredictive, Predictive
+from ssla.predictive import Predictive
 
 FIRST_POINTS, ZOOM_POINTS, ZOOMS = 200, 41, 5
 BISECTIONS = 60
@@ -29,10 +29,10 @@ def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor
     For each a the least b follows by bisection, because the least probability grows with b; a is sought on a grid that is then
     narrowed around its best point.
     """
-    if any(isinstance(p, ClassPredictive) for p in predictives):
+    if any(p.kind == "class" for p in predictives):
         raise TypeError("Classes have no intervals. Ask for probability([…]).")
     members: Sequence[Any] = predictives
-    if isinstance(predictives[0], CountPredictive):
+    if predictives[0].kind == "count":
         return _smallest_counts(members, level)
     share = torch.linspace(1e-6, 1 - 1e-6, FIRST_POINTS, dtype=torch.float64) * (1 - level)
     a = torch.stack([p.icdf(share).double() for p in members]).amin(0)  # (N, k): no member has more than 1 − level below it
@@ -49,7 +49,7 @@ def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor
 
 def content(predictive: Any, ends: Tensor) -> Tensor:
     """P(a ≤ Y ≤ b) for ends (N, 2): (N,)."""
-    before = ends - torch.tensor([float(isinstance(predictive, CountPredictive)), 0.0])
+    before = ends - torch.tensor([float(predictive.kind == "count"), 0.0])
     between: Tensor = predictive.cdf(before).double().diff(dim=1).squeeze(1)
     return between
 

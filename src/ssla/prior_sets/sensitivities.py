@@ -21,7 +21,7 @@ from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Likelihood
 from ssla.numerics.linalg import root
 from ssla.posterior import Posterior
-from ssla.predictive import ClassPredictive, GaussianPredictive, Predictive
+from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.expectation import Event, expect, nodes_of, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
@@ -166,7 +166,7 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
 
 
 def _ordered(predictive: Predictive) -> Any:
-    if isinstance(predictive, ClassPredictive):
+    if predictive.kind == "class":
         raise TypeError("Classes have no quantiles. Ask for probability([…]).")
     return predictive
 
@@ -199,10 +199,10 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)
     value = as_tensor(y).to("cpu", torch.float64)
-    vector = isinstance(predictive, GaussianPredictive) and predictive.mean.dim() == 2
+    vector = predictive.kind == "vector"
     grid = value if value.dim() == (3 if vector else 2) else value.unsqueeze(1)
     slope, exact = _slope(likelihood, grid, marginal, change)
-    if not isinstance(predictive, GaussianPredictive):  # the mass changes too: d log ∫ = E of the slope
+    if not isinstance(predictive.law, GaussianLaw):  # the mass changes too: d log ∫ = E of the slope
         values, weights = nodes_of(predictive)
         at_nodes, fine = _slope(likelihood, values, marginal, change)
         used = weights > 1e-14

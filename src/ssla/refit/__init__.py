@@ -1,4 +1,4 @@
-"""The refit ladder: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
+"""The refits, from the cheapest to the most exact: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from ssla.refit.auto import AutoRefit
 from ssla.refit.increments import Increments
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, Expansion, OutputExpansion, OutputRung, Refit, on_marginal
-from ssla.refit.weights import WeightExpansion, WeightRefit
+from ssla.refit.outputs import Density, LogDensity, OutputLogDensity, OutputRung, Refit, on_marginal
+from ssla.refit.weights import WeightLogDensity, WeightRefit
+from ssla.refit.words import increments_at
 
 __all__ = [
     "REFITS",
     "AutoRefit",
     "Density",
-    "Expansion",
     "Increments",
+    "LogDensity",
     "NoRefit",
-    "OutputExpansion",
+    "OutputLogDensity",
     "OutputRefit",
     "OutputRung",
     "PlugIn",
     "Refit",
-    "WeightExpansion",
+    "WeightLogDensity",
     "WeightRefit",
+    "increments_at",
     "on_marginal",
     "resolve",
 ]

@@ -19,7 +19,7 @@ from ssla.data import Inputs, as_inputs, map_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.network.any_parameters import AnyParameters
 from ssla.numerics import linalg
-from ssla.refit.anderson import SHARED_STEPS, Found, Slope, Tell, ascend, finished, saddle_free
+from ssla.refit.anderson import SHARED_STEPS, Found, Progress, Slope, ascend, finished, saddle_free
 from ssla.refit.determinants import SMALL, Determinants
 from ssla.refit.increments import at_mode
 from ssla.refit.rows import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
@@ -71,7 +71,7 @@ class ManyNetworks:
 
 @dataclass(frozen=True, eq=False)
 class AllWeightsRefit:
-    """All refits of one posterior's weights at inputs x. `solve` answers for any tasks (row of x, y)."""
+    """All refits of one posterior's weights at inputs x. `solve` takes any tasks (row of x, y)."""
 
     posterior: State
     options: Options
@@ -99,10 +99,10 @@ class AllWeightsRefit:
         each = 8 * self.gradient.numel() * (3 * self.options.memory + 16) + 6 * frozen.bytes_per_row * rows
         return max(min(self.posterior.memory_budget // 2 // each, MOST_TASKS), 1)
 
-    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
+    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         group = _Group(self, where, y)
-        found = self._ascend(group, self.options.max_steps, tell)
+        found = self._ascend(group, self.options.max_steps, progress)
         likelihood, prior, own = group.values(found.point)
         curvature, fallback, positive = self.determinants(found.point, own, y, group.x, group.root)
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
@@ -123,16 +123,16 @@ class AllWeightsRefit:
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
         return self.posterior.theta + self._ascend(_Group(self, where, y), self.options.max_steps).point
 
-    def _ascend(self, group: _Group, most: int, tell: Tell | None = None) -> Found:
-        """With the shared preconditioner; few weights that it does not bring home go on with their own Hessians."""
+    def _ascend(self, group: _Group, most: int, progress: Progress | None = None) -> Found:
+        """With the shared preconditioner; tasks of few weights that have not converged continue with their own Hessians."""
         tolerance = self.options.tolerance
         small = self.gradient.numel() <= SMALL
         first = min(most, SHARED_STEPS) if small else most
         guess, memory = group.start(), self.options.memory  # of a linearised network: a direction, perhaps too long
         zero = torch.zeros_like(guess)
-        found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess, tell=tell)
+        found = ascend(group.evaluate, zero, tolerance=tolerance, max_steps=first, memory=memory, toward=guess, progress=progress)
         own = lambda rest: group.take(rest).evaluate_newton  # noqa: E731
-        return finished(found, own, tolerance=tolerance, max_steps=most - first, tell=tell)
+        return finished(found, own, tolerance=tolerance, max_steps=most - first, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +242,7 @@ def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -
     """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights), J at x."""
     network = posterior.network
     if not isinstance(network, AnyParameters):
-        raise TypeError(f"A refit of the weights does not know networks of type {type(network).__name__}. Use refit='output'.")
+        raise TypeError(f"A refit of the weights does not support networks of type {type(network).__name__}. Use refit='output'.")
     many = ManyNetworks(replace(network, rest=_in_double(network.rest)))
 
     def prepare(inputs: Inputs) -> tuple[Inputs, Tensor]:
@@ -260,7 +260,7 @@ def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -
     determinants = Determinants(posterior, options, many.one, rows)
     factor = determinants.start_factor
     wide, f = prepare(network.cast(as_inputs(x)))
-    parts = [J.double() for _, J in posterior.expansions(x)]
+    parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
         posterior=posterior,
         options=options,

@@ -1,10 +1,10 @@
 """Maximising thousands of smooth objectives at once, from their gradients alone.
 
-Every task starts a hair away from its maximum and shares a good preconditioner with the others, so a fixed-point iteration
-θ ← θ + P⁻¹g converges by a constant factor a round. Anderson's mixing of the last few rounds makes it a Krylov method:
+Every task starts close to its maximum and shares a good preconditioner with the others, so a fixed-point iteration
+θ ← θ + P⁻¹g converges by a constant factor in each round. Anderson's mixing of the last few rounds makes it a Krylov method:
 near the maximum it is conjugate gradients on the true Hessian, without a product with it.
 
-The line search looks at slopes, not at values: a gain of 1e-16 cannot be seen in a sum over n rows, its slope can.
+The line search uses slopes, not values: a gain of 1e-16 is lost in the rounding of a sum over n rows, its slope is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 OVERSHOOT = 0.5  # a step may end where the slope along it has turned to at most minus this part of what it was
 SHORTEST = 2.0**-24
 RIDGE = 1e-14
-SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task goes on with its own Hessian
+SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task continues with its own Hessian
 FARTHEST = 10.0  # a mixed step may be this many times as long as the plain one
 
 
@@ -32,7 +32,7 @@ class Slope(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """Where each task ended: point (M, P), √(gᵀP⁻¹g) there, the evaluations it took, whether that is within tolerance."""
+    """Where each task ended: point (M, P), √(gᵀP⁻¹g) there, evaluations, and whether the norm is within tolerance."""
 
     point: Tensor
     norm: Tensor
@@ -40,7 +40,7 @@ class Found:
     converged: Tensor
 
     def followed_by(self, rows: Tensor, later: Found) -> Found:
-        """Some tasks taken further by another ascent."""
+        """With the results of a later ascent of some tasks."""
         point, norm, steps, converged = self.point.clone(), self.norm.clone(), self.steps.clone(), self.converged.clone()
         point[rows], norm[rows], converged[rows] = later.point, later.norm, later.converged
         steps[rows] += later.steps
@@ -49,7 +49,7 @@ class Found:
 
 Evaluate = Callable[[Tensor, Tensor], Slope]
 """(points (m, P), which tasks (m,)) -> Slope; NaN where a point is outside the domain."""
-Tell = Callable[[int], None]
+Progress = Callable[[int], None]
 """Called after each round of evaluations with the number of tasks that ended in it."""
 
 
@@ -61,17 +61,17 @@ def ascend(
     max_steps: int,
     memory: int,
     toward: Tensor | None = None,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Found:
-    """Preconditioned ascent with Anderson mixing over `memory` rounds; a task leaves when it is done.
+    """Preconditioned ascent with Anderson mixing over `memory` rounds; a task that has converged is not evaluated again.
 
     A trial is taken where the slope along it is still above −½ of what it was, and halved otherwise. All tasks advance in
     the same round, those that halve and those that go on, so no task waits for another's line search.
 
     toward: a first direction from `start` in place of the preconditioned gradient, for a guess that may be too far.
-    tell: hears of the tasks that converge (see `Tell`).
+    progress: called with the number of tasks that converged (see `Progress`).
 
-    Fails (converged = False, the best point seen is kept) after max_steps evaluations, or where no step helps.
+    Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step helps.
     """
     count = start.shape[0]
     point, norm = start.clone(), torch.full((count,), torch.inf, dtype=start.dtype)
@@ -83,8 +83,8 @@ def ascend(
     norm[:] = torch.where(alive, state.norm, norm)
     steps += 1
     keep = (alive & (norm > tolerance)).nonzero().squeeze(-1)
-    if tell is not None:
-        tell(int((norm <= tolerance).sum()))
+    if progress is not None:
+        progress(int((norm <= tolerance).sum()))
     rows, state = rows[keep], state.take(keep)
     direction, slope = state.mixed()
     if toward is not None:
@@ -106,8 +106,8 @@ def ascend(
         factor = torch.where(good, torch.ones_like(factor), factor / 2)
         point[rows], norm[rows] = state.point, state.norm
         keep = ((state.norm > tolerance) & (factor >= SHORTEST)).nonzero().squeeze(-1)
-        if tell is not None:
-            tell(int((state.norm <= tolerance).sum()))
+        if progress is not None:
+            progress(int((state.norm <= tolerance).sum()))
         rows, state, factor = rows[keep], state.take(keep), factor[keep]
         fresh, fresh_slope = state.mixed()
         again = good[keep]
@@ -117,13 +117,13 @@ def ascend(
 
 
 def finished(
-    found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int, tell: Tell | None = None
+    found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int, progress: Progress | None = None
 ) -> Found:
-    """Tasks that a shared preconditioner did not bring home go on by `newton(which tasks)`: with their own Hessians."""
+    """Tasks that have not converged continue with their own Hessians: `newton(which tasks)` evaluates them."""
     rest = (~found.converged).nonzero().squeeze(-1)
     if not rest.numel() or max_steps < 1:
         return found
-    later = ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0, tell=tell)
+    later = ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0, progress=progress)
     return found.followed_by(rest, later)
 
 

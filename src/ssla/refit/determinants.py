@@ -24,7 +24,7 @@ JACOBIANS_AT_ONCE = 1 << 27  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Determinants:
-    """Curvature increments of tasks that have found their modes."""
+    """Curvature increments of tasks at their modes."""
 
     posterior: State
     options: Options
@@ -160,7 +160,7 @@ class Determinants:
     # --- by structure ----------------------------------------------------------------------
 
     def _by_structure(self, point: Tensor, y: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data a task: structures know one θ at a time)."""
+        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data for each task: a structure is for one θ)."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
         law, before = likelihood.predictive, self.posterior.operator.logdet()
         values = []
@@ -168,9 +168,9 @@ class Determinants:
             theta = self.posterior.theta + point[task]
             sums = self.posterior.statistics.curvature.zero(self.size)
             for block in self.rows:
-                f, J = network.expand(network.cast(block.x), theta)
+                f, J = network.linearise(network.cast(block.x), theta)
                 sums = sums.add(J.double(), block.weighted(likelihood.fisher(f.double())), block.weights)
-            f, J = network.expand(network.cast(take(x, torch.tensor([task]))), theta)
+            f, J = network.linearise(network.cast(take(x, torch.tensor([task]))), theta)
             sums = sums.add(J.double(), law.fisher(f.double()), None)
             values.append(-0.5 * (sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet() - before))
         yes = torch.ones(len(point), dtype=torch.bool)

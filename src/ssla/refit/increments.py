@@ -1,4 +1,4 @@
-"""The heart: log p(y|x,D) as three increments, for any y, from f̂ and K alone.
+"""log p(y|x,D) as three increments, for any y, from f̂ and K alone.
 
     log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
 
@@ -50,11 +50,11 @@ class Increments:
         return replace(self, likelihood=function(self.likelihood), prior=function(self.prior), curvature=function(self.curvature))
 
 
-class Expanded(NamedTuple):
+class Evaluated(NamedTuple):
     """One evaluation of M tasks."""
 
     fit: Tensor  # log p(y|f̃) (M,)
-    shift: Tensor  # −½‖v‖²: what data and prior lose together (M,)
+    shift: Tensor  # −½‖v‖²: the loss of data and prior together (M,)
     curvature: Tensor  # −½ log|I + ΛK| (M,)
     pull: Tensor  # u with f̃ − f̂ = K u (M, C)
     fallback: Tensor  # Fisher in place of an indefinite observed precision (M,) bool
@@ -66,25 +66,25 @@ class Expanded(NamedTuple):
 
 
 class Rule(Protocol):
-    """(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Expanded.
+    """(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated.
 
     D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R Rᵀ: the paper leaves the prior
     out of the curvature but not out of the refit.
     """
 
-    def __call__(self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /) -> Expanded: ...
+    def __call__(self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /) -> Evaluated: ...
 
 
-def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
+def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
     """log p(y|f̂): as if f were known."""
     fit = likelihood.log_prob(y, f)
     no = torch.zeros_like(fit, dtype=torch.bool)
-    return Expanded(fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no)
+    return Evaluated(fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no)
 
 
 def without_refit(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, *, curvature: str
-) -> Expanded:
+) -> Evaluated:
     """θ̃ = θ̂ (ASSLA): log p(y|f̂) − ½ log|I + ΛK|."""
     base = plug_in(likelihood, y, f, R)
     R = R if D is None else D
@@ -96,7 +96,7 @@ def without_refit(
     return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
-def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
+def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
     """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value.
 
     Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that (STEP_MARGIN), and is counted.
@@ -111,11 +111,11 @@ def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor 
     fit = log_prob + 0.5 * gain - shift
     delta = linalg.lower_times(R, v)
     pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
-    found = Expanded(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
+    found = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
     return found if D is None else _with_determinant(likelihood, y, f, D, found)
 
 
-def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Expanded:
+def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
     """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
 
     At a mode I + RᵀΛR is positive semi-definite by the second-order condition.
@@ -127,13 +127,13 @@ def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor |
     return _with_determinant(likelihood, y, end, D, found)
 
 
-def _with_determinant(likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Expanded) -> Expanded:
+def _with_determinant(likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Evaluated) -> Evaluated:
     """The curvature increment −½ log|I + DᵀΛ(y, f)D| in place of the refit's own."""
     factor, fallback, _ = _safe_factor(likelihood, f, D, _derivatives(likelihood, y, f).precision)
     return found._replace(curvature=-0.5 * factor.logdet(), fallback=found.fallback | fallback)
 
 
-def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expanded:
+def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
     """The highest of the modes that the likelihood's starts lead to."""
     starts = likelihood.starts(y, f, R) if isinstance(likelihood, Started) else []
     if not starts:
@@ -142,11 +142,11 @@ def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Expande
     for start in starts[1:]:
         other = _from(likelihood, y, f, R, start)
         rows = (other.fit + other.shift > best.fit + best.shift + 1e-12).nonzero().squeeze(-1)
-        _overwrite(best, rows, Expanded(*(part[rows] for part in other)))
+        _overwrite(best, rows, Evaluated(*(part[rows] for part in other)))
     return best
 
 
-def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Expanded:
+def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Evaluated:
     """The mode reached from v: v itself where it is one, by ascent elsewhere."""
     here, gradient = _finish(likelihood, y, f, R, v)
     done = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
@@ -157,14 +157,14 @@ def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) ->
     return here
 
 
-def _overwrite(whole: Expanded, rows: Tensor, some: Expanded) -> None:
+def _overwrite(whole: Evaluated, rows: Tensor, some: Evaluated) -> None:
     """In place: the tensors are fresh and our own."""
     if rows.numel():
         for target, values in zip(whole, some, strict=True):
             target[rows] = values
 
 
-def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True) -> Expanded:
+def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True) -> Evaluated:
     """Newton ascent from `start`, which need not be near (nor good: where it is worse than v = 0, that is taken)."""
     tasks = _Tasks(likelihood, y, f, R)
     zero = torch.zeros_like(start)
@@ -182,12 +182,12 @@ def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tenso
     return found if push else found._replace(converged=found.converged & ~found.fallback)
 
 
-def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Expanded, Tensor]:
-    """The expansion at f̂ + Rv and the gradient of the objective there."""
+def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Evaluated, Tensor]:
+    """The log density at f̂ + Rv and the gradient of the objective there."""
     end = linalg.lower_times(R, v).add_(f)
     log_prob, score, precision = _derivatives(likelihood, y, end)
     factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
-    found = Expanded(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
+    found = Evaluated(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
     return found, linalg.upper_times(R, score).sub_(v)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
-from ssla.refit.anderson import SHARED_STEPS, Found, Tell, ascend, finished
+from ssla.refit.anderson import SHARED_STEPS, Found, Progress, ascend, finished
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.last_layer_group import Base, Group, congruent, squared
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
@@ -31,12 +31,12 @@ from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
 from ssla.structures.structure import no_factor
 
-CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays fall out of the processor's cache
+CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays do not fit the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
 class LastLayerRefit:
-    """All refits of one posterior's last layer at inputs x. `solve` answers for any tasks (row of x, y)."""
+    """All refits of one posterior's last layer at inputs x. `solve` takes any tasks (row of x, y)."""
 
     posterior: State
     options: Options
@@ -63,7 +63,7 @@ class LastLayerRefit:
     def tasks_at_once(self) -> int:
         size, P = self.posterior.memory_budget, self.gradient.numel()
         state = 8 * P * (3 * self.options.memory + 12)
-        if not self.rows.cached:  # a pass is dear: as many tasks as the memory holds
+        if not self.rows.cached:  # a pass is expensive: as many tasks as the memory holds
             return max(size // 2 // state, 1)
         largest = max(block.f.shape[0] for block in self.rows)
         return max(min(CACHE_ELEMENTS // largest, size // 2 // state), 8)
@@ -109,11 +109,11 @@ class LastLayerRefit:
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
+    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         base = self.bases[0]
         group = Group(self, base, where, y)
-        found = self._ascend(group, tell)
+        found = self._ascend(group, progress)
         likelihood, prior = group.values(found.point)
         curvature, positive = group.curvature(found.point, base)
         bad = (~positive).nonzero().squeeze(-1)
@@ -131,13 +131,15 @@ class LastLayerRefit:
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
         return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
 
-    def _ascend(self, group: Group, tell: Tell | None = None) -> Found:
-        """With the shared preconditioner; tasks that it does not bring home go on with their own Hessians."""
+    def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
+        """With the shared preconditioner; tasks that have not converged continue with their own Hessians."""
         o = self.options
         first = min(o.max_steps, SHARED_STEPS)
-        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory, tell=tell)
+        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory, progress=progress)
         left = o.max_steps - first
-        return finished(found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, tell=tell)
+        return finished(
+            found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, progress=progress
+        )
 
 
 def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> LastLayerRefit:
@@ -146,7 +148,7 @@ def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> La
     C = network.outputs
 
     def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
-        f, J = network.expand(inputs, posterior.theta)
+        f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
 
@@ -163,14 +165,14 @@ def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> La
             precision = likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
             total += features.gram(block.weighted(precision))
     check_seen(posterior, n, gradient)
-    believed = square(posterior.bound_prior.precision(posterior.theta))
-    whole = {kind: total + believed for kind, total in sums.items()}
+    prior_precision = square(posterior.bound_prior.precision(posterior.theta))
+    whole = {kind: total + prior_precision for kind, total in sums.items()}
     middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
     basis, info = torch.linalg.cholesky_ex(middle)
     bases = [] if int(info) else [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
-        raise ValueError(no_factor(believed, " on the data to refit on"))
+        raise ValueError(no_factor(prior_precision, " on the data to refit on"))
     parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
     return LastLayerRefit(
         posterior=posterior,

@@ -226,11 +226,11 @@ class Group:
         m, C = self.f.shape
         F = self.phi.shape[1]
         own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(self.phi).unsqueeze(1)
-        packed, believed = own.flatten(1) + change, self.refit.prior.precision(self.refit.original(point))
+        packed, prior_precision = own.flatten(1) + change, self.refit.prior.precision(self.refit.original(point))
         for part in torch.arange(m).split(self._matrices_at_once):
             H = packed[part].index_select(1, places(C, F)).reshape(-1, C * F, C * F).add_(base.matrix)
-            if believed is not None:
-                H += congruent(believed[part], self.refit.basis)
+            if prior_precision is not None:
+                H += congruent(prior_precision[part], self.refit.basis)
             yield H
 
     def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""No refit: the paper's ASSLA, and the plug-in that it is measured against."""
+"""No refit: the paper's ASSLA, and the plug-in with which it is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.refit.increments import CURVATURES, OBSERVED, Rule, plug_in, without_refit
-from ssla.refit.outputs import OutputExpansion, on_posterior
+from ssla.refit.outputs import OutputLogDensity, on_posterior
 from ssla.state import State
 
 
@@ -19,7 +19,7 @@ class NoRefit:
     curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
 
     With Gaussian noise the curvature does not depend on y, so the normalised predictive *is* the plug-in; with
-    "empirical" it is even tighter. Offered because it is published, not because it is recommended.
+    "empirical" it is even tighter. It is here because it is published; it is not recommended.
     """
 
     curvature: str = OBSERVED
@@ -34,7 +34,7 @@ class NoRefit:
     def rule(self) -> Rule:
         return partial(without_refit, curvature=self.curvature)
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputExpansion:
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)
 
 
@@ -49,5 +49,5 @@ class PlugIn:
     def rule(self) -> Rule:
         return plug_in
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputExpansion:
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)

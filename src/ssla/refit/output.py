@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ssla.data import Inputs
 from ssla.refit.increments import Rule, at_mode, one_step
-from ssla.refit.outputs import OutputExpansion, on_posterior
+from ssla.refit.outputs import OutputLogDensity, on_posterior
 from ssla.state import State
 
 
@@ -34,5 +34,5 @@ class OutputRefit:
     def rule(self) -> Rule:
         return at_mode if self.steps is None else one_step
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputExpansion:
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)

@@ -1,4 +1,4 @@
-"""What a refit is: stage one once for each x, stage two for any y."""
+"""What a refit is: stage one runs once for each x, stage two for any y."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
-from ssla.refit.increments import Expanded, Increments, Rule
+from ssla.refit.increments import Evaluated, Increments, Rule
 from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
 
 
 class Density(NamedTuple):
-    """Un-normalised log densities with what is to be known about them, all of y's shape."""
+    """Un-normalised log densities and flags, all of y's shape."""
 
     log: Tensor
     fallback: Tensor
     converged: Tensor
 
 
-class Expansion(Protocol):
+class LogDensity(Protocol):
     """Log densities at fixed inputs, as a function of y.
 
     A scalar y is (N,) or (N, k); a vector y (N, D) or (N, k, D).
@@ -46,7 +46,7 @@ class Expansion(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether the outputs move with y, so that the predictive carries the uncertainty of f."""
+        """Whether the outputs move with y, so that the predictive includes the uncertainty of f."""
         ...
 
     @property
@@ -56,18 +56,18 @@ class Expansion(Protocol):
 
     def __call__(self, y: Tensor) -> Increments: ...
 
-    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """For some rows only: y (m, …) belongs to rows (m,)."""
         ...
 
 
 class Refit(Protocol):
-    """A rung of the ladder."""
+    """One kind of refit (a rung)."""
 
     @property
     def name(self) -> str: ...
 
-    def __call__(self, posterior: State, x: Inputs) -> Expansion: ...
+    def __call__(self, posterior: State, x: Inputs) -> LogDensity: ...
 
 
 @runtime_checkable
@@ -82,11 +82,12 @@ class OutputRung(Refit, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class OutputExpansion:
-    """An expansion that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
+class OutputLogDensity:
+    """A log density that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
 
-    `prior` answers how log π responds to a refit (see Posterior.prior_response); it is asked for increments, and always under the
-    additive convention, where it is no part of K. `determinant` answers the covariance of the determinant where that is not K.
+    `prior` returns how log π responds to a refit (see Posterior.prior_response). It is called for increments, and always under
+    the additive convention, where the prior is not in K. `determinant` returns the covariance of the determinant where that is
+    not K.
     """
 
     likelihood: Likelihood
@@ -110,7 +111,7 @@ class OutputExpansion:
     def prior_response(self) -> Marginal:
         return self.prior()
 
-    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         parts = self._run(y, rows)
         shape = self._shape(y)
         log = _cat([p.total for p in parts]).reshape(shape)
@@ -128,7 +129,7 @@ class OutputExpansion:
         fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
         prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
         likelihood = (fit + shift).reshape(shape)
-        # −½‖v‖² is what data and prior lose together, but under the additive convention it is what the data alone lose
+        # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss of the data alone
         likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
         return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
 
@@ -140,7 +141,7 @@ class OutputExpansion:
         b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
         return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
 
-    def take(self, rows: Tensor) -> OutputExpansion:
+    def take(self, rows: Tensor) -> OutputLogDensity:
         """Of some rows only."""
         f, K = self.marginal
         whole = self.determinant
@@ -167,7 +168,7 @@ class OutputExpansion:
     def _vector(self) -> bool:
         return self.likelihood.support_for(self._outputs).kind == "vector"
 
-    def _run(self, y: Tensor, rows: Tensor | None) -> list[Expanded]:
+    def _run(self, y: Tensor, rows: Tensor | None) -> list[Evaluated]:
         """All tasks, component-major, in pieces that bound the memory."""
         f, R, D = (
             part if part is None or rows is None else part[rows]
@@ -194,10 +195,10 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputExpansion:
+def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputLogDensity:
     """Stage one: f̂ and K at x."""
     marginal = posterior.outputs_at(x)
-    return OutputExpansion(
+    return OutputLogDensity(
         likelihood=posterior.likelihood.predictive,
         marginal=marginal,
         prior=lambda: posterior.prior_response(x),
@@ -209,11 +210,11 @@ def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputExpansi
     )
 
 
-def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputExpansion:
-    """From beliefs about f that come from elsewhere; the prior increment is then counted with the likelihood's."""
+def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputLogDensity:
+    """From a distribution of f that comes from elsewhere. The prior increment is then part of the likelihood's."""
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
     nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
-    return OutputExpansion(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))
+    return OutputLogDensity(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))
 
 
 def _spread(values: Tensor, times: int) -> Tensor:

@@ -15,7 +15,7 @@ from ssla.state import State
 
 NO_DATA = (
     "A refit of the weights needs the training data again, but {why}. Give them to the refit: "
-    "refit=ssla.WeightRefit(data=(X, y)), with all the data that the posterior has seen."
+    "refit=ssla.WeightRefit(data=(X, y)), with all the data of the fit."
 )
 
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
     @property
     def targets(self) -> Tensor:
-        """y (b, 1, …), to stand beside the outputs of many tasks (b, m, C)."""
+        """y (b, 1, …), which broadcasts with the outputs of many tasks (b, m, C)."""
         return self.y.unsqueeze(1)
 
     def weighted(self, values: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class TrainingRows:
         return self._read()
 
     def _read(self) -> Iterator[Block]:
-        seen: list[Block] | None = []
+        kept: list[Block] | None = []
         size = 0
         for batch in self.source:
             if batch.y.shape[0] == 0:
@@ -68,12 +68,12 @@ class TrainingRows:
             for part in split(batch, self.rows_at_once):
                 block = self.prepare(part)
                 size += sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
-                seen = None if seen is None or size > self.budget // 4 else [*seen, block]
+                kept = None if kept is None or size > self.budget // 4 else [*kept, block]
                 yield block
-        self.kept = seen
+        self.kept = kept
 
     def changed(self, function: Callable[[Block], Block]) -> TrainingRows:
-        """The same rows seen through a function."""
+        """The same rows, with a function applied to each block."""
         prepare = self.prepare
         kept = None if self.kept is None else [function(block) for block in self.kept]
         return TrainingRows(self.source, lambda part: function(prepare(part)), self.rows_at_once, self.budget, kept)
@@ -83,7 +83,7 @@ def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any
     """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
     source = posterior.source if data is None else open_source(data)
     if source is None:
-        raise ValueError(NO_DATA.format(why="this posterior does not know them (it was loaded from a file or put together)"))
+        raise ValueError(NO_DATA.format(why="this posterior does not hold them (it was loaded from a file or put together)"))
     if not source.repeatable:
         raise ValueError(NO_DATA.format(why="they came from a generator, which can be read only once"))
     network, likelihood = posterior.network, posterior.likelihood

@@ -1,4 +1,4 @@
-"""What a refit of the weights is told, and what it tells."""
+"""The options and the result of a refit of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
-from ssla.refit.anderson import Tell
+from ssla.refit.anderson import Progress
 
 EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
 HESSIAN = "hessian"
@@ -20,7 +20,7 @@ MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
 
 @dataclass(frozen=True)
 class Options:
-    """Of one refit, resolved: nothing is left to a default here."""
+    """The options of one refit. Defaults are resolved."""
 
     tolerance: float
     max_steps: int
@@ -30,7 +30,7 @@ class Options:
 
 
 class Solved(NamedTuple):
-    """M tasks, each at its own mode: three increments, and how they came about. All (M,)."""
+    """M tasks, each at its own mode: three increments, and how they were computed. All (M,)."""
 
     likelihood: Tensor
     prior: Tensor
@@ -61,12 +61,12 @@ class Engine(Protocol):
     @property
     def tasks_at_once(self) -> int: ...
 
-    def solve(self, where: Tensor, y: Tensor, tell: Tell | None = None) -> Solved:
-        """tell: hears of tasks as they converge."""
+    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """progress: called with the number of tasks that converged (see `Progress`)."""
         ...
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Which tasks come no nearer to a mode in a few gradients (M,): there is none near θ̂. For a trial before many tasks."""
+        """Which tasks do not approach a mode in a few gradients (M,), because none is near θ̂. For a trial before many tasks."""
         ...
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:

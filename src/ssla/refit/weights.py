@@ -16,14 +16,15 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
+from ssla.priors import BoundGaussian
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
-from ssla.refit.anderson import Tell
+from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, OutputExpansion
+from ssla.refit.outputs import Density, OutputLogDensity
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 from ssla.state import POLISH, Marginal, State
 
@@ -42,7 +43,7 @@ class WeightRefit:
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end: there is no mode near it to
-    find (docs/refits.md), and refits fall back as `on_failure` says, with a warning that counts them. Of many refits of a network
+    find (docs/refits.md), and refits fall back as `on_failure` sets, with a warning that counts them. Of many refits of a network
     the three easiest are tried first: if none of them makes progress, the others are not tried.
 
     Parameters
@@ -94,15 +95,15 @@ class WeightRefit:
             one_of("logdet", self.logdet, LOGDETS)
         one_of("on_failure", self.on_failure, FAILURES)
 
-    def __call__(self, posterior: State, x: Inputs) -> WeightExpansion:
+    def __call__(self, posterior: State, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
             raise ValueError(
-                "A refit of the weights knows the exact convention only, but this posterior has convention="
+                "A refit of the weights works with the exact convention only, but this posterior has convention="
                 f"{posterior.convention!r}. Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior); "
                 "models of a few parameters have all conventions in ssla.ExplicitModel."
             )
         output = OutputRefit()(posterior, x)
-        return WeightExpansion(self, posterior, x, output)
+        return WeightLogDensity(self, posterior, x, output)
 
     def engine(self, posterior: State, x: Inputs) -> Engine:
         """Stage one: what does not depend on y."""
@@ -150,8 +151,8 @@ def _within_budget(what: str, need: int, posterior: State, instead: str) -> None
 
 
 @contextmanager
-def _progress(count: int, show: bool) -> Iterator[Tell | None]:
-    """A bar over tasks, if it is to be shown: it moves as they converge, and shows how many gradients were taken so far."""
+def _progress(count: int, show: bool) -> Iterator[Progress | None]:
+    """A progress bar over tasks, if it is to be shown. It counts the tasks that converged and the gradients taken so far."""
     if not show:
         yield None
         return
@@ -162,23 +163,23 @@ def _progress(count: int, show: bool) -> Iterator[Tell | None]:
     with tqdm(total=count, desc=f"{count:,} refits", unit="refit") as bar:
         rounds = 0
 
-        def tell(done: int) -> None:
+        def progress(done: int) -> None:
             nonlocal rounds
             rounds += 1
             bar.set_postfix_str(f"{rounds:,} gradients", refresh=False)
             bar.update(done)
 
-        yield tell
+        yield progress
 
 
 @dataclass(frozen=True, eq=False)
-class WeightExpansion:
-    """Refits at fixed inputs, for any y. Every y costs a refit: see `ssla.predictive` for a density from few of them."""
+class WeightLogDensity:
+    """Refits at fixed inputs, for any y. Every y costs a refit; `ssla.predictive.interpolation` needs few for a density."""
 
     refit: WeightRefit
     posterior: State
     x: Inputs
-    output: OutputExpansion  # the rung below: where refits start from, and what failures fall back on
+    output: OutputLogDensity  # the output refit: where refits start from, and the fallback of failures
 
     moves = True
 
@@ -194,37 +195,42 @@ class WeightExpansion:
     def like(self) -> Tensor:
         return self.output.like
 
+    @property
+    def exact(self) -> bool:
+        """Whether the output rung gives the same answer: Gaussian noise, linear, dense, a Gaussian prior."""
+        return self.posterior.quadratic and isinstance(self.posterior.bound_prior, BoundGaussian)
+
     @cached_property
     def _engine(self) -> Engine:
         return self.refit.engine(self.posterior, self.x)
 
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
-        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not mended."""
+        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not replaced."""
         where, flat = self._tasks(y, rows)
-        if not len(where) or self._hopeless(where, flat, y, rows):
+        if not len(where) or self._no_mode(where, flat, y, rows):
             return Solved.untried(len(where))
-        with _progress(len(where), self.refit.progress) as tell:
-            return Solved.joined([self._engine.solve(where[part], flat[part], tell) for part in self._groups(len(where))])
+        with _progress(len(where), self.refit.progress) as progress:
+            return Solved.joined([self._engine.solve(where[part], flat[part], progress) for part in self._groups(len(where))])
 
     @cached_property
-    def _verdict(self) -> dict[str, bool]:
-        """Whether the refits are hopeless, once that was tried."""
+    def _trial(self) -> dict[str, bool]:
+        """The result of the trial of `_no_mode`; empty before it."""
         return {}
 
     @property
     def stopped(self) -> bool:
-        """Whether refits were given up after the easiest ones made no progress."""
-        return self._verdict.get("hopeless", False)
+        """Whether refits were stopped after the easiest ones made no progress."""
+        return self._trial.get("no_mode", False)
 
-    def _hopeless(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
+    def _no_mode(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
         """Before many refits of a network: the task that moves the weights least is tried; if it is stuck, the next ones of
         other inputs. All stuck: no refit has a mode near θ̂."""
-        if "hopeless" not in self._verdict and len(where) > TRIALS and not self.posterior.network.linear:
+        if "no_mode" not in self._trial and len(where) > TRIALS and not self.posterior.network.linear:
             steps = (self.output if rows is None else self.output.take(rows)).step(y).flatten()
             first, *rest = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True).split([1, len(where) - 1])
             elsewhere = rest[0][where[rest[0]] != where[first]]
             trials = (first, (elsewhere if len(elsewhere) else rest[0])[: TRIALS - 1])
-            self._verdict["hopeless"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
+            self._trial["no_mode"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
         return self.stopped
 
     def modes(self, y: Tensor) -> Tensor:
@@ -253,7 +259,7 @@ class WeightExpansion:
         return y.shape[:-1] if self._vector else y.shape
 
     def check(self, solved: Solved) -> Tensor:
-        """Which tasks failed; RuntimeError if the user wants one."""
+        """Which tasks failed; RuntimeError if on_failure is "raise"."""
         failed = ~solved.converged
         if self.refit.on_failure == RAISE and bool(failed.any()):
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
@@ -266,7 +272,7 @@ class WeightExpansion:
 
     @property
     def _cause(self) -> str:
-        """Why refits fail, with the figure of the report, and what to do."""
+        """Why refits fail, with the figure of the report, and the remedy."""
         report = self.posterior.report
         each = report.residual_after / math.sqrt(report.parameters)
         tried = f"The {TRIALS} easiest made no progress, so the others were not tried. " if self.stopped else ""
@@ -280,17 +286,17 @@ class WeightExpansion:
         )
 
     def warn(self, failed: int, count: int, what: str, stacklevel: int) -> None:
-        """Count aloud what the output rung answered in place of the weights."""
+        """Warn with the number of answers that come from the output rung and not from the weights."""
         if failed and (self.refit.on_failure == FALLBACK or self.stopped):
             instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
             message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
             warnings.warn(message, RuntimeWarning, stacklevel)
 
-    def density(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
         failed, total = self.check(solved), solved.total
         if bool(failed.any()):
-            instead = self.output.density(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
+            instead = self.output.at(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
             total = torch.where(failed, instead, total)
         shape = self._shape(y)
         return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))

@@ -1,4 +1,4 @@
-"""Increments of one rung at given targets, with the shapes of the targets checked."""
+"""The increments of one refit at given targets, with the shapes of the targets checked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ssla.state import State
 
 def increments_at(rung: Refit, posterior: State, x: Inputs, y: Any) -> Increments:
     """Un-normalised log densities at y by their increments."""
-    expansion = rung(posterior, x)
-    f = expansion.marginal.mean
-    support = expansion.likelihood.support_for(f.shape[1])
+    log_density = rung(posterior, x)
+    f = log_density.marginal.mean
+    support = log_density.likelihood.support_for(f.shape[1])
     value = _targets(as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector")
     support.check(value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1])
-    return expansion(value).map(lambda part: part.to(expansion.like))
+    return log_density(value).map(lambda part: part.to(log_density.like))
 
 
 def _targets(y: Tensor, rows: int, outputs: int, vector: bool) -> Tensor:

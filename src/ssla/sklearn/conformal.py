@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ssla.predictive import Predictive, kind_of
+from ssla.predictive import Predictive
 from ssla.refit import resolve
 
 ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
@@ -64,7 +64,7 @@ class Conformal:
         mean, spread = (_columns(part.numpy()) for part in (predictive.mean, predictive.stddev))
         q = self.factor(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)
-        if kind_of(predictive) == "count":
+        if predictive.kind == "count":
             ends = np.stack([np.maximum(np.ceil(ends[..., 0]), 0), np.floor(ends[..., 1])], -1)
         return ends[:, 0] if predictive.mean.ndim == 1 else ends
 

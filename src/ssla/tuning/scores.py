@@ -15,7 +15,7 @@ from torch.special import ndtr
 from ssla import metrics
 from ssla.data import Batch, Inputs, leaves, map_inputs, open_source
 from ssla.fitting import collect
-from ssla.predictive import GaussianPredictive, Predictive, from_marginal
+from ssla.predictive import GaussianLaw, Predictive, from_marginal
 from ssla.state import POLISH, State, Statistics
 from ssla.structures.jacobians import Jacobian
 from ssla.tuning.space import Space
@@ -47,7 +47,7 @@ class HeldOut:
         score = negative_log_density if objective == NLL else crps
         if folds is None:
             moves = posterior.follows_mode
-            part = Part(list(posterior.expansions(whole.x)), _targets(whole.y), posterior.statistics, moves)
+            part = Part(list(posterior.linearised(whole.x)), _targets(whole.y), posterior.statistics, moves)
             return HeldOut(posterior, (part,), score, [])
         count = len(whole.y)
         if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
@@ -68,7 +68,7 @@ class HeldOut:
             merged = rest[0]
             for more in rest[1:]:
                 merged = merged.merge(more)
-            parts.append(Part(list(posterior.expansions(piece.x)), _targets(piece.y), merged, moves))
+            parts.append(Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves))
         return HeldOut(posterior, tuple(parts), score, notes)
 
     def __call__(self, space: Space, point: Tensor) -> float:
@@ -96,7 +96,7 @@ def negative_log_density(predictive: Predictive, y: Tensor) -> Tensor:
 
 def crps(predictive: Predictive, y: Tensor) -> Tensor:
     """Closed form for a Gaussian: σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
-    if not isinstance(predictive, GaussianPredictive):
+    if not isinstance(predictive.law, GaussianLaw):
         return metrics.crps(predictive, y, reduce=False)
     scale = predictive.stddev.double()
     z = (y.reshape(scale.shape) - predictive.mean.double()) / scale

@@ -1,0 +1,140 @@
+"""What a law is: the distribution of y at each of N inputs, in float64 on the CPU.
+
+A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the answers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ssla._checks import finite
+from ssla.numerics.quadrature import Regions
+from ssla.refit.increments import Increments
+
+
+class Law(ABC):
+    """N distributions. y is (N, k) for one target; (N, D) or (N, k, D) for D of them.
+
+    Moments are (N,) for one target and (N, D) for D of them. Classes have no cdf and icdf. Only Gaussians and mixtures of D
+    targets have a covariance. Only classes have probs.
+    """
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """ "scalar", "vector", "circular", "count" or "class"."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """N."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Of y: epistemic + aleatoric."""
+
+    @property
+    def stddev(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @property
+    @abstractmethod
+    def mode(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def mass(self) -> Tensor:
+        """The integral (or sum) before normalisation (N,)."""
+
+    @property
+    @abstractmethod
+    def epistemic(self) -> Tensor:
+        """Var_f E[y|f]."""
+
+    @property
+    @abstractmethod
+    def aleatoric(self) -> Tensor:
+        """E_f Var[y|f]."""
+
+    @property
+    def covariance(self) -> Tensor:
+        """(N, D, D)."""
+        self.lacks("covariance")
+
+    @property
+    def probs(self) -> Tensor:
+        """(N, C)."""
+        self.lacks("probs")
+
+    def check(self, y: Tensor) -> None:
+        """ValueError where y is outside the support."""
+        finite("y", y, "Ask for finite values only.")
+
+    @abstractmethod
+    def log_prob(self, y: Tensor) -> Tensor:
+        """Normalised.  (N, k) -> (N, k); (N, D) -> (N,); (N, k, D) -> (N, k)."""
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """P(Y ≤ y), of y's shape; for D targets each by itself."""
+        self.lacks("cdf")
+
+    def icdf(self, q: Tensor) -> Tensor:
+        """(k,) -> (N, k) or (N, D, k)."""
+        self.lacks("icdf")
+
+    def interval(self, level: float) -> Tensor:
+        """The central interval (N, 2) or (N, D, 2); for classes the smallest set, bool (N, C)."""
+        tail = (1 - level) / 2
+        return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+
+    @abstractmethod
+    def hdr(self, level: float) -> Any:
+        """The smallest region of that probability: Regions, an ellipsoid, a region of density, or a set of classes."""
+
+    @abstractmethod
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """(n, N) or (n, N, D)."""
+
+    @abstractmethod
+    def increments(self, y: Tensor) -> Increments:
+        """The three increments of the un-normalised log density, of log_prob's shape."""
+
+    def lacks(self, name: str) -> NoReturn:
+        """AttributeError, so that hasattr is False."""
+        raise AttributeError(f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).")
+
+
+class Piece(Protocol):
+    """What was computed together for some of the rows."""
+
+    @property
+    def rows(self) -> Tensor: ...
+
+
+def gathered(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
+    """One tensor (m, …) for each piece -> all rows (N, …) in their order."""
+    out = torch.empty(sum(len(piece.rows) for piece in pieces), *values[0].shape[1:], dtype=values[0].dtype)
+    for piece, value in zip(pieces, values, strict=True):
+        out[piece.rows] = value
+    return out
+
+
+def gathered_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regions:
+    """The same for unions of intervals: lower, upper (N, R), padded with NaN."""
+    most = max(region.lower.shape[1] for region in regions)
+    lower, upper = (
+        gathered(pieces, [pad(end, (0, most - end.shape[1]), value=torch.nan) for end in ends])
+        for ends in zip(*regions, strict=True)
+    )
+    return Regions(lower, upper)
