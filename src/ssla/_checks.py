@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+PACKAGE = Path(__file__).parent
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
@@ -18,6 +22,14 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
         folded.setdefault(known.casefold(), known)
     near = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.5)
     return f" Did you mean {folded[near[0]]!r}?" if near else ""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that points at the first caller outside this package: the user's line."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:

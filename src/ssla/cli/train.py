@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 import ssla
 from ssla import metrics
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
@@ -72,11 +71,9 @@ def prepare(table: Table, request: Request) -> Prepared:
     if not target.classes and len(set(target.y.tolist())) == 1:
         raise TableError(f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to predict.")
     if target.zero_one and asked is None:
-        warnings.warn(
+        warn(
             f"The target {request.target!r} has only the values 0 and 1: it is predicted as a number. For classes give "
-            "--likelihood classes.",
-            UserWarning,
-            stacklevel=2,
+            "--likelihood classes."
         )
     plan = make_plan(table, {request.target, *request.drop}, given)
     encoded = plan.encode(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 import ssla
 from ssla._checks import level as checked_level
-from ssla._checks import writable
+from ssla._checks import warn, writable
 from ssla.cli.console import progress
 from ssla.cli.train import (
     LARGEST_TRIED,
@@ -132,11 +131,9 @@ def _gaps(encoded: Encoded) -> dict[str, int]:
     """The numbers of rows with a missing or unknown input, and of rows mixed over training values."""
     mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
     if wanted > mixed:
-        warnings.warn(
+        warn(
             f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and has no training values "
-            "to mix over: their intervals are too narrow. Train it again.",
-            UserWarning,
-            stacklevel=2,
+            "to mix over: their intervals are too narrow. Train it again."
         )
     return {"rows_with_unknown_inputs": encoded.marked, "rows_mixed": mixed}
 
@@ -216,7 +213,7 @@ def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[
         while place in columns or (place != name and place in kept):
             place = f"input_{place}"
         if place != name:
-            warnings.warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.", stacklevel=2)
+            warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.")
         inputs[place] = np.fromiter(cells, dtype=object, count=len(cells))
     return inputs | columns
 
@@ -244,11 +241,9 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     estimator, plan, extra = _open(model)
     encoded = plan.encode(marks.read(data, extra))
     if encoded.marked:
-        warnings.warn(
+        warn(
             f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean in place of the missing "
-            "value, not a mixture over training values.",
-            UserWarning,
-            stacklevel=2,
+            "value, not a mixture over training values."
         )
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}

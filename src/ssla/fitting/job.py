@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ssla._checks import warn
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -112,7 +112,7 @@ class Job:
         if mode == POLISH:
             message = f"mode='tilt' was used in place of 'polish': {STRAIGHT}. The curvature of the posterior is the Fisher"
             self.notes.append(message)
-            warnings.warn(f"{message}. Give mode='tilt', or a smooth log_prob.", UserWarning, stacklevel=4)
+            warn(f"{message}. Give mode='tilt', or a smooth log_prob.")
         return TILT if mode == POLISH else mode
 
     def _enough_directions(self, sums: Sums, estimate: bool) -> Sums:
@@ -144,11 +144,9 @@ class Job:
         self.notes.append(Note(note, RANK))
         if found.rank is None and found.overstated(least) > 2 * found.tail:
             why = "the memory budget" if self.repeatable else "a source that can be read only once"
-            warnings.warn(
+            warn(
                 f"{note}, which is beyond tail={found.tail:g}: {why} allows no wider sketch. Use structure='kfac', a larger "
-                "memory_budget, or LowRank(rank=…) to take it as it is.",
-                UserWarning,
-                stacklevel=5,
+                "memory_budget, or LowRank(rank=…) to take it as it is."
             )
 
     def _settle_noise(self, theta: Tensor, sums: Sums, steps: int, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
@@ -183,7 +181,7 @@ class Job:
                 "(priors.Gaussian(precision=1e-4)), or use mode='tilt', which keeps your network's predictions."
             )
             self.notes.append(Note(message, MOVED))
-            warnings.warn(message, UserWarning, stacklevel=5)
+            warn(message)
 
     def sums_at(self, theta: Tensor) -> Statistics:
         return self._collect(theta).statistics
@@ -344,21 +342,19 @@ class Job:
     def _stopped(self, note: str, decrement: float) -> None:
         self.notes.append(note)
         if decrement > VISIBLE_DECREMENT**2:
-            warnings.warn(
+            warn(
                 f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
                 "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. "
                 "Use mode='tilt', a smooth log density, or model.double().",
                 RuntimeWarning,
-                stacklevel=5,
             )
 
     def _not_converged(self, steps: int) -> int:
         self.notes.append(f"polish did not converge in {steps} Newton steps")
-        warnings.warn(
+        warn(
             f"polish did not reach the mode in {steps} Newton steps (see posterior.report). Train the network "
             "further, use a stronger prior, or mode='tilt'.",
             RuntimeWarning,
-            stacklevel=5,
         )
         return steps
 

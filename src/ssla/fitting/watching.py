@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ssla._checks import warn
 from ssla.data import Batch, Source
 from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
@@ -67,7 +67,7 @@ class Spread:
             "the data: see ssla.conflict(posterior)."
         )
         notes.append(Note(message, DATA))
-        warnings.warn(message, UserWarning, stacklevel=5)
+        warn(message)
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
         """Where the noise (C,) drowns in the rounding of y or of the network's outputs."""
@@ -82,7 +82,7 @@ class Spread:
                     f"means and widths are wrong by about that much. {remedy}, or subtract an offset from y before training."
                 )
                 notes.append(message)
-                warnings.warn(message, UserWarning, stacklevel=5)
+                warn(message)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +114,12 @@ class TargetRange:
     def note(self, notes: list[str]) -> None:
         if self.rows == 1:
             notes.append(Note("only one row was seen: the posterior is almost the prior", DATA))
-            warnings.warn("The data hold one row only, so the posterior is almost the prior.", UserWarning, stacklevel=4)
+            warn("The data hold one row only, so the posterior is almost the prior.")
             return
         numbers = self.low is not None and self.low.is_floating_point()
         if numbers and self.low is not None and self.high is not None and bool((self.low == self.high).any()):
             notes.append(Note("the target is constant: nothing can be learned about its noise", DATA))
-            warnings.warn("The target is constant: nothing can be learned about its noise.", UserWarning, stacklevel=4)
+            warn("The target is constant: nothing can be learned about its noise.")
         if self.x_low is not None and self.x_high is not None:
             constant = (self.x_low == self.x_high).nonzero().flatten().tolist()
             if constant and len(constant) < self.x_low.numel():
@@ -140,11 +140,9 @@ def warn_residual(report: Report) -> None:
             TILT: "The network is far from trained under this prior: train further or weaken the prior.",
             POLISH: "",
         }[report.mode]
-        warnings.warn(
+        warn(
             f"The network is not at the mode: its residual gradient is {report.residual:.3g} posterior standard deviations "
-            f"({report.residual_per_parameter:.2g} per parameter). {remedy}",
-            UserWarning,
-            stacklevel=4,
+            f"({report.residual_per_parameter:.2g} per parameter). {remedy}"
         )
 
 

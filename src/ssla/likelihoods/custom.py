@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla._checks import unknown_name
+from ssla._checks import unknown_name, warn
 from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, uniform
 from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
 from ssla.numerics import quadrature
@@ -197,11 +196,9 @@ class Custom:
         """A warning where the integral of the density depends on f. (A constant factor only changes `mass`.)"""
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
-            warnings.warn(
+            warn(
                 f"log_prob must be normalised over y, but the density integrates to {float(masses.min()):.4g} … "
-                f"{float(masses.max()):.4g}, depending on f: the fit will be wrong. Add the normalising constant.",
-                UserWarning,
-                stacklevel=2,
+                f"{float(masses.max()):.4g}, depending on f: the fit will be wrong. Add the normalising constant."
             )
 
     def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssla._checks import warn
 from ssla.persistence.replacing import being_saved, new_folder, surviving
 
 FORMAT, VERSION = "ssla", 1
@@ -97,11 +97,9 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
             fault = FileError(f"{path} is replaced all the time. Try again later.")
             continue
         if interrupted:
-            warnings.warn(
+            warn(
                 f"The last save to {path} was interrupted. The model that was there before is read from {source}. Save the model "
-                "again, or move that directory back.",
-                UserWarning,
-                stacklevel=3,
+                "again, or move that directory back."
             )
         return found
     raise fault

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ssla._checks import covariances, finite
+from ssla._checks import covariances, finite, warn
 from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
@@ -73,7 +72,7 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output") -> Predi
         answer = refitted(weights, output, rung.name, reasons)
         wanted = [reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))]
         failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
-        weights.warn(sum(failed), len(failed), "inputs have refits of the weights that", stacklevel=4)
+        weights.warn(sum(failed), len(failed), "inputs have refits of the weights that")
         return _warned(answer)
     return _warned(_predictive(rung(posterior, x), rung))
 
@@ -102,7 +101,7 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
     finite("covariance", K, "Give finite covariances.")
     K = covariances("covariance", K)
     likelihood.check_outputs(f)
-    return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung), stacklevel=3)
+    return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung))
 
 
 def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
@@ -135,16 +134,14 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     return replace(found, diagnostics=replace(found.diagnostics, convention=convention))
 
 
-def _warned(predictive: Predictive, stacklevel: int = 4) -> Predictive:
+def _warned(predictive: Predictive) -> Predictive:
     """Warn where rows could not be integrated to their tolerance."""
     bad = predictive.diagnostics.inaccurate
     if bool(bad.any()):
         better = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
-        warnings.warn(
+        warn(
             f"{int(bad.sum())} of {bad.numel()} predictives are inaccurate (refit={predictive.diagnostics.refit!r}): their "
             "density has no integral, or a spike that could not be resolved. See predictive.diagnostics and predictive.mass."
-            + better,
-            UserWarning,
-            stacklevel,
+            + better
         )
     return predictive

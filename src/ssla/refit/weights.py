@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.priors import BoundGaussian
@@ -285,12 +284,12 @@ class WeightLogDensity:
             "ssla.WeightRefit, or refit='output'."
         )
 
-    def warn(self, failed: int, count: int, what: str, stacklevel: int) -> None:
+    def warn(self, failed: int, count: int, what: str) -> None:
         """Warn with the number of answers that come from the output rung and not from the weights."""
         if failed and (self.refit.on_failure == FALLBACK or self.stopped):
             instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
             message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
-            warnings.warn(message, RuntimeWarning, stacklevel)
+            warn(message, RuntimeWarning)
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
@@ -308,7 +307,7 @@ class WeightLogDensity:
         """Of real refits, for some rows only: y (m, …) belongs to rows (m,)."""
         solved = self.solve(y, rows)
         failed = self.check(solved)
-        self.warn(int(failed.sum()), failed.numel(), "refits of the weights", stacklevel=6)
+        self.warn(int(failed.sum()), failed.numel(), "refits of the weights")
         parts = [solved.likelihood, solved.prior, solved.curvature]
         if bool(failed.any()):
             if self.refit.on_failure == FALLBACK:

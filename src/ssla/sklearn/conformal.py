@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ssla._checks import warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 
@@ -50,11 +50,9 @@ class Conformal:
         if not reached[-1].all():
             total, least = float(sums[-1, 0]), math.ceil(level / (1 - level) * (1 - ROUNDING))
             weighted = "" if math.isclose(total, len(sums)) else f" with a total weight of {total:g}"
-            warnings.warn(
+            warn(
                 f"A conformal interval of {level:g} needs at least {least} calibration rows, but there are "
-                f"{len(sums)}{weighted}: the interval is infinite. Use a larger calibration_fraction or a lower level.",
-                UserWarning,
-                stacklevel=3,
+                f"{len(sums)}{weighted}: the interval is infinite. Use a larger calibration_fraction or a lower level."
             )
         factor: np.ndarray = np.where(reached[-1], np.take_along_axis(self.scores, reached.argmax(0)[None], axis=0)[0], np.inf)
         return factor

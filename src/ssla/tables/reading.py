@@ -8,7 +8,6 @@ import gzip
 import io
 import re
 import sys
-import warnings
 import zlib
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ssla._checks import did_you_mean
+from ssla._checks import did_you_mean, warn
 from ssla.tables.columns import Column, Style, TableError, interpret, read_as
 
 MOST_COLUMNS = 10_000
@@ -190,16 +189,14 @@ def _read_excel(file: Path) -> Table:
     except Exception as error:  # a bad file can raise anything
         raise TableError(f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV.") from None
     if sheets[1:]:
-        warnings.warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.", UserWarning, stacklevel=4)
+        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.")
     lost = sum(
         a is None and b is not None for row, row_ in zip(rows, formulas, strict=True) for a, b in zip(row, row_, strict=True)
     )
     if lost:
-        warnings.warn(
+        warn(
             f"{file}: {lost} formulas have no stored value and count as empty cells. If they should have one, open the file in a "
-            "spreadsheet program and save it again.",
-            UserWarning,
-            stacklevel=4,
+            "spreadsheet program and save it again."
         )
     width = max((i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0)
     if not width:
@@ -222,7 +219,7 @@ def _checked_names(file: Path, names: list[str]) -> list[str]:
         free = (f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1))))
         names = [next(name for name in free if name not in names), *names[1:]]
     for index in filter(INDEX.match, names):
-        warnings.warn(f"{file}: the column {index!r} is treated as a row index and is not an input.", UserWarning, stacklevel=5)
+        warn(f"{file}: the column {index!r} is treated as a row index and is not an input.")
     if not names or any(not name for name in names):
         raise TableError(
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line must name the columns."

@@ -11,7 +11,6 @@ noise of a Gaussian likelihood by one factor. A solution at the edge of its rang
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.fitting.prior_change import described
 from ssla.priors import EXACT
 from ssla.state import TUNING, Note, State, TuningHistory, without
@@ -128,14 +127,12 @@ def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> T
 def _finished(posterior: State, history: TuningHistory) -> State:
     """The tuned posterior with its history and a report that tells of it; a poor solution is warned about."""
     if history.at_bound:
-        warnings.warn(
+        warn(
             f"Tuning ended at the edge of its range for {', '.join(history.at_bound)}: the objective has no maximum inside. A "
-            "precision at the upper edge says that those parameters do not help, at the lower edge that the prior is not wanted.",
-            UserWarning,
-            stacklevel=4,
+            "precision at the upper edge says that those parameters do not help, at the lower edge that the prior is not wanted."
         )
     if not history.converged:
-        warnings.warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning, stacklevel=4)
+        warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
     summary = "tuned by " + str(history).replace("\n", "; ")
     kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
     told = described(posterior, kept + "precision and noise were tuned", posterior.mode)
