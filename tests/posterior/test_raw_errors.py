@@ -489,7 +489,7 @@ def test_answers_in_parts_name_their_parts():
         with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Omit output="):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
     for output in (True, 1.5, ["logits"]):
-        with pytest.raises(TypeError, match=r"output must name the part of the network's answer.*'logits'"):
+        with pytest.raises(TypeError, match=r"output must name the part of the network's result.*'logits'"):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
         with pytest.raises(TypeError, match=r"output must name the part"):
             ssla.estimate_cost(net(2), 10, output=output)
