@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
-from ssla.predictive.law import Law
+from ssla.predictive.law import Law, highest
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import total_variance
 from ssla.refit import LogDensity
@@ -109,9 +109,7 @@ def most_probable(log_probs: Tensor) -> Tensor:
 
 def smallest_set(probs: Tensor, level: float) -> Tensor:
     """The fewest classes with at least that probability; none where it is NaN.  (N, C) -> bool (N, C)."""
-    p, order = probs.sort(1, descending=True)
-    needed = torch.nn.functional.pad(p.cumsum(1)[:, :-1] < level, (1, 0), value=True)
-    return torch.zeros_like(needed).scatter(1, order, needed) & ~probs.isnan().any(1, keepdim=True)
+    return highest(probs, probs, level) & ~probs.isnan().any(1, keepdim=True)
 
 
 def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssla.likelihoods.support import Counts
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.law import Law, gathered, gathered_regions
+from ssla.predictive.law import Law, ends_of_runs, gathered, gathered_regions, highest
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import split_variance, total_variance
 from ssla.refit import LogDensity
@@ -187,23 +187,10 @@ def _heights(table: Table) -> Tensor:
 
 
 def _runs(table: Table, share: Tensor, level: float) -> Regions:
-    order = _heights(table).argsort(1, descending=True)  # the highest single counts first
-    reached = share.gather(1, order).cumsum(1)
-    needed = torch.nn.functional.pad(reached[:, :-1] < level, (1, 0), value=True)
-    inside = torch.zeros_like(needed).scatter(1, order, needed)
-    inside = _bridge(inside, table.widths == 0)
-    edge = torch.zeros_like(inside[:, :1])
-    starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
-    stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = int(starts.sum(1).max()) if len(starts) else 1
-    lowers, uppers = [], []
-    for r in range(1, most + 1):
-        exists = starts.sum(1) >= r
-        first = (starts & (starts.cumsum(1) == r)).to(torch.uint8).argmax(1)
-        last = (stops & (stops.cumsum(1) == r)).to(torch.uint8).argmax(1)
-        lowers.append(torch.where(exists, table.edges.gather(1, first[:, None]).squeeze(1), torch.nan))
-        uppers.append(torch.where(exists, table.edges.gather(1, last[:, None] + 1).squeeze(1) - 1, torch.nan))
-    return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
+    """The highest single counts, as runs lower … upper."""
+    first, last = ends_of_runs(_bridge(highest(_heights(table), share, level), table.widths == 0))
+    lower, upper = table.edges.gather(1, first.clamp_min(0)), table.edges.gather(1, last.clamp_min(0) + 1) - 1
+    return Regions(torch.where(first < 0, torch.nan, lower), torch.where(last < 0, torch.nan, upper))
 
 
 def _bridge(inside: Tensor, empty: Tensor) -> Tensor:

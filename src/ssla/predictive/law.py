@@ -138,3 +138,26 @@ def gathered_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Reg
         for ends in zip(*regions, strict=True)
     )
     return Regions(lower, upper)
+
+
+def highest(heights: Tensor, shares: Tensor, level: float) -> Tensor:
+    """The highest of k atoms whose shares reach the level.  (N, k), (N, k) -> bool (N, k)."""
+    order = heights.argsort(1, descending=True)
+    needed = pad(shares.gather(1, order).cumsum(1)[:, :-1] < level, (1, 0), value=True)
+    return torch.zeros_like(needed).scatter(1, order, needed)
+
+
+def ends_of_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Where runs of True begin and end: indices (N, R), padded with −1."""
+    edge = torch.zeros_like(inside[:, :1])
+    starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
+    stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
+    most = max(int(starts.sum(1).max()), 1) if len(starts) else 1
+    found = []
+    for marks in (starts, stops):
+        rows, at = marks.nonzero(as_tuple=True)
+        rank = marks.cumsum(1)[rows, at] - 1
+        ends = torch.full((inside.shape[0], most), -1, dtype=torch.long)
+        ends[rows, rank] = at
+        found.append(ends)
+    return found[0], found[1]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla.numerics.quadrature import Regions, bracketed_root
 from ssla.predictive.classes import check_classes, draw_classes, most_probable, smallest_set
-from ssla.predictive.law import Law
+from ssla.predictive.law import Law, ends_of_runs, highest
 from ssla.predictive.predictive import vector_targets
 from ssla.refit.increments import Increments
 
@@ -188,11 +188,7 @@ class ScalarMixtureLaw(MixtureLaw):
         places, logs = self._counts
         step = (places[:, 1:2] - places[:, :1]) if places.shape[1] > 1 else torch.ones_like(places)
         share = self.cdf(places + step - 1) - self.cdf(places - 1)
-        order = logs.argsort(1, descending=True)
-        reached = share.gather(1, order).cumsum(1)
-        needed = torch.nn.functional.pad(reached[:, :-1] < level, (1, 0), value=True)
-        inside = torch.zeros_like(needed).scatter(1, order, needed)
-        lower, upper = _ends_of_runs(inside)
+        lower, upper = ends_of_runs(highest(logs, share, level))
         first, last = (torch.where(at < 0, math.nan, places.gather(1, at.clamp_min(0))) for at in (lower, upper))
         return Regions(first, last + step - 1)
 
@@ -300,26 +296,10 @@ def _first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor
     return high
 
 
-def _ends_of_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Where runs of True begin and end: indices (N, R), padded with −1."""
-    edge = torch.zeros_like(inside[:, :1])
-    starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
-    stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = max(int(starts.sum(1).max()), 1) if len(starts) else 1
-    found = []
-    for marks in (starts, stops):
-        rows, at = marks.nonzero(as_tuple=True)
-        rank = marks.cumsum(1)[rows, at] - 1
-        ends = torch.full((inside.shape[0], most), -1, dtype=torch.long)
-        ends[rows, rank] = at
-        found.append(ends)
-    return found[0], found[1]
-
-
 def _above(places: Tensor, logs: Tensor, threshold: Tensor) -> Regions:
     """Where log p exceeds the threshold (N,), ends by linear interpolation."""
     excess = logs - threshold[:, None]
-    lower, upper = _ends_of_runs(excess > 0)
+    lower, upper = ends_of_runs(excess > 0)
     ends = []
     for at, step in ((lower, -1), (upper, 1)):
         here = at.clamp_min(0)
