@@ -96,7 +96,7 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
         raise ConnectionError("no network")
 
     fake_ucimlrepo(monkeypatch, fetch)
-    with pytest.raises(MissingDataError, match=r"SSLA_DATA is not set.*\(no network\).*holds auto_mpg.csv, or install ucimlrepo"):
+    with pytest.raises(MissingDataError, match=r"SSLA_DATA is not set.*\(no network\).*contains auto_mpg.csv, or install ucimlrepo"):
         load("auto_mpg")
 
 
