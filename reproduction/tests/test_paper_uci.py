@@ -61,7 +61,7 @@ def test_test_rows_are_as_many_as_the_published_steps_of_coverage_say():
 
 
 def test_what_is_not_there_is_said_with_the_remedy(tmp_path, monkeypatch):
-    with pytest.raises(MissingDataError, match=r"auto_mpg.csv does not exist. Set SSLA_DATA to a folder"):
+    with pytest.raises(MissingDataError, match=r"auto_mpg.csv does not exist. Set SSLA_DATA"):
         read(tmp_path, "auto_mpg")
     (tmp_path / "auto_mpg.csv").write_text("a,b\n1,2\n")
     with pytest.raises(MissingDataError, match="must have the column 'mpg', but has a, b"):
@@ -96,7 +96,9 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
         raise ConnectionError("no network")
 
     fake_ucimlrepo(monkeypatch, fetch)
-    with pytest.raises(MissingDataError, match=r"SSLA_DATA is not set.*\(no network\).*holds auto_mpg.csv, or install ucimlrepo"):
+    with pytest.raises(
+        MissingDataError, match=r"SSLA_DATA is not set.*\(no network\).*contains auto_mpg.csv, or install ucimlrepo"
+    ):
         load("auto_mpg")
 
 
