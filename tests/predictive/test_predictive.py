@@ -8,7 +8,7 @@ from scipy import stats
 
 import ssla
 from ssla import likelihoods as L
-from ssla.predictive import from_marginal
+from ssla.predictive import from_marginal, mixture
 from ssla.refit import on_marginal, resolve
 from support.cases import CASES
 from support.oracles import random_spd
@@ -33,6 +33,19 @@ SCALAR = ["gaussian", "heteroscedastic", "natural", "student", "custom gamma", "
 COUNTS = ["poisson", "poisson identity", "negative binomial", "custom poisson", "tempered"]
 VECTOR = ["gaussian vector", "gaussian full"]
 CLASSES = ["bernoulli", "categorical", "custom bernoulli"]
+
+
+@pytest.mark.parametrize("name", SCALAR + COUNTS + VECTOR + CLASSES)
+def test_a_predictive_has_the_attributes_of_its_kind_and_no_other(name):
+    p = make(name)
+    mixed = mixture([p, p])
+    expected = {"cdf": p.kind != "class", "icdf": p.kind != "class", "probs": p.kind == "class"}
+    for one in (p, mixed):
+        assert isinstance(one, ssla.Predictive)
+        assert name in {"scalar": SCALAR, "count": COUNTS, "vector": VECTOR, "class": CLASSES}[one.kind]
+        assert {attribute: hasattr(one, attribute) for attribute in expected} == expected
+        assert hasattr(one, "members") == (one is mixed)
+    assert hasattr(mixed, "covariance") == (p.kind == "vector")
 
 
 @pytest.mark.parametrize("name", SCALAR + COUNTS)
