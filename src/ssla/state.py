@@ -196,7 +196,7 @@ class State:
 
     @property
     def objective_prior(self) -> BoundPrior:
-        """The prior that θ̂ and every refit answer to: none under the additive convention."""
+        """The prior in the objective of θ̂ and of every refit: none under the additive convention."""
         return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
 
     @cached_property
@@ -298,7 +298,7 @@ class State:
 
     @property
     def quadratic(self) -> bool:
-        """Whether ℓ_D is a quadratic that the sums hold whole, so that the mode can move without another pass.
+        """Whether the statistics determine ℓ_D exactly (a quadratic), so that the mode can move without another pass.
 
         So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
         """
@@ -317,7 +317,7 @@ class State:
         if not torch.equal(self.theta, other.theta):
             if not self.quadratic:
                 raise ValueError(
-                    "The two posteriors stand at different modes, and their sums cannot be moved. Fit every shard with "
+                    "The two posteriors are at different modes, and their statistics cannot be moved. Fit every shard with "
                     "mode='tilt'."
                 )
             statistics = statistics.moved(self.theta - other.theta)

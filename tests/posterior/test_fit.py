@@ -375,6 +375,6 @@ def test_polish_that_runs_away_says_so():
     x = torch.randn(150, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     y = x[:, 0] + 0.4 * torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     weak, noise = ssla.priors.Gaussian(precision=1e-4), ssla.likelihoods.HeteroscedasticGaussian()
-    with pytest.raises(ValueError, match=r"polish runs away: after \d+ Newton steps.*mode='tilt'"):
+    with pytest.raises(ValueError, match=r"polish diverges: after \d+ Newton steps.*mode='tilt'"):
         ssla.fit(net, (x, y), likelihood=noise, prior=weak)
     assert ssla.fit(net, (x, y), likelihood=noise, prior=weak, mode="tilt").statistics.n == 150

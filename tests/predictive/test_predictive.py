@@ -1,4 +1,4 @@
-"""Distribution-like answers: shapes of the API table, identities between the names, memory."""
+"""Distribution-like answers: shapes, identities between the names, memory."""
 
 import math
 

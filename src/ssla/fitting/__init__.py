@@ -1,6 +1,6 @@
 """`fit`: from a trained network and its data to a Posterior.
 
-One pass collects the sums at the trained θ. What happens next is the `mode` (method.md section 4):
+One pass collects the sums at the trained θ. What happens next is the `mode`:
 
   polish   Newton steps to the mode of ℓ_D + log π. With Gaussian noise and a last layer the objective is
            quadratic, so the mode follows from the sums: no further pass. Otherwise each step is a pass

@@ -20,8 +20,8 @@ from ssla.state import CONCAVITY, MOVED, POLISH, RANK, TILT, Note, Report, State
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
 RUNAWAY = (
-    "polish runs away: after {steps} Newton steps the curvature of the log posterior, positive definite at the start, is so no "
-    "more. Likely cause: there is no mode near, for example because a variance that the network predicts can go to zero on few "
+    "polish diverges: after {steps} Newton steps the curvature of the log posterior is no longer positive definite. "
+    "Likely cause: there is no mode nearby, for example because a variance that the network predicts can go to zero on few "
     "rows. Use a stronger prior, for example prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
 )
 MOST_NEWTON_STEPS = 200
@@ -35,7 +35,7 @@ NOISE_ROUNDS = 10
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
 VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
-TRUSTED_DECREMENT = 1e-4  # so close to the mode, a gain drowns in rounding and the full step is safe
+TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 H = S + T holds the data in S and the prior in T = −∇² log π, so another prior is another factorisation and no pass. Whether θ̂
 can follow depends on what the sums know of the likelihood away from θ̂:
 
-  Gaussian noise, last layer           dense or kfac: ℓ_D is a quadratic that the sums hold whole: θ̂ moves, for any prior
+  Gaussian noise, last layer           dense or kfac: the statistics determine ℓ_D exactly: θ̂ moves, for any prior
   anything else                        θ̂ stays (as in a fit with mode="as_is"), or is polished again on the data
 
 The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all of it; for another the exact
@@ -27,7 +27,7 @@ from ssla.state import AS_IS, CONCAVITY, MOVED, POLISH, PRIOR, TILT, Note, State
 
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
-TRUSTED = 1e-10  # a squared decrement below which a gain drowns in rounding, and the full step is safe
+TRUSTED = 1e-10  # a squared decrement below which the gain is below rounding error, and the full step is safe
 
 
 def with_prior(posterior: State, prior: Prior | Distribution, convention: str, data: Any) -> State:
@@ -58,7 +58,7 @@ def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> Sta
 
 
 def described(posterior: State, what: str, mode: str) -> State:
-    """The posterior with a report that tells of its prior, its convention and its distance to the mode."""
+    """The posterior with a report of its prior, its convention and its distance to the mode."""
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
     notes = with_directions(without(posterior.report.notes, PRIOR, CONCAVITY, MOVED), posterior)

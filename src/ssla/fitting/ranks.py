@@ -64,7 +64,7 @@ class Ranks:
     """The shards of all ranks, of which this process reads one."""
 
     mine: Reader
-    source = None  # this process knows a part only
+    source = None  # this process holds a part only
 
     @property
     def network(self) -> Network:

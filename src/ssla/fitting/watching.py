@@ -70,7 +70,7 @@ class Spread:
         warn(message)
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
-        """Where the noise (C,) drowns in the rounding of y or of the network's outputs."""
+        """Warn if the noise (C,) is below the rounding error of y or of the network's outputs."""
         for what, grain, remedy in (
             ("the targets, in the dtype they were given in", self.grain_y, "Give y in float64"),
             (f"the network's outputs, in {str(dtype).removeprefix('torch.')}", self.grain_f, "Use model.double()"),

@@ -38,8 +38,8 @@ MOST_TRIES = 100
 def new_file(path: Path) -> Iterator[Path]:
     """A draft with the suffix of `path`, which replaces `path` if the block ends without an error. Links are followed."""
     target = Path(os.path.realpath(path))
-    with _room(target) as room:
-        draft = room / f"new{target.suffix}"
+    with _place(target) as place:
+        draft = place / f"new{target.suffix}"
         yield draft
         os.replace(draft, target)
 
@@ -48,54 +48,54 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty directory, which replaces `path` with its content if the block ends without an error. Links are followed."""
     target = Path(os.path.realpath(path))
-    with _room(target) as room:
-        draft = room / "new"
+    with _place(target) as place:
+        draft = place / "new"
         draft.mkdir()
         yield draft
-        _put(draft, target, room / "old")
+        _put(draft, target, place / "old")
 
 
 def surviving(path: Path) -> tuple[Path, bool]:
     """Where a directory is: at `path`, or where a save moved it; and whether the writer of that save has ended."""
     target = Path(os.path.realpath(path))
     if not target.exists():
-        for room in _rooms(target):
-            if (room / "old").is_dir():
-                with _abandoned(room) as certain:
-                    return room / "old", certain
+        for place in _places(target):
+            if (place / "old").is_dir():
+                with _abandoned(place) as certain:
+                    return place / "old", certain
     return path, False
 
 
 def being_saved(path: Path) -> bool:
     """Whether there is a save to this place that has not ended."""
-    return bool(_rooms(Path(os.path.realpath(path))))
+    return bool(_places(Path(os.path.realpath(path))))
 
 
 @contextlib.contextmanager
-def _room(target: Path) -> Iterator[Path]:
+def _place(target: Path) -> Iterator[Path]:
     """A locked directory beside the target. Remains of ended writers are removed first."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    for room in _rooms(target):
-        with _abandoned(room) as certain:
+    for place in _places(target):
+        with _abandoned(place) as certain:
             if certain:
-                _leave(room, target)
-    room, lock = _locked_room(target)
+                _leave(place, target)
+    place, lock = _locked_place(target)
     with lock or contextlib.nullcontext():
         try:
-            yield room
+            yield place
         finally:
-            _leave(room, target)
+            _leave(place, target)
 
 
-def _leave(room: Path, target: Path) -> None:
+def _leave(place: Path, target: Path) -> None:
     """Remove the directory; an `old` in it is first moved back to the target, unless the target exists."""
-    old = room / "old"
+    old = place / "old"
     if old.exists() and not target.exists():
         with contextlib.suppress(OSError):  # another writer was faster
             os.rename(old, target)
     if target.exists() or not old.exists():
         with contextlib.suppress(OSError):  # an interrupt inside rmtree can raise one
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _put(draft: Path, target: Path, old: Path) -> None:
@@ -130,7 +130,7 @@ def _exchange(one: Path, other: Path) -> bool:
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
 
 
-def _rooms(target: Path) -> list[Path]:
+def _places(target: Path) -> list[Path]:
     """The directories of all saves to this target, the newest first."""
     found = []
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
@@ -141,31 +141,31 @@ def _rooms(target: Path) -> list[Path]:
     return [Path(path) for _, path in sorted(found, reverse=True)]
 
 
-def _locked_room(target: Path) -> tuple[Path, IO[bytes] | None]:
+def _locked_place(target: Path) -> tuple[Path, IO[bytes] | None]:
     while True:
-        room = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
-        room.mkdir()
+        place = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
+        place.mkdir()
         with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another writer considers it abandoned and removes it
-            return room, _lock(room)
+            return place, _lock(place)
 
 
 @contextlib.contextmanager
-def _abandoned(room: Path) -> Iterator[bool]:
+def _abandoned(place: Path) -> Iterator[bool]:
     """Whether its writer has certainly ended: a running writer holds the lock. In the block this process holds it."""
     try:
-        lock = _lock(room)
+        lock = _lock(place)
     except OSError:
         lock = None
     with lock or contextlib.nullcontext():
         yield lock is not None
 
 
-def _lock(room: Path) -> IO[bytes] | None:
+def _lock(place: Path) -> IO[bytes] | None:
     """An open, locked file. None if the system has no locks; OSError if it is locked, or the directory was removed."""
     if fcntl is None:
         return None
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context((room / "lock").open("ab"))
+        file = stack.enter_context((place / "lock").open("ab"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,6 +173,6 @@ def _lock(room: Path) -> IO[bytes] | None:
         except OSError:  # the file system has no locks
             return None
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(room))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
         stack.pop_all()
     return file

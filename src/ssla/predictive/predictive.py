@@ -48,7 +48,7 @@ class Diagnostics:
 @final
 @dataclass(frozen=True, eq=False)
 class Predictive:
-    """A distribution of y for each of N inputs. Names as in torch.distributions; shapes in the API table.
+    """A distribution of y for each of N inputs. Names as in torch.distributions; shapes are stated at each method.
 
     `law` answers in float64 on the CPU. This class checks what is asked, brings it to the law's shapes, and gives the answer the
     dtype and device of `like`. An attribute that a kind of target does not have (`probs` of a number, `cdf` of classes) is an

@@ -2,7 +2,7 @@
 
     log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
 
-The rungs differ in f̃ (method.md section 2). Everything is written in whitened coordinates: K = R Rᵀ and
+The rungs differ in f̃. Everything is written in whitened coordinates: K = R Rᵀ and
 f̃ = f̂ + R v, so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks
 (test points × candidate y) are solved at once; there is no loop over either.
 

@@ -36,7 +36,7 @@ CURVATURES = (OBSERVED, FISHER, HESSIAN)
 
 @dataclass(frozen=True, eq=False)
 class WeightRefit:
-    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at θ̃ (method.md, equation 1).
+    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at θ̃ (docs/design.md).
 
     All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y); after
     mode="polish" it is zero to rounding, with mode="as_is" it is left out.

@@ -125,7 +125,7 @@ def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> T
 
 
 def _finished(posterior: State, history: TuningHistory) -> State:
-    """The tuned posterior with its history and a report that tells of it; a poor solution is warned about."""
+    """The tuned posterior with its history and its report; warns about a poor solution."""
     if history.at_bound:
         warn(
             f"Tuning ended at the edge of its range for {', '.join(history.at_bound)}: the objective has no maximum inside. A "
@@ -135,9 +135,9 @@ def _finished(posterior: State, history: TuningHistory) -> State:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
     summary = "tuned by " + str(history).replace("\n", "; ")
     kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
-    told = described(posterior, kept + "precision and noise were tuned", posterior.mode)
+    found = described(posterior, kept + "precision and noise were tuned", posterior.mode)
     return replace(
-        told,
+        found,
         tuning_history=history,
-        report=replace(told.report, notes=(*without(told.report.notes, TUNING), Note(summary, TUNING))),
+        report=replace(found.report, notes=(*without(found.report.notes, TUNING), Note(summary, TUNING))),
     )

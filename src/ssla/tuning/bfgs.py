@@ -48,7 +48,7 @@ def maximise(
             break
         step = _direction(inverse, free, held)
         steep = float(free.abs().max()) > 1e-6 * (1 + abs(value))
-        if not steep and float(free @ step) <= 1e-14 * (1 + abs(value)):  # what is left to gain drowns in rounding
+        if not steep and float(free @ step) <= 1e-14 * (1 + abs(value)):  # the remaining gain is below rounding error
             converged = True
             break
         size = min(1.0, LONGEST_STEP / float(step.abs().max()))

@@ -22,7 +22,7 @@ from ssla.structures import Dense, Diagonal, Kfac, Structure, WoodburyOperator
 
 
 class Problem(NamedTuple):
-    """What the sums say about θ and noise, at the θ and the noise they were taken at."""
+    """The statistics as functions of θ and noise, with the θ and the noise at which they were summed."""
 
     curvature: Structure  # S
     gradient: Tensor  # ∇ℓ (P,)
