@@ -262,6 +262,8 @@ def test_readers_beside_writers_read_complete_models(way, tmp_path):
     in_threads(lambda: writer(0), lambda: writer(1), reader, reader)
     assert len(set(reads)) > 10
     assert number_at(path) >= 0
+    if way == "two renames":  # a writer that ends between the renames of another leaves its draft to the next save
+        save(path, 0)
     assert os.listdir(tmp_path) == ["model"]
 
 
