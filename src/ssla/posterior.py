@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from ssla import fitting, persistence, predictive, tuning
-from ssla.data import Inputs, Source
+from ssla.data import Inputs, Source, open_source
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
-from ssla.network import LAST_LAYER, Network, Output
+from ssla.network import LAST_LAYER, Network, Output, checked_output
 from ssla.predictive import Predictive
 from ssla.priors import EXACT, BoundPrior, Prior
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit
@@ -228,10 +228,11 @@ def fit(
     >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
     """
-    options = {"prior": prior, "weights": weights, "structure": structure, "mode": mode, "output": output}
-    return Posterior(
-        fitting.fit(model, data, likelihood=likelihood, memory_budget=memory_budget, progress=progress, **options)  # type: ignore[arg-type]
-    )
+    with fitting.announced():
+        budget, part = fitting.checked_budget(memory_budget), checked_output(output)
+        reader = fitting.Reader(open_source(data), model, fitting.checked_weights(weights), budget, progress, output=part)
+        job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, budget)
+    return Posterior(job.run())
 
 
 def load(

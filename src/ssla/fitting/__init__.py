@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
@@ -22,35 +21,14 @@ from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
-from ssla.network import LAST_LAYER, Output, checked_output
+from ssla.network import LAST_LAYER
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
 from ssla.state import AS_IS, POLISH, TILT, State, Statistics
 from ssla.structures import Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET
 
-__all__ = ["collect", "fit", "polish_again"]
-
-
-def fit(
-    model: nn.Module,
-    data: Any,
-    *,
-    likelihood: Likelihood,
-    prior: Prior | Distribution | None = None,
-    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str | Structure = "dense",
-    mode: str | None = None,
-    output: Output = None,
-    memory_budget: int | None = None,
-    progress: bool = False,
-) -> State:
-    """The state of `ssla.fit`, which documents the arguments."""
-    with announced():
-        budget = checked_budget(memory_budget)
-        reader = Reader(open_source(data), model, checked_weights(weights), budget, progress, output=checked_output(output))
-        job = checked_job(shared(reader), likelihood, prior, structure, mode, budget)
-    return job.run()
+__all__ = ["Reader", "announced", "checked_budget", "checked_job", "checked_weights", "collect", "polish_again", "shared"]
 
 
 def checked_job(
