@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.numerics.linalg import root
+from ssla.numerics.quadrature.normal import normal_nodes
 from ssla.refit import LogDensity
 
 ROWS_AT_ONCE = 1024
@@ -24,7 +22,7 @@ def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor
     """
     if not likelihood.linear_domain:
         return _first_order(likelihood, f, K)
-    nodes, weights = _nodes(f.shape[-1])
+    nodes, weights = normal_nodes(f.shape[-1], QUASI_POINTS)
     parts = []
     for start in range(0, max(f.shape[0], 1), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
@@ -48,21 +46,6 @@ def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, T
     share = torch.where(torch.isfinite(whole) & (whole > 0), doubt / whole, torch.zeros_like(whole))
     epistemic = torch.where(torch.isinf(variance), doubt, share * variance)
     return epistemic, variance - torch.where(torch.isinf(variance), torch.zeros_like(epistemic), epistemic)
-
-
-@lru_cache(maxsize=16)
-def _nodes(size: int) -> tuple[Tensor, Tensor]:
-    """Points (J, C) and weights (J,) for expectations under N(0, I)."""
-    if size > 2:  # Sobol points, each with its mirror image: the same set every time
-        u = torch.quasirandom.SobolEngine(size).draw(QUASI_POINTS + 1, dtype=torch.float64)[1:]
-        z = torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
-        return torch.cat([z, -z]), torch.full((2 * QUASI_POINTS,), 0.5 / QUASI_POINTS, dtype=torch.float64)
-    x, w = np.polynomial.hermite_e.hermegauss(32 if size == 1 else 12)
-    w = w / w.sum()
-    if size == 1:
-        return torch.from_numpy(x).unsqueeze(1), torch.from_numpy(w)
-    a, b = np.meshgrid(x, x)
-    return torch.from_numpy(np.stack([a.ravel(), b.ravel()], 1)), torch.from_numpy(np.outer(w, w).ravel())
 
 
 def _first_order(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
