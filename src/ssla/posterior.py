@@ -72,7 +72,7 @@ class Posterior:
 
     @property
     def operator(self) -> Operator:
-        """H⁻¹, the covariance of θ."""
+        """H⁻¹ at θ̂."""
         return self.state.operator
 
     @property
@@ -90,8 +90,23 @@ class Posterior:
         """How `tune` reached this posterior."""
         return self.state.tuning_history
 
+    @property
+    def gaussian(self) -> str:
+        """Which Gaussian over θ predictions use: "laplace" or "variational"."""
+        return self.state.gaussian
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of θ (P,): θ̂, or the variational one."""
+        return self.state.mean
+
+    @property
+    def covariance(self) -> Operator:
+        """The covariance of θ: H⁻¹, or the variational one."""
+        return self.state.covariance
+
     def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models."""
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|; variational: a lower bound. Exact for linear Gaussian models."""
         return self.state.log_evidence()
 
     # --- predictions -----------------------------------------------------------------------
@@ -148,13 +163,13 @@ class Posterior:
     # --- more data -------------------------------------------------------------------------
 
     def update(self, data: Any) -> Posterior:
-        """The posterior with more data, in one pass over them alone.
+        """The posterior with more data, in one pass over them alone (a few for a variational Gaussian).
 
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode, as if all data had been
-        fitted at once. Otherwise θ̂ stays where it is, and the report says so.
+        fitted at once. Otherwise θ̂ stays where it is, and the report says so; a variational Gaussian keeps its averages over the
+        earlier rows and moves with those of the new ones.
         """
-        statistics, source = fitting.collect(self.state, data)
-        return Posterior(self.state.with_more(statistics, source, passes=1))
+        return Posterior(fitting.update(self.state, data))
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
@@ -187,6 +202,7 @@ def fit(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
+    gaussian: str | None = None,
     output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
@@ -212,6 +228,9 @@ def fit(
         "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+    gaussian:
+        "variational": the Gaussian nearest to the posterior in KL divergence, found in a few passes; or "laplace": the one at the
+        mode, with the curvature there. By default variational, but for Gaussian noise, where they are the same.
     output:
         Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
         (0), or a function of the answer.
@@ -231,7 +250,7 @@ def fit(
     with fitting.announced():
         budget, part = fitting.checked_budget(memory_budget), checked_output(output)
         reader = fitting.Reader(open_source(data), model, fitting.checked_weights(weights), budget, progress, output=part)
-        job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, budget)
+        job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget)
     return Posterior(job.run())
 
 

@@ -25,6 +25,7 @@ from ssla.structures.jacobians import Jacobian
 from ssla.structures.memory import DEFAULT_BUDGET
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
+LAPLACE, VARIATIONAL = "laplace", "variational"
 # subjects of notes
 FIT, DATA, MOVED, ADDED, PRIOR, CONCAVITY, RANK, TUNING = "fit", "data", "moved", "added", "prior", "concavity", "rank", "tuning"
 COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
@@ -115,11 +116,19 @@ class Report:
     prior: str = ""
     convention: str = EXACT  # where the prior enters
     output: str = ""  # the part of the network's answer that is f, if it is a part
+    gaussian: str = LAPLACE  # which Gaussian over θ
+    rounds: int = 0  # of a variational Gaussian: passes over the data or their stored features
 
     @property
     def residual_per_parameter(self) -> float:
         """`residual` / √P: about how many posterior standard deviations each parameter is off its mode."""
         return self.residual / math.sqrt(self.parameters)
+
+    @property
+    def _gaussian(self) -> str:
+        if self.gaussian == VARIATIONAL:
+            return f"variational: nearest to the posterior in KL divergence, found in {self.rounds} passes"
+        return "laplace: at the mode, with the curvature there"
 
     def __str__(self) -> str:
         done = {
@@ -138,6 +147,7 @@ class Report:
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",
+            f"gaussian     {self._gaussian}",
             f"memory       {self.memory / 2**20:.1f} MiB",
             *([f"output       {self.output} of the network's answer"] if self.output else []),
             *(f"note         {note}" for note in self.notes),
@@ -175,8 +185,25 @@ class TuningHistory:
 
 
 @dataclass(frozen=True, eq=False)
+class Variational:
+    """N(m, S), the Gaussian nearest to the posterior: S⁻¹ is the statistics' curvature plus the prior's.
+
+    The statistics are averages over the Gaussian's own uncertainty: Σ E log p, Σ JᵀE[g], Σ JᵀE[Λ]J, with J at θ̂.
+    """
+
+    mean: Tensor  # m (P,)
+    statistics: Statistics
+    tilted: bool  # whether the gradient at θ̂ is subtracted from the objective, so that θ̂ counts as the mode
+
+
+@dataclass(frozen=True, eq=False)
 class State:
-    """p(θ | D) by its mode and curvature: what `Posterior` wraps."""
+    """p(θ | D) by a Gaussian: what `Posterior` wraps.
+
+    θ̂ is the mode (or the trained weights), where the network is linearised and from which weights are refitted, and
+    `statistics` are the sums there. `mean`, `sums` and `covariance` are of the Gaussian that predictions use: the one at the mode
+    (Laplace), or the variational one.
+    """
 
     network: Network
     likelihood: Likelihood
@@ -189,6 +216,36 @@ class State:
     source: Source | None = None  # the training data, by reference: what a refit of the weights reads again
     convention: str = EXACT  # where the prior enters: see `Posterior.with_prior`
     tuning_history: TuningHistory | None = None
+    variational: Variational | None = None
+
+    @property
+    def gaussian(self) -> str:
+        return self.report.gaussian
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of θ (P,): m, or θ̂."""
+        return self.theta if self.variational is None else self.variational.mean
+
+    @property
+    def sums(self) -> Statistics:
+        """The sums over the data behind `covariance`."""
+        return self.statistics if self.variational is None else self.variational.statistics
+
+    @cached_property
+    def covariance(self) -> Operator:
+        """The covariance of θ: S, or H⁻¹."""
+        if self.variational is None:
+            return self.operator
+        return self.sums.curvature.with_prior(self.bound_prior.precision(self.mean))
+
+    @property
+    def tilt(self) -> Tensor:
+        """The gradient of the log posterior at θ̂ that is subtracted from the objective (P,): zero at a mode."""
+        tilted = self.mode != POLISH if self.variational is None else self.variational.tilted
+        if not tilted:
+            return torch.zeros_like(self.theta)
+        return self.statistics.gradient + self.bound_prior.gradient(self.theta)
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
@@ -232,10 +289,12 @@ class State:
         return self.network.layout.unpack(self.theta.clone())
 
     def linearised(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
-        """f̂ and J at x, a chunk at a time."""
+        """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time."""
         inputs = self.network.cast(as_inputs(x))
         for part in self.network.chunks(inputs, self.memory_budget):
-            f, J = self.network.linearise(part, self.theta)
+            f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta)
+            if self.variational is not None and not self.network.linear:
+                f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
@@ -265,16 +324,16 @@ class State:
 
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
-        return self._joined([(f, self.operator.covariance(J)) for f, J in self.linearised(x)])
+        return self._joined([(f, self.covariance.covariance(J)) for f, J in self.linearised(x)])
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.
 
         A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀ(·)u.
         """
-        pull = self.operator.solve(self.bound_prior.gradient(self.theta))
-        middle = self.bound_prior.precision(self.theta)
-        return self._joined([(J.push(pull), _response(self.operator, J, middle)) for _, J in self.linearised(x)])
+        pull = self.covariance.solve(self.bound_prior.gradient(self.mean))
+        middle = self.bound_prior.precision(self.mean)
+        return self._joined([(J.push(pull), _response(self.covariance, J, middle)) for _, J in self.linearised(x)])
 
     def data_covariance(self, x: Inputs) -> Tensor:
         """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
@@ -289,12 +348,26 @@ class State:
     def log_evidence(self) -> float:
         """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
 
-        H holds the prior's curvature under the exact convention only.
+        H holds the prior's curvature under the exact convention only. Of a variational Gaussian it is the evidence bound
+        Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to second order around m.
         """
         size = self.theta.numel()
+        if self.variational is not None:
+            return evidence_bound(self, self.mean, self.covariance, self.sums.log_likelihood)
         prior = float(self.bound_prior.log_prob(self.theta))
         operator = self.operator if self.convention == EXACT else self.data_operator
         return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+
+    def recentred(self, statistics: Statistics | None = None) -> State:
+        """The variational Gaussian with its averages kept as they are (or given), and m where they and the prior put it.
+
+        Averages that are kept stand for a likelihood that is quadratic around m: exact to first order in what changed.
+        """
+        assert self.variational is not None
+        here = replace(self.variational, statistics=statistics or self.sums)
+        moved = replace(self, variational=here)
+        step = moved.covariance.solve(moved.sums.gradient + moved.bound_prior.gradient(moved.mean) - moved.tilt)
+        return replace(moved, variational=replace(here, mean=here.mean + step, statistics=here.statistics.moved(step)))
 
     @property
     def quadratic(self) -> bool:
@@ -321,11 +394,14 @@ class State:
                     "mode='tilt'."
                 )
             statistics = statistics.moved(self.theta - other.theta)
-        return self.with_more(statistics, other.source, other.report.passes, other.report.notes)
+        both = self.with_more(statistics, other.source, other.report.passes, other.report.notes)
+        if self.variational is None:
+            return both
+        return both.recentred(self.sums.merge(other.sums.moved(self.mean - other.mean)))
 
     def _refuse_unlike(self, other: State) -> None:
         """ValueError unless the sums of both are of one model, so that they may be added."""
-        for what in ("names", "outputs", "output", "structure", "mode", "convention"):
+        for what in ("names", "outputs", "output", "structure", "mode", "convention", "gaussian"):
             mine, theirs = getattr(self.report, what), getattr(other.report, what)
             if mine != theirs:
                 raise ValueError(f"Only posteriors alike can be merged, but their {what} differ: {mine} and {theirs}.")
@@ -350,6 +426,8 @@ class State:
         """The state with the sums of more data at θ̂: at the new mode where the statistics determine it, else at θ̂."""
         theta, whole = self.theta, self.statistics.merge(statistics)
         note = "data were added: θ̂ was kept, and is no longer the mode of all of them"
+        if self.variational is not None:
+            note = "data were added: the Gaussian has moved, its averages over the earlier rows and θ̂ were kept"
         if self.follows_mode:
             (theta, whole), note = whole.at_mode(self.objective_prior, theta), "data were added: moved to the mode of all of them"
         both = None if self.source is None or source is None else self.source.then(source)
@@ -395,6 +473,21 @@ class State:
     def __getstate__(self) -> dict[str, Any]:
         """Copies travel without the training data: a refit of the weights then needs WeightRefit(data=…)."""
         return {**self.__dict__, "source": None}
+
+
+def evidence_bound(state: State, mean: Tensor, covariance: Operator, log_likelihood: float) -> float:
+    """The bound of N(mean, covariance), with its average log likelihood, under a state's prior; less the tilt."""
+    bound = state.bound_prior
+    prior = float(bound.log_prob(mean)) - 0.5 * float(prior_share(covariance, bound.precision(mean)).sum())
+    entropy = 0.5 * (len(mean) * (1 + math.log(2 * math.pi)) - covariance.logdet())
+    return log_likelihood + prior + entropy - float(state.tilt @ (mean - state.theta))
+
+
+def prior_share(operator: Operator, precision: Tensor) -> Tensor:
+    """diag(T H⁻¹) (P,): how much of each parameter the prior decides."""
+    if precision.dim() == 1:
+        return precision * operator.variances()
+    return torch.stack([operator.solve(row) for row in precision]).diagonal()
 
 
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:

@@ -46,6 +46,7 @@ def fit(
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
+    gaussian: str | None = None,
     output: Output = None,
     memory_budget: int | None = None,
     progress: bool = False,
@@ -65,7 +66,7 @@ def fit(
     budget = checked_budget(memory_budget)
     part = checked_output(output)
     cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
-    return Posterior(checked_job(cluster, likelihood, prior, structure, mode, budget).run())
+    return Posterior(checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget).run())
 
 
 # --- on the workers ------------------------------------------------------------------------

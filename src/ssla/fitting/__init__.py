@@ -20,15 +20,26 @@ from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
+from ssla.fitting.variational import with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
-from ssla.state import AS_IS, POLISH, TILT, State, Statistics
+from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics
 from ssla.structures import Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET
 
-__all__ = ["Reader", "announced", "checked_budget", "checked_job", "checked_weights", "collect", "polish_again", "shared"]
+__all__ = [
+    "Reader",
+    "announced",
+    "checked_budget",
+    "checked_job",
+    "checked_weights",
+    "collect",
+    "polish_again",
+    "shared",
+    "update",
+]
 
 
 def checked_job(
@@ -37,6 +48,7 @@ def checked_job(
     prior: Prior | Distribution | None,
     structure: str | Structure,
     mode: str | None,
+    gaussian: str | None,
     budget: int,
 ) -> Job:
     """The work, if its parts are what they should be."""
@@ -50,7 +62,15 @@ def checked_job(
         raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
     if mode is not None:
         one_of("mode", mode, (POLISH, TILT, AS_IS))
-    return Job(data, likelihood, GaussianPrior() if prior is None else as_prior(prior), resolve(structure), mode, budget)
+    if gaussian is not None:
+        one_of("gaussian", gaussian, (LAPLACE, VARIATIONAL))
+    if gaussian == VARIATIONAL and not likelihood.linear_domain:
+        raise ValueError(
+            f"gaussian='variational' averages over a Gaussian of the outputs, but {likelihood!r} does not allow every output. "
+            "Use gaussian='laplace', or a likelihood on the logarithmic scale."
+        )
+    own = GaussianPrior() if prior is None else as_prior(prior)
+    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian)
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
@@ -65,13 +85,32 @@ def checked_budget(memory_budget: Any) -> int:
     return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
-def collect(posterior: State, data: Any) -> tuple[Statistics, Source]:
-    """The sums of more data at a posterior's θ̂, in one pass, and where they were read."""
+def collect(posterior: State, data: Any) -> Statistics:
+    """The sums of other data at a posterior's θ̂, in one pass."""
+    return _job(posterior, data)[0].sums_at(posterior.theta)
+
+
+def update(posterior: State, data: Any) -> State:
+    """The posterior with more data, by passes over them alone (see Posterior.update)."""
+    job, source = _job(posterior, data)
+    found = posterior.with_more(job.sums_at(posterior.theta), source, passes=1)
+    if posterior.variational is None:
+        return found
+    if not job.repeatable:
+        raise ValueError(
+            "The averages of a variational Gaussian need several passes over the new data, but they can be read only once (a "
+            "generator). Give a DataLoader, a list of batches or arrays, or fit with gaussian='laplace'."
+        )
+    return with_rows(found, job.average(posterior.theta))
+
+
+def _job(posterior: State, data: Any) -> tuple[Job, Source]:
+    """A job that sums other data at a posterior's θ̂, and where it reads them."""
     budget = posterior.memory_budget
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
-    job = Job(shared(reader), posterior.likelihood, posterior.prior, posterior.statistics.curvature, AS_IS, budget)
-    return job.sums_at(posterior.theta), reader.source
+    curvature, gaussian = posterior.statistics.curvature, posterior.gaussian
+    return Job(shared(reader), posterior.likelihood, posterior.prior, curvature, AS_IS, budget, gaussian), reader.source
 
 
 def polish_again(posterior: State, prior: Prior, data: Any) -> State:
@@ -80,4 +119,4 @@ def polish_again(posterior: State, prior: Prior, data: Any) -> State:
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
-    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget).run()
+    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian).run()

@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.passes import EMPTY, Data, Order, extent_of
+from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
+from ssla.fitting.variational import Average, Climb
 from ssla.fitting.watching import TargetRange, warn_residual
-from ssla.likelihoods import Custom, Gaussian, Likelihood
+from ssla.likelihoods import Custom, Gaussian, Likelihood, Tempered
+from ssla.likelihoods.averages import concave
 from ssla.network import Network, output_words
 from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
-from ssla.state import CONCAVITY, MOVED, POLISH, RANK, TILT, Note, Report, State, Statistics
+from ssla.state import (
+    CONCAVITY,
+    LAPLACE,
+    MOVED,
+    POLISH,
+    RANK,
+    TILT,
+    VARIATIONAL,
+    Note,
+    Report,
+    State,
+    Statistics,
+    prior_share,
+)
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
 RUNAWAY = (
@@ -48,6 +63,7 @@ class Job:
     structure: Structure
     mode: str | None
     budget: int
+    gaussian: str | None = None
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -103,7 +119,64 @@ class Job:
             network, self.likelihood, self.prior, theta, sums.statistics, mode, report, self.budget, self.data.source
         )
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
-        return posterior
+        return self.averaged(posterior)
+
+    # --- the variational Gaussian ----------------------------------------------------------
+
+    @property
+    def _variational(self) -> bool:
+        """As asked for; by default wherever the likelihood's averages differ from its values and exist."""
+        law = self.likelihood.base if isinstance(self.likelihood, Tempered) else self.likelihood
+        return self.gaussian != LAPLACE and not isinstance(law, Gaussian) and law.linear_domain
+
+    def averaged(self, posterior: State) -> State:
+        """The state with a variational Gaussian where one is wanted."""
+        if not self._variational:
+            same = isinstance(self.likelihood, Gaussian) and self.gaussian == VARIATIONAL
+            return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL)) if same else posterior
+        if not self.repeatable:
+            return self._without_averages(posterior)
+        structure, fisher = self._averaged_structure()
+        if fisher:
+            note = (
+                f"the variational Gaussian takes the expected Fisher information, because structure={structure.name!r} needs it"
+            )
+            posterior = replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(note))))
+        found = Climb(posterior, self.average(posterior.theta)).run()
+        _ = found.covariance
+        return replace(found, report=replace(found.report, passes=self.data.passes))
+
+    def average(self, theta: Tensor) -> Average:
+        """Passes for averages over Gaussians, with the network linearised at θ."""
+        structure, fisher = self._averaged_structure()
+
+        def average(mean: Tensor, covariance: Operator) -> Sums:
+            around = Around(mean - theta, covariance, fisher)
+            found = self.data.read(Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)).sums
+            assert found is not None
+            return found
+
+        return average
+
+    def _averaged_structure(self) -> tuple[Structure, bool]:
+        """The structure for averages, and whether it takes the Fisher because averages may be indefinite."""
+        structure = self.structure.zero(self._network.layout.size)
+        if concave(self.likelihood) or not isinstance(structure, Dense | LowRank):
+            return structure, False
+        whole = Dense(dual=False)
+        fits = isinstance(structure, Dense) and whole.memory(extent_of(self._network)) <= self.budget
+        return (whole, False) if fits else (structure, True)
+
+    def _without_averages(self, posterior: State) -> State:
+        """Laplace in place of the default, for data that can be read only once."""
+        if self.gaussian == VARIATIONAL:
+            raise ValueError(
+                "gaussian='variational' reads the data several times, but they can be read only once (a generator). Give a "
+                "DataLoader, a list of batches or arrays, or gaussian='laplace'."
+            )
+        message = "gaussian='laplace' was used in place of 'variational', which reads the data several times"
+        warn(f"{message}: these can be read only once. Give a DataLoader or arrays, or gaussian='laplace'.")
+        return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(message))))
 
     def _without_polish(self, mode: str) -> str:
         """The mode of the fit for a likelihood with kinks: as asked for, or "tilt" in place of the default."""
@@ -228,7 +301,7 @@ class Job:
         return self._read(theta)[0]
 
     def _order(self, theta: Tensor | None) -> Order:
-        return Order(theta, self.likelihood, self.structure, self.mode, self.marks)
+        return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational)
 
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
         found = self.data.read(self._order(theta))
@@ -267,7 +340,7 @@ class Job:
             scaled = sums.at_noise(noise[groups])
             precision = bound.precision(at)
             operator = climbing(scaled.newton_curvature, precision)
-            used = torch.zeros_like(unit).index_add(0, groups, 1 - _prior_share(operator, precision))
+            used = torch.zeros_like(unit).index_add(0, groups, 1 - prior_share(operator, precision))
             rss = squares
             if polish:
                 step = operator.solve(scaled.statistics.gradient + bound.gradient(at))
@@ -357,10 +430,3 @@ class Job:
             RuntimeWarning,
         )
         return steps
-
-
-def _prior_share(operator: Operator, precision: Tensor) -> Tensor:
-    """diag(T H⁻¹) (P,): how much of each parameter the prior decides."""
-    if precision.dim() == 1:
-        return precision * operator.variances()
-    return torch.stack([operator.solve(row) for row in precision]).diagonal()

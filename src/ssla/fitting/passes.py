@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,19 @@ from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.state import POLISH, TILT
-from ssla.structures import Dense, Extent, Structure
+from ssla.structures import Dense, Extent, Operator, Structure
 from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.memory import refuse_beyond_budget
+from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
+
+
+class Around(NamedTuple):
+    """A Gaussian over θ whose averages are to be summed."""
+
+    shift: Tensor  # its mean less θ (P,)
+    covariance: Operator
+    fisher: bool  # the expected Fisher information in place of the expected observed precision, which may be indefinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,23 +39,26 @@ class Order:
     structure: Structure
     mode: str | None
     marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
+    averages: bool = False  # whether passes for averages over a Gaussian will follow
+    around: Around | None = None  # sum averages over this Gaussian; None: values at θ
 
     def mode_for(self, network: Network) -> str:
         """As asked for; by default polish for a last layer, tilt otherwise."""
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        return self.mode_for(network) == POLISH
+        return self.around is None and self.mode_for(network) == POLISH
 
     def newton(self, network: Network, budget: int) -> bool:
-        """Whether polish keeps the dense observed curvature for its steps: while P² fits, unless the statistics are it."""
-        same = isinstance(self.structure, Dense) and isinstance(self.likelihood, Gaussian)
-        return self.polishes(network) and not same and Dense(dual=False).memory(extent_of(network)) <= budget
+        """Whether steps of the mean have a dense curvature of their own: while P² fits, unless the statistics are it."""
+        same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
+        steps = self.around is not None or self.polishes(network)
+        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= budget
 
     def again(self, network: Network, budget: int) -> bool:
-        """Whether polish will read the data again: not where the sums hold a Gaussian's quadratic whole."""
+        """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
         whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self.newton(network, budget))
-        return self.polishes(network) and not whole
+        return self.averages or (self.polishes(network) and not whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +123,7 @@ class Reader:
     cache: list[Chunk] | None = field(default_factory=list)
     cached_bytes: int = 0
     output: Output = None  # which part of the model's answer is f
+    linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = None  # at the θ of passes for averages, while it fits the budget
 
     @property
     def network(self) -> Network:
@@ -123,19 +135,36 @@ class Reader:
         """One pass: the sums at order.theta."""
         total: Sums | None = None
         target = TargetRange()
-        for row, seen in self._rows(order):
+        for row, seen, theta, f, J in self._linear_rows(order):
             network = self.network
-            theta = network.theta if order.theta is None else order.theta
-            f, J = self._linearise(row, theta)
             if total is None:
                 total = Sums.zero(network.layout.size, order.structure, order.newton(network, self.budget))
+            if order.around is not None:
+                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, *order.around)
+                continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None
             if isinstance(order.likelihood, Gaussian):
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             target = target.see(row.y, seen, spread)
-        return Pass(total, target, self.source.repeatable)
+        return Pass(total, target, self.source.repeatable or bool(self.cache))
+
+    def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:
+        """Chunks with θ, f and J. Passes for averages share one θ: f and J are kept while they take at most half the budget."""
+        if order.around is not None and self.linearised:
+            yield from ((row, None, self.network.theta, f, J) for row, f, J in self.linearised)
+            return
+        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = None if order.around is None or self.cache else []
+        size = 0
+        for row, seen in self._rows(order):
+            theta = self.network.theta if order.theta is None else order.theta
+            f, J = self._linearise(row, theta)
+            size += bytes_of(J)
+            if kept is not None:
+                kept = None if size > self.budget // 2 else [*kept, (row, f, J)]
+            yield row, seen, theta, f, J
+        self.linearised = kept
 
     def _linearise(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
         if row.features is not None:

@@ -23,8 +23,9 @@ from ssla._checks import one_of
 from ssla.fitting import polish_again
 from ssla.fitting.sums import climbing
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
-from ssla.state import AS_IS, CONCAVITY, MOVED, POLISH, PRIOR, TILT, Note, State, Statistics, with_directions, without
+from ssla.state import AS_IS, CONCAVITY, LAPLACE, MOVED, POLISH, PRIOR, TILT, Note, State, Statistics, with_directions, without
 
+KEPT = "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= to polish again"
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
 TRUSTED = 1e-10  # a squared decrement below which the gain is below rounding error, and the full step is safe
@@ -38,14 +39,28 @@ def with_prior(posterior: State, prior: Prior | Distribution, convention: str, d
     if data is not None:
         return _polished(posterior, new, convention, data)
     moved = replace(posterior, prior=new, convention=convention)
+    if posterior.variational is not None:
+        return _averages_kept(moved)
     if convention != EXACT:
         _ = moved.data_operator  # data too few for it are an error of the change, not of a later prediction
     if posterior.follows_mode:
         theta, statistics = mode_from_sums(posterior.statistics, moved.objective_prior, posterior.theta)
         moved = replace(moved, theta=theta, statistics=statistics)
         return described(moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH)
-    kept = "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= to polish again"
-    return described(moved, kept, TILT if posterior.mode == TILT else AS_IS)
+    return described(moved, KEPT, TILT if posterior.mode == TILT else AS_IS)
+
+
+def _averages_kept(moved: State) -> State:
+    """A variational Gaussian under another prior, with its averages over the data kept."""
+    if moved.convention != EXACT:
+        report = replace(moved.report, gaussian=LAPLACE)
+        laplace = replace(moved, variational=None, report=report)
+        _ = laplace.data_operator
+        what = "this convention is defined at the mode: the Gaussian there (laplace) took the variational one's place; "
+        return described(laplace, what + KEPT, TILT if moved.mode == TILT else AS_IS)
+    there = moved.recentred()
+    what = "the Gaussian has moved; its averages over the data and θ̂ were kept. Give data= to fit it again"
+    return described(there, what, TILT if moved.mode == TILT else AS_IS)
 
 
 def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> State:

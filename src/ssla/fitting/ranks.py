@@ -86,7 +86,12 @@ class Ranks:
             found = self.mine.read(order)
             if found.sums is None:
                 raise ValueError(f"rank {distributed.get_rank()} has no rows. Give every rank a shard with at least one.")
-            stated = {**self._marks, **order.marks, "modes": order.mode_for(self.network), "θ̂": digest(order.theta)}
+            stated = {
+                **self._marks,
+                **order.marks,
+                "modes": order.mode_for(self.network),
+                "θ̂": digest((order.theta, order.around and order.around.shift)),
+            }
         except Exception as error:  # handed to the other ranks before it is raised
             failure = error
         _vote(stated, failure)

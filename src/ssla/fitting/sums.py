@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods.averages import averages
+from ssla.numerics.linalg import root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
@@ -83,6 +85,38 @@ class Sums:
             max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
             reference,
         )
+
+    def add_averages(
+        self,
+        f: Tensor,
+        J: Jacobian,
+        y: Tensor,
+        weights: Tensor | None,
+        likelihood: Likelihood,
+        shift: Tensor,
+        covariance: Operator,
+        fisher: bool,
+    ) -> Sums:
+        """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
+        R = root(covariance.covariance(J))
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), R, fisher)
+        if weights is not None:
+            log_prob, score = log_prob * weights, score * weights[:, None]
+            precision = precision * weights[:, None, None]
+        s = self.statistics
+        total = float(log_prob.sum())
+        sound = math.isfinite(total) and bool(torch.isfinite(score).all()) and bool(torch.isfinite(precision).all())
+        if not sound:
+            return replace(self, statistics=replace(s, log_likelihood=-math.inf))
+        statistics = Statistics(
+            s.n + f.shape[0],
+            s.weight + (f.shape[0] if weights is None else float(weights.sum())),
+            s.log_likelihood + total,
+            s.gradient + J.pull(score),
+            s.curvature.add(J, precision, weights),
+        )
+        newton = None if self.newton is None else self.newton.add(J, precision)
+        return replace(self, statistics=statistics, newton=newton)
 
     def merge(self, other: Sums) -> Sums:
         """The sums over both data sets, taken at the same θ and noise."""

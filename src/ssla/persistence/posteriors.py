@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import one_of
-from ssla.likelihoods import Likelihood
+from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import (
     VALUES,
     Opening,
@@ -29,7 +29,8 @@ from ssla.network import (
 from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
 from ssla.priors import CONVENTIONS, Prior
-from ssla.state import AS_IS, POLISH, TILT, Report, State, Statistics
+from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, Report, State, Statistics, Variational
+from ssla.structures import Operator
 from ssla.structures.memory import DEFAULT_BUDGET
 
 KIND = "posterior"
@@ -65,6 +66,8 @@ def pack(posterior: State, encoder: Encoder, place: str) -> dict[str, Any]:
     """Everything but the network, as JSON; the encoder collects the tensors, whose names begin with `place`."""
     opening = describe(posterior.network)
     parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
+    if posterior.variational is not None:
+        parts["variational"] = posterior.variational
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
     part = output_of(posterior.network)
     own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | ({} if part is None else {"output": part})
@@ -112,6 +115,7 @@ def unpack(
             report,
             budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
             convention=one_of("convention", content["convention"], CONVENTIONS),
+            variational=decoder.decode(content["variational"], Variational) if "variational" in content else None,
         )
         _check(posterior)
     return posterior
@@ -157,9 +161,12 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
 
 def _check(posterior: State) -> None:
     """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be factorised."""
-    layout, sums = posterior.network.layout, posterior.statistics
-    size = layout.size
-    for what, tensor in (("θ̂", posterior.theta), ("gradient", sums.gradient)):
+    size = posterior.network.layout.size
+    if (posterior.variational is not None) != (
+        posterior.gaussian == VARIATIONAL and not isinstance(posterior.likelihood, Gaussian)
+    ):
+        raise ValueError("its report names another Gaussian than it holds")
+    for what, tensor in (("θ̂", posterior.theta), ("the mean", posterior.mean)):
         if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool((tensor.abs() <= LARGEST).all()):
             raise ValueError(f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}")
     _check_report(posterior)
@@ -171,11 +178,21 @@ def _check(posterior: State) -> None:
     prior = posterior.bound_prior
     if not all(bool(torch.isfinite(part(posterior.theta)).all()) for part in (prior.log_prob, prior.gradient, prior.precision)):
         raise ValueError("the prior has no density at θ̂")
+    _check_sums(posterior.statistics, posterior.operator, size)
+    if posterior.variational is not None:
+        _check_sums(posterior.sums, posterior.covariance, size)
+
+
+def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
+    """ValueError unless the sums are of `size` parameters and some data, and the operator is positive definite."""
+    gradient = sums.gradient
+    if gradient.dtype != torch.float64 or gradient.shape != (size,) or not bool((gradient.abs() <= LARGEST).all()):
+        raise ValueError(f"gradient is not {size} finite numbers in float64 of at most {LARGEST:g}")
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
-    ones = torch.ones_like(sums.gradient)
-    pushed, variances = sums.curvature.push(ones), posterior.operator.variances()
-    parts = (pushed, posterior.operator.solve(ones), variances)
+    ones = torch.ones_like(gradient)
+    pushed, variances = sums.curvature.push(ones), operator.variances()
+    parts = (pushed, operator.solve(ones), variances)
     if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
@@ -191,7 +208,8 @@ def _check_report(posterior: State) -> None:
     one_of("convention", report.convention, CONVENTIONS)
     if (report.parameters, report.names, report.outputs) != (network.layout.size, network.layout.names, network.outputs):
         raise ValueError("its report is of other parameters")
-    counts = (report.n - 1, report.steps, report.passes, report.memory)
+    one_of("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
+    counts = (report.n - 1, report.steps, report.passes, report.rounds, report.memory)
     numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
     if not all(0 <= count < 1 << 63 for count in counts) or not all(0 <= number < math.inf for number in numbers):
         raise ValueError("a number in its report is negative or not finite")

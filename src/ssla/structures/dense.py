@@ -105,6 +105,17 @@ class Dense:
             return replace(self, rows=self.rows + other.rows)
         return Dense(self.dual, self.as_matrix() + other.as_matrix(), (), self.size)
 
+    def mixed(self, other: Structure, share: float) -> Dense:
+        if not isinstance(other, Dense) or other.size != self.size:
+            raise ValueError(mismatch("dense", other))
+        if self.matrix is None and other.matrix is None:  # both lie in the span of the same Jacobians: no rank is added
+            both = torch.cat([(1 - share) ** 0.5 * self._stacked, share**0.5 * other._stacked])
+            Q, R = torch.linalg.qr(both.mT)
+            U, singular, _ = torch.linalg.svd(R)
+            kept = slice(max(self.count, other.count))
+            return replace(self, rows=((Q @ (U * singular)[:, kept]).mT,))
+        return Dense(self.dual, (1 - share) * self.as_matrix() + share * other.as_matrix(), (), self.size)
+
     def scaled(self, factors: Tensor) -> Dense:
         if self.matrix is None:
             return replace(self, rows=(self._stacked * factors,))

@@ -61,6 +61,11 @@ class Diagonal:
             raise ValueError(mismatch("diag", other))
         return Diagonal(self._diagonal + other._diagonal)
 
+    def mixed(self, other: Structure, share: float) -> Diagonal:
+        if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
+            raise ValueError(mismatch("diag", other))
+        return Diagonal((1 - share) * self._diagonal + share * other._diagonal)
+
     def scaled(self, factors: Tensor) -> Diagonal:
         return replace(self, diagonal=self._diagonal * factors**2)
 

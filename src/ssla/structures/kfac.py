@@ -184,6 +184,14 @@ class Kfac:
         """No data yet: the shapes of the layers are not known."""
         return not self.layers and not self.rest.numel()
 
+    def mixed(self, other: Structure, share: float) -> Kfac:
+        if not isinstance(other, Kfac) or other.size != self.size or other.sharing != self.sharing:
+            raise ValueError(mismatch("kfac", other))
+        layers = tuple(
+            replace(a, G=(1 - share) * a.G + share * b.G) for a, b in zip(self.layers, other.layers, strict=True)
+        )  # A is the same for the same rows
+        return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
+
     def scaled(self, factors: Tensor) -> Kfac:
         layers = []
         for layer in self.layers:

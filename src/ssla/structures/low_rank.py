@@ -86,6 +86,12 @@ class LowRank:
             raise ValueError(f"Only low_rank statistics of the same settings can be merged, but these have {pair}.")
         return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
 
+    def mixed(self, other: Structure, share: float) -> LowRank:
+        if not isinstance(other, LowRank) or other.seed != self.seed or other.sketch.shape != self.sketch.shape:
+            raise ValueError(mismatch("low_rank", other))
+        sketch = (1 - share) * self.sketch + share * other.sketch
+        return replace(self, sketch=sketch, diagonal=(1 - share) * self.diagonal + share * other.diagonal)
+
     def scaled(self, factors: Tensor) -> LowRank:
         """Exact for equal factors; for others, Ŝ is used in place of S."""
         diagonal = self.diagonal * factors**2

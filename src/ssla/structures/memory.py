@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
 from ssla.structures import STRUCTURES, Extent, Structure
 
 DEFAULT_BUDGET = 1 << 30
@@ -20,6 +25,14 @@ def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: in
             f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
             f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights."
         )
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value: a tensor, a dataclass or a sequence of them."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    parts = [getattr(value, part.name) for part in fields(value)] if is_dataclass(value) else value
+    return sum(map(bytes_of, parts)) if isinstance(parts, list | tuple) else 0
 
 
 def alternatives(name: str, extent: Extent, budget: int) -> str:

@@ -81,6 +81,10 @@ class Structure(Protocol):
         """Statistics of both data sets."""
         ...
 
+    def mixed(self, other: Structure, share: float) -> Structure:
+        """(1 − share) of these statistics and `share` of others of the same rows."""
+        ...
+
     def scaled(self, factors: Tensor) -> Structure:
         """D S D for a positive diagonal D = diag(factors) (P,): another noise level without another pass."""
         ...

@@ -61,7 +61,7 @@ class HeldOut:
         moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
         pieces = [_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
-        sums = [collect(posterior, tuple(p for p in piece if p is not None))[0] for piece in pieces]
+        sums = [collect(posterior, tuple(p for p in piece if p is not None)) for piece in pieces]
         parts = []
         for k, piece in enumerate(pieces):
             rest = [s for j, s in enumerate(sums) if j != k]

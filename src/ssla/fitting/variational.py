@@ -1,0 +1,149 @@
+"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence, by passes that raise the evidence bound.
+
+At the nearest one
+
+    S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)        Σ JᵀE[g] + ∇log π(m) = 0        (less the tilt, where θ̂ is not a mode)
+
+with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it takes the averages under the
+Gaussian at hand, and with them the bound. The next Gaussian has a share of the new averages in its precision and goes the same
+share of the way to the new mean. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
+Gaussian at the mode is the nearest already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla._checks import warn
+from ssla.fitting.sums import Sums, climbing
+from ssla.state import FIT, POLISH, VARIATIONAL, Note, State, Variational, evidence_bound
+from ssla.structures import Operator, Structure
+
+TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
+MOST_ROUNDS = 100
+GROWTH = 1.5  # of the share after a round that raised the bound
+SHORTEST = 1 / 32  # the least share
+NARROWER = 2.0  # factor on the precision's root while the averages do not exist
+MOST_NARROWINGS = 30
+ROUNDS_OF_MORE = 4  # over rows that are added
+
+Average = Callable[[Tensor, Operator], Sums]
+"""(mean, covariance) -> the sums of averages over that Gaussian: a pass over the data."""
+
+
+class Place(NamedTuple):
+    """A Gaussian, the averages under it, and its bound."""
+
+    mean: Tensor
+    curvature: Structure  # S⁻¹ less the prior's
+    covariance: Operator
+    averages: Sums
+    bound: float
+
+
+@dataclass(frozen=True, eq=False)
+class Climb:
+    """What the rounds share: the state whose prior, θ̂ and tilt they keep, and the passes."""
+
+    state: State
+    average: Average
+    tolerance: float = TOLERANCE
+    most: int = MOST_ROUNDS
+
+    def run(self) -> State:
+        """The state with its variational Gaussian, from the Gaussian that it has."""
+        here = self._start()
+        rounds, share, converged = 1, 1.0, False
+        enough = self.tolerance * len(here.mean)
+        while rounds < self.most and not converged:
+            there = self._next(here, share)
+            rounds += there is not None
+            if there is None or not there.bound >= here.bound - 1e-12 * abs(here.bound):
+                share /= 2
+                if share < SHORTEST:  # the nodes' own error hides a smaller gain
+                    converged = self._length(here) <= len(here.mean) * 1e-2
+                    break
+                continue
+            converged = there.bound - here.bound <= enough * min(share, 0.5) * 2
+            here, share = there, min(1.0, GROWTH * share)
+        return self._finished(here, rounds, converged)
+
+    def _start(self) -> Place:
+        curvature = self.state.sums.curvature
+        for _ in range(MOST_NARROWINGS):
+            here = self._place(self.state.mean, curvature, self._operator(curvature, self.state.mean))
+            if math.isfinite(here.bound):
+                return here
+            curvature = curvature.scaled(torch.full_like(self.state.theta, NARROWER))
+        raise ValueError(
+            "gaussian='variational' is not possible: the log likelihood has no finite average around the mode, however narrow "
+            "the Gaussian. Use gaussian='laplace', or a log_prob that is finite for every output."
+        )
+
+    def _operator(self, curvature: Structure, mean: Tensor) -> Operator:
+        return climbing(curvature, self.state.bound_prior.precision(mean))
+
+    def _place(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Place:
+        found = self.average(mean, covariance)
+        value = evidence_bound(self.state, mean, covariance, found.statistics.log_likelihood)
+        return Place(mean, curvature, covariance, found, value)
+
+    def _gradient(self, here: Place) -> Tensor:
+        return here.averages.statistics.gradient + self.state.bound_prior.gradient(here.mean) - self.state.tilt
+
+    def _length(self, here: Place) -> float:
+        """gᵀSg: the squared distance to the next mean, in standard deviations."""
+        gradient = self._gradient(here)
+        return float(gradient @ here.covariance.solve(gradient))
+
+    def _next(self, here: Place, share: float) -> Place | None:
+        """The Gaussian that far along; None where its precision is not positive definite."""
+        curvature = here.curvature.mixed(here.averages.statistics.curvature, share)
+        try:
+            covariance = self._operator(curvature, here.mean)
+        except ValueError:
+            return None
+        gradient = self._gradient(here)
+        own = here.averages.newton is not None
+        step = (
+            here.averages.newton_step(gradient, self.state.bound_prior.precision(here.mean))
+            if own
+            else covariance.solve(gradient)
+        )
+        mean = here.mean + share * step
+        return self._place(mean, curvature, covariance)
+
+    def _finished(self, here: Place, rounds: int, converged: bool) -> State:
+        old = self.state.variational
+        tilted = self.state.mode != POLISH if old is None else old.tilted
+        statistics = replace(here.averages.statistics, curvature=here.curvature)
+        report = replace(self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds)
+        if not converged:
+            message = (
+                f"the variational Gaussian did not converge in {rounds} passes: its mean is "
+                f"{math.sqrt(max(self._length(here), 0.0)):.2g} standard deviations from the next one"
+            )
+            report = replace(report, notes=(*report.notes, Note(message, FIT)))
+            warn(f"{message}. It is used as it is. Use a stronger prior, or gaussian='laplace'.", RuntimeWarning)
+        return replace(self.state, variational=Variational(here.mean, statistics, tilted), report=report)
+
+
+def with_rows(posterior: State, average: Average) -> State:
+    """The variational Gaussian with the averages of more rows, which `average` sums; those of the earlier rows are kept.
+
+    The posterior's own statistics are those of all rows already. A few rounds over the new rows alone.
+    """
+    here, new = posterior, None
+    for _ in range(ROUNDS_OF_MORE):
+        found = average(here.mean, here.covariance).statistics
+        if new is not None:
+            found = replace(found, curvature=new.curvature.mixed(found.curvature, 0.5))
+        earlier, new = posterior.sums.moved(here.mean - posterior.mean), found
+        here = here.recentred(earlier.merge(found))
+    return here
