@@ -1,4 +1,4 @@
-"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights).
+"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights), and the one reader of training rows.
 
 Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
 
@@ -11,9 +11,9 @@ Rows are counted while they are read. The length of a loader is used only for a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
 
+T = TypeVar("T")
 TARGET_KEYS = ("y", "labels", "target", "targets")
 WEIGHT_KEYS = ("weights", "weight", "sample_weight")
 ARRAY_ROWS = 8192
@@ -137,8 +138,7 @@ def as_batch(item: Any) -> Batch:
 
 
 def _checked_weights(weights: Tensor, rows: int) -> Tensor:
-    if weights.dim() == 2 and weights.shape[1] == 1:
-        weights = weights.squeeze(1)
+    weights = column(weights)
     if weights.shape != (rows,):
         raise ValueError(f"Row weights must have shape ({rows},), one for each row, but have {tuple(weights.shape)}.")
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
@@ -231,6 +231,67 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
     for start in range(0, rows, size):
         part = slice(start, start + size)
         yield Batch(slice_inputs(batch.x, part), batch.y[part], None if batch.weights is None else batch.weights[part])
+
+
+def column(y: Tensor) -> Tensor:
+    """(n, 1) -> (n,); all else as it is."""
+    return y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
+
+
+class Targets(Protocol):
+    """What is allowed as a target: the part of a likelihood's support that reading needs."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def check(self, y: Tensor, outputs: int) -> None: ...
+
+
+def checked(batch: Batch, targets: Targets, outputs: int) -> Batch:
+    """The batch with y checked, and y and the weights on the CPU: classes as integers, all else in float64. x is unchanged."""
+    y = batch.y if targets.kind == "vector" else column(batch.y)
+    targets.check(y, outputs)
+    y = y.to("cpu").long() if targets.kind == "class" else y.to("cpu").double()
+    return Batch(batch.x, y, None if batch.weights is None else batch.weights.to("cpu").double())
+
+
+@dataclass(eq=False)
+class Rows(Generic[T]):
+    """The data in prepared chunks, any number of times: kept while they all fit the budget, read again where they do not."""
+
+    source: Iterable[Batch]
+    rows_at_once: Callable[[Batch], int]  # the most rows of a chunk
+    prepare: Callable[[Batch], T]
+    size: Callable[[T], int | None]  # bytes of a chunk; None: do not keep the chunks
+    budget: int  # bytes of all chunks
+    kept: list[T] | None = None  # after a whole pass
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.kept) if self.kept is not None else (chunk for chunk, _ in self.read())
+
+    def read(self) -> Iterator[tuple[T, Inputs]]:
+        """A pass over the source: the chunks, with their inputs as they came."""
+        kept: list[T] | None = []
+        total = 0
+        for batch in self.source:
+            if batch.y.shape[0] == 0:
+                continue
+            for part in split(batch, self.rows_at_once(batch)):
+                chunk = self.prepare(part)
+                size = None if kept is None else self.size(chunk)
+                if kept is None or size is None or total + size > self.budget:
+                    kept = None
+                else:
+                    kept.append(chunk)
+                    total += size
+                yield chunk, part.x
+        self.kept = kept
+
+    def changed(self, function: Callable[[T], T]) -> Rows[T]:
+        """The same rows, with a function applied to each chunk."""
+        prepare = self.prepare
+        kept = None if self.kept is None else [function(chunk) for chunk in self.kept]
+        return replace(self, prepare=lambda part: function(prepare(part)), kept=kept)
 
 
 def _slices(whole: Batch, rows: int) -> Iterator[Batch]:

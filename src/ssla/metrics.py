@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import level as checked_level
-from ssla.data import as_tensor
+from ssla.data import as_tensor, column
 from ssla.numerics.quadrature import wrapped
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.affine import AffineLaw
@@ -31,7 +31,7 @@ CRPS_COUNTS = 4096
 
 def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """−log p(y): the negative log predictive density (or probability)."""
-    return _mean(-predictive.log_prob(_column(y)), reduce)
+    return _mean(-predictive.log_prob(column(as_tensor(y))), reduce)
 
 
 def rmse(predictive: Predictive, y: Any) -> Tensor:
@@ -126,7 +126,7 @@ def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduc
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:
     """F(y): uniform if the predictive is right. Counts: randomised between F(y − 1) and F(y) by `generator`, or
     halfway between the two without one."""
-    value = _column(y)
+    value = column(as_tensor(y))
     upper: Tensor = predictive.cdf(value)
     if predictive.kind != "count":
         return upper
@@ -196,12 +196,6 @@ def _classes(predictive: Any) -> Any:
     if predictive.kind != "class":
         raise TypeError(f"This score is for classes, but the predictive is of kind {predictive.kind!r}.")
     return predictive
-
-
-def _column(y: Any) -> Tensor:
-    """(N, 1) -> (N,); the rest as it is."""
-    value = as_tensor(y)
-    return value.squeeze(1) if value.dim() == 2 and value.shape[1] == 1 else value
 
 
 def _like(y: Any, mean: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
 from ssla.predictive import Predictive
 from ssla.priors import EXACT, BoundPrior, Prior
-from ssla.refit import Increments, NoRefit, Refit, WeightRefit
-from ssla.refit.words import increments_at
+from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
 from ssla.state import Marginal, Report, State, Statistics, TuningHistory
 from ssla.structures import Operator, Structure
 

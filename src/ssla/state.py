@@ -87,6 +87,11 @@ class Statistics:
         gain = float(step @ self.gradient) - 0.5 * float(step @ push)
         return replace(self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push)
 
+    def at_noise(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
+        """The sums of a Gaussian at `noise` times the noise, with its log likelihood there. One factor or (P,)."""
+        curvature = self.curvature.scaled(torch.ones_like(self.gradient) / noise)
+        return replace(self, log_likelihood=log_likelihood, gradient=self.gradient / noise**2, curvature=curvature)
+
     def at_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
         """θ and the sums after one Newton step, which is exact where ℓ_D + log π is quadratic."""
         step = self.curvature.with_prior(prior.precision(theta)).solve(self.gradient + prior.gradient(theta))
@@ -456,13 +461,8 @@ class State:
         else:
             assert isinstance(old.noise, float | Tensor)
             new = Gaussian(noise=old.noise * factor)
-        statistics = replace(
-            stats,
-            log_likelihood=stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor),
-            gradient=stats.gradient / factor**2,
-            curvature=stats.curvature.scaled(torch.full_like(self.theta, 1 / factor)),
-        )
-        return replace(self, likelihood=new, statistics=statistics)
+        log_likelihood = stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor)
+        return replace(self, likelihood=new, statistics=stats.at_noise(factor, log_likelihood))
 
     @property
     def residual(self) -> float:

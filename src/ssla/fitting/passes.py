@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla.data import Batch, Source, split
+from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Sums
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
@@ -120,8 +120,7 @@ class Reader:
     progress: bool = False
     opened: Network | None = None
     passes: int = 0
-    cache: list[Chunk] | None = field(default_factory=list)
-    cached_bytes: int = 0
+    kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
     linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = None  # at the θ of passes for averages, while it fits the budget
 
@@ -182,9 +181,9 @@ class Reader:
         return row.features.phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
     def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks of the data, checked and cast, with the inputs as they came; from the cache when there is one."""
-        if self.passes and self.cache:
-            yield from ((row, None) for row in self.cache)
+        """Chunks of the data, checked and cast, with the inputs as they came (None: the chunk was kept from the first pass)."""
+        if self.kept:
+            yield from ((row, None) for row in self.kept)
             return
         if self.passes and not self.source.repeatable:
             raise ValueError(
@@ -192,13 +191,21 @@ class Reader:
                 "batches or arrays, or mode='tilt'."
             )
         self.passes += 1
-        for batch in bar(self.source, self.source.length, self.progress, f"pass {self.passes}"):
-            if batch.y.shape[0] == 0:
-                continue
-            if self.opened is None:
-                self.opened = self._open(batch, order)
-            for part in split(batch, self.opened.rows_at_once(self.budget)):
-                yield self._prepare(part, order), part.x
+        batches = bar(self.source, self.source.length, self.progress, f"pass {self.passes}")
+        rows = Rows(
+            batches,
+            lambda batch: self._rows_at_once(batch, order),
+            lambda part: self._prepare(part, order),
+            lambda row: self._bytes_to_keep(row, order),
+            self.budget // 2,
+        )
+        yield from rows.read()
+        self.kept = rows.kept
+
+    def _rows_at_once(self, batch: Batch, order: Order) -> int:
+        if self.opened is None:
+            self.opened = self._open(batch, order)
+        return self.opened.rows_at_once(self.budget)
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
@@ -206,12 +213,8 @@ class Reader:
 
     def _prepare(self, batch: Batch, order: Order) -> Chunk:
         network = self.network
-        support = order.likelihood.support_for(network.outputs)
-        y = batch.y.squeeze(1) if batch.y.dim() == 2 and batch.y.shape[1] == 1 and support.kind != "vector" else batch.y
-        support.check(y, network.outputs)
-        y = y.to("cpu").long() if support.kind == "class" else y.to("cpu").double()
+        _, y, weights = checked(batch, order.likelihood.support_for(network.outputs), network.outputs)
         x = network.cast(batch.x)
-        weights = None if batch.weights is None else batch.weights.to("cpu").double()
         features = offset = None
         if network.linear:
             _, J = network.linearise(x, network.theta)
@@ -219,22 +222,13 @@ class Reader:
             features, offset = J.double(), network.offset
             x = None
         grain = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
-        row = Chunk(x, y, weights, grain, features, offset)
-        self._remember(row, order)
-        return row
+        return Chunk(x, y, weights, grain, features, offset)
 
-    def _remember(self, row: Chunk, order: Order) -> None:
-        """Keep features for further passes while they take at most half the budget."""
-        if self.cache is None or self.passes > 1:
-            return
-        if row.features is None or not order.again(self.network, self.budget):
-            self.cache = None
-            return
-        self.cached_bytes += 8 * (row.features.phi.numel() + row.y.numel())
-        if self.cached_bytes > self.budget // 2:
-            self.cache = None
-        else:
-            self.cache.append(row)
+    def _bytes_to_keep(self, row: Chunk, order: Order) -> int | None:
+        """Of a chunk of features that the first pass keeps for further ones; None where there are none."""
+        if self.passes > 1 or row.features is None or not order.again(self.network, self.budget):
+            return None
+        return 8 * (row.features.phi.numel() + row.y.numel())
 
 
 def extent_of(network: Network, rows: int | None = None) -> Extent:

@@ -131,13 +131,7 @@ class Sums:
         factor = noise.reshape(outputs, -1)[:, 0] if bool((noise != noise[0]).any()) else noise[:1].expand(outputs)
         old, new = self.squares / self.reference**2, self.squares / (self.reference * factor) ** 2
         change = 0.5 * float((old - new).sum()) - s.weight * float(factor.log().sum())
-        log_likelihood = s.log_likelihood + change
-        statistics = replace(
-            s,
-            log_likelihood=log_likelihood,
-            gradient=s.gradient / noise**2,
-            curvature=s.curvature.scaled(1 / noise),
-        )
+        statistics = s.at_noise(noise, s.log_likelihood + change)
         newton = None if self.newton is None else self.newton.scaled(1 / noise)
         return replace(self, statistics=statistics, newton=newton, reference=self.reference * factor)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from ssla._checks import unknown_name
+from ssla.data import Inputs, as_tensor
 from ssla.refit.auto import AutoRefit
 from ssla.refit.increments import Increments
-from ssla.refit.none import NoRefit, PlugIn
-from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, LogDensity, OutputLogDensity, OutputRung, Refit, on_marginal
+from ssla.refit.outputs import Density, LogDensity, NoRefit, OutputLogDensity, OutputRefit, OutputRung, PlugIn, Refit, on_marginal
 from ssla.refit.weights import WeightLogDensity, WeightRefit
-from ssla.refit.words import increments_at
+from ssla.state import State
 
 __all__ = [
     "REFITS",
@@ -51,3 +55,25 @@ def resolve(refit: str | Refit) -> Refit:
     if refit not in REFITS:
         raise ValueError(unknown_name("refit", refit, REFITS))
     return REFITS[refit]
+
+
+def increments_at(rung: Refit, posterior: State, x: Inputs, y: Any) -> Increments:
+    """Un-normalised log densities at y by their increments."""
+    log_density = rung(posterior, x)
+    f = log_density.marginal.mean
+    support = log_density.likelihood.support_for(f.shape[1])
+    value = _targets(as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector")
+    support.check(value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1])
+    return log_density(value).map(lambda part: part.to(log_density.like))
+
+
+def _targets(y: Tensor, rows: int, outputs: int, vector: bool) -> Tensor:
+    if vector:
+        if y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs:
+            return y
+        expected = f"({rows}, {outputs}), or ({rows}, k, {outputs}) with k candidates for each input"
+    else:
+        if y.dim() in (1, 2) and y.shape[0] == rows:
+            return y
+        expected = f"({rows},) with one value for each input, or ({rows}, k) with k candidates for each"
+    raise ValueError(f"y must have shape {expected}, but has {tuple(y.shape)}.")

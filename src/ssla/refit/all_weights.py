@@ -95,7 +95,7 @@ class AllWeightsRefit:
     @property
     def tasks_at_once(self) -> int:
         frozen = self.many.network.frozen
-        rows = min(self.rows.rows_at_once, self.posterior.statistics.n)
+        rows = min(self.posterior.network.rows_at_once(self.posterior.memory_budget), self.posterior.statistics.n)
         each = 8 * self.gradient.numel() * (3 * self.options.memory + 16) + 6 * frozen.bytes_per_row * rows
         return max(min(self.posterior.memory_budget // 2 // each, MOST_TASKS), 1)
 

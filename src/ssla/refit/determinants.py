@@ -94,7 +94,7 @@ class Determinants:
         base = self._base(kind)
         if base is None:
             return torch.full((len(point),), torch.nan, dtype=torch.float64), torch.zeros(len(point), dtype=torch.bool)
-        rows = min(self.rows.rows_at_once, self.posterior.statistics.n)
+        rows = min(self.posterior.network.rows_at_once(self.posterior.memory_budget), self.posterior.statistics.n)
         each = 8 * self.size * (rows * self.posterior.network.outputs * 2 + 6 * self.size)
         values, goods = [], []
         for part in torch.arange(len(point)).split(max(JACOBIANS_AT_ONCE // each, 1)):

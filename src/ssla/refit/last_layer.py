@@ -63,7 +63,7 @@ class LastLayerRefit:
     def tasks_at_once(self) -> int:
         size, P = self.posterior.memory_budget, self.gradient.numel()
         state = 8 * P * (3 * self.options.memory + 12)
-        if not self.rows.cached:  # a pass is expensive: as many tasks as the memory holds
+        if self.rows.kept is None:  # a pass is expensive: as many tasks as the memory holds
             return max(size // 2 // state, 1)
         largest = max(block.f.shape[0] for block in self.rows)
         return max(min(CACHE_ELEMENTS // largest, size // 2 // state), 8)
@@ -95,7 +95,7 @@ class LastLayerRefit:
         if known is None:
             known = compute()
             used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
-            if self.rows.cached and used <= self.posterior.memory_budget // 4:
+            if self.rows.kept is not None and used <= self.posterior.memory_budget // 4:
                 self._memo[id(block), what] = known
         return known
 

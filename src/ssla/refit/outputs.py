@@ -1,20 +1,21 @@
-"""What a refit is: stage one runs once for each x, stage two for any y."""
+"""What a refit is (stage one runs once for each x, stage two for any y), and the refits that need f̂ and K only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ssla._checks import one_of
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
-from ssla.refit.increments import Evaluated, Increments, Rule
+from ssla.refit.increments import CURVATURES, OBSERVED, Evaluated, Increments, Rule, at_mode, one_step, plug_in, without_refit
 from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
@@ -221,3 +222,72 @@ def _spread(values: Tensor, times: int) -> Tensor:
     """(N, …) -> (N·times, …), each row repeated, stored component-major."""
     major = values.movedim(0, -1).contiguous()
     return major.repeat_interleave(times, -1).movedim(-1, 0) if times > 1 else major.movedim(-1, 0)
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """log p(y|f̂): the network's own answer, as if its weights were known. The baseline; its mass is 1."""
+
+    name = "plug_in"
+    moves = False
+
+    @property
+    def rule(self) -> Rule:
+        return plug_in
+
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+        return on_posterior(self, posterior, x)
+
+
+@dataclass(frozen=True)
+class NoRefit:
+    """θ̃ = θ̂: log p(y|f̂) − ½ log|I + Λ K|.
+
+    curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
+
+    With Gaussian noise the curvature does not depend on y, so the normalised predictive *is* the plug-in; with
+    "empirical" it is even tighter. It is here because it is published; it is not recommended.
+    """
+
+    curvature: str = OBSERVED
+
+    name = "none"
+    moves = False
+
+    def __post_init__(self) -> None:
+        one_of("curvature", self.curvature, CURVATURES)
+
+    @property
+    def rule(self) -> Rule:
+        return partial(without_refit, curvature=self.curvature)
+
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+        return on_posterior(self, posterior, x)
+
+
+@dataclass(frozen=True)
+class OutputRefit:
+    """f̃ = mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂): the refit of the linearised network, exactly, in C dimensions.
+
+    steps = None goes to the mode; steps = 1 takes one Newton step and its quadratic value. Both are exact for
+    Gaussian noise and a network linear in its free parameters.
+    """
+
+    steps: int | None = None
+
+    moves = True
+
+    def __post_init__(self) -> None:
+        if self.steps not in (None, 1):
+            raise ValueError(f"steps must be None (to the mode) or 1 (one Newton step), but is {self.steps!r}.")
+
+    @property
+    def name(self) -> str:
+        return "output" if self.steps is None else "newton"
+
+    @property
+    def rule(self) -> Rule:
+        return at_mode if self.steps is None else one_step
+
+    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+        return on_posterior(self, posterior, x)

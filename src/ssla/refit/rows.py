@@ -1,15 +1,15 @@
-"""The training data as a refit reads them: prepared once, kept while they fit the budget, read again where they do not."""
+"""The training data as a refit reads them, and small operations on rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssla.data import Batch, Inputs, Source, leaves, map_inputs, open_source, split
+from ssla.data import Batch, Inputs, Rows, checked, leaves, map_inputs, open_source
 from ssla.priors import BoundGaussian, BoundPrior
 from ssla.state import State
 
@@ -37,46 +37,7 @@ class Block(NamedTuple):
         return values if self.weights is None else values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
 
 
-Prepare = Callable[[Batch], Block]
-
-
-@dataclass(eq=False)
-class TrainingRows:
-    """The blocks of the training data, any number of times."""
-
-    source: Source
-    prepare: Prepare
-    rows_at_once: int
-    budget: int
-    kept: list[Block] | None = None
-
-    @property
-    def cached(self) -> bool:
-        return self.kept is not None
-
-    def __iter__(self) -> Iterator[Block]:
-        if self.kept is not None:
-            return iter(self.kept)
-        return self._read()
-
-    def _read(self) -> Iterator[Block]:
-        kept: list[Block] | None = []
-        size = 0
-        for batch in self.source:
-            if batch.y.shape[0] == 0:
-                continue
-            for part in split(batch, self.rows_at_once):
-                block = self.prepare(part)
-                size += sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
-                kept = None if kept is None or size > self.budget // 4 else [*kept, block]
-                yield block
-        self.kept = kept
-
-    def changed(self, function: Callable[[Block], Block]) -> TrainingRows:
-        """The same rows, with a function applied to each block."""
-        prepare = self.prepare
-        kept = None if self.kept is None else [function(block) for block in self.kept]
-        return TrainingRows(self.source, lambda part: function(prepare(part)), self.rows_at_once, self.budget, kept)
+TrainingRows = Rows[Block]
 
 
 def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
@@ -86,17 +47,18 @@ def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any
         raise ValueError(NO_DATA.format(why="this posterior does not hold them (it was loaded from a file or put together)"))
     if not source.repeatable:
         raise ValueError(NO_DATA.format(why="they came from a generator, which can be read only once"))
-    network, likelihood = posterior.network, posterior.likelihood
-    support = likelihood.support_for(network.outputs)
+    network, budget = posterior.network, posterior.memory_budget
+    support = posterior.likelihood.support_for(network.outputs)
 
     def block(part: Batch) -> Block:
-        y = part.y.squeeze(1) if part.y.dim() == 2 and part.y.shape[1] == 1 and support.kind != "vector" else part.y
-        support.check(y, network.outputs)
-        y = y.to("cpu").long() if support.kind == "class" else y.to("cpu").double()
-        x, f = prepare(network.cast(part.x))
-        return Block(x, f, y, None if part.weights is None else part.weights.to("cpu").double())
+        _, y, weights = checked(part, support, network.outputs)
+        return Block(*prepare(network.cast(part.x)), y, weights)
 
-    return TrainingRows(source, block, network.rows_at_once(posterior.memory_budget), posterior.memory_budget)
+    return Rows(source, lambda _: network.rows_at_once(budget), block, _bytes, budget // 4)
+
+
+def _bytes(block: Block) -> int:
+    return sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
 
 
 def check_seen(posterior: State, n: int, gradient: Tensor) -> None:

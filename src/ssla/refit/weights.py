@@ -22,8 +22,7 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
-from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, OutputLogDensity
+from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
 from ssla.state import POLISH, Marginal, State
 

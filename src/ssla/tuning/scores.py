@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 from ssla import metrics
-from ssla.data import Batch, Inputs, leaves, map_inputs, open_source
+from ssla.data import Batch, Inputs, column, leaves, map_inputs, open_source
 from ssla.fitting import collect
 from ssla.predictive import GaussianLaw, Predictive, from_marginal
 from ssla.state import POLISH, State, Statistics
@@ -129,5 +129,5 @@ def _rows(batch: Batch, index: Tensor) -> Batch:
 
 
 def _targets(y: Tensor) -> Tensor:
-    value = y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
+    value = column(y)
     return value.to("cpu").double() if value.is_floating_point() else value.to("cpu")
