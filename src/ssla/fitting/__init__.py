@@ -70,7 +70,7 @@ def checked_job(
             "Use gaussian='laplace', or a likelihood on the logarithmic scale."
         )
     own = GaussianPrior() if prior is None else as_prior(prior)
-    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian)
+    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian or LAPLACE)
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:

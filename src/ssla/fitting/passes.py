@@ -147,14 +147,14 @@ class Reader:
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             target = target.see(row.y, seen, spread)
-        return Pass(total, target, self.source.repeatable or bool(self.cache))
+        return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:
         """Chunks with θ, f and J. Passes for averages share one θ: f and J are kept while they take at most half the budget."""
         if order.around is not None and self.linearised:
             yield from ((row, None, self.network.theta, f, J) for row, f, J in self.linearised)
             return
-        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = None if order.around is None or self.cache else []
+        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = None if order.around is None or self.kept else []
         size = 0
         for row, seen in self._rows(order):
             theta = self.network.theta if order.theta is None else order.theta
