@@ -363,14 +363,25 @@ class State:
         operator = self.operator if self.convention == EXACT else self.data_operator
         return self.statistics.log_likelihood + prior + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
 
+    @property
+    def follows_prior(self) -> bool:
+        """Whether the mean of θ can follow when the prior changes, from the sums alone (to first order if they are averages)."""
+        return self.follows_mode if self.variational is None else not self.variational.tilted
+
+    def with_sums(self, statistics: Statistics) -> State:
+        """The same Gaussian's mean with other sums."""
+        if self.variational is None:
+            return replace(self, statistics=statistics)
+        return replace(self, variational=replace(self.variational, statistics=statistics))
+
     def recentred(self, statistics: Statistics | None = None) -> State:
         """The variational Gaussian with its averages kept as they are (or given), and m where they and the prior put it.
 
         Averages that are kept stand for a likelihood that is quadratic around m: exact to first order in what changed.
         """
-        assert self.variational is not None
-        here = replace(self.variational, statistics=statistics or self.sums)
-        moved = replace(self, variational=here)
+        moved = self.with_sums(statistics or self.sums)
+        here = moved.variational
+        assert here is not None
         step = moved.covariance.solve(moved.sums.gradient + moved.bound_prior.gradient(moved.mean) - moved.tilt)
         return replace(moved, variational=replace(here, mean=here.mean + step, statistics=here.statistics.moved(step)))
 

@@ -11,6 +11,7 @@ One pass collects the sums at the trained θ. What happens next is the `mode`:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.distributions import Distribution
@@ -20,7 +21,7 @@ from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
-from ssla.fitting.variational import with_rows
+from ssla.fitting.variational import Average, with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.priors import Gaussian as GaussianPrior
@@ -86,8 +87,26 @@ def checked_budget(memory_budget: Any) -> int:
 
 
 def collect(posterior: State, data: Any) -> Statistics:
-    """The sums of other data at a posterior's θ̂, in one pass."""
-    return _job(posterior, data)[0].sums_at(posterior.theta)
+    """The sums of other data under a posterior's Gaussian (at θ̂, or averages), in one pass."""
+    job = _job(posterior, data)[0]
+    if posterior.variational is None:
+        return job.sums_at(posterior.theta)
+    return job.average(posterior.theta)(posterior.mean, posterior.covariance).statistics
+
+
+def averages_of(posterior: State) -> Average | None:
+    """Passes for averages over the data that a posterior was fitted on; None where it cannot read them again."""
+    if posterior.source is None or not posterior.source.repeatable:
+        return None
+    return _job(posterior, posterior.source)[0].average(posterior.theta)
+
+
+def at_its_mode(posterior: State) -> State:
+    """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start."""
+    job, _ = _job(posterior, posterior.source)
+    theta, statistics = job.mode_from(posterior.theta, posterior.bound_prior)
+    moved = replace(posterior, theta=theta, statistics=statistics, mode=POLISH)
+    return replace(moved, report=replace(posterior.report, mode=POLISH, residual_after=moved.residual))
 
 
 def update(posterior: State, data: Any) -> State:

@@ -256,6 +256,12 @@ class Job:
             self.notes.append(Note(message, MOVED))
             warn(message)
 
+    def mode_from(self, theta: Tensor, bound: BoundPrior) -> tuple[Tensor, Statistics]:
+        """The mode that Newton steps reach from θ, and the sums there."""
+        self.mode = POLISH
+        there, sums, _ = self._polish(theta, self._collect(theta), bound)
+        return there, sums.statistics
+
     def sums_at(self, theta: Tensor) -> Statistics:
         return self._collect(theta).statistics
 

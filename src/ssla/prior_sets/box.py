@@ -76,7 +76,7 @@ class BoxMembers:
         firsts = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
         if not (torch.equal(low, low[firsts][groups]) and torch.equal(high, high[firsts][groups])):
             raise ValueError("A box of priors needs one range of precisions for each layer: weight and bias alike.")
-        curvature = posterior.statistics.curvature
+        curvature = posterior.state.sums.curvature
         basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, torch.ones_like(low), groups)
         if basis is None and len(firsts) == 1:
             basis = thin_basis(curvature, layout.size)
@@ -85,7 +85,7 @@ class BoxMembers:
                 "A box with different precisions by layer needs structure='kfac' or 'diag', but this posterior has "
                 f"structure={curvature.name!r}. Give one range for all layers, or fit with structure='kfac'."
             )
-        moves = posterior.state.follows_mode
+        moves = posterior.state.follows_prior
         if not moves:
             notes.append("θ̂ does not move with the prior here, so the range of means has no influence")
         if moves and posterior.network.outputs > 1 and bool((a < b).any()):
@@ -100,8 +100,8 @@ class BoxMembers:
             torch.cat([f for f, _ in parts]),
             torch.cat([J for _, J in parts]),
             basis,
-            posterior.statistics.gradient,
-            posterior.theta,
+            posterior.state.sums.gradient,
+            posterior.state.mean,
             (a + b) / 2,
             (b - a) / 2,
             groups if len(basis.values) == layout.size else torch.zeros(len(basis.values), dtype=torch.long),

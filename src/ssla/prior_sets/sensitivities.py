@@ -193,7 +193,7 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the exact convention. Use "
             "with_prior(priors.Gaussian(…)) first."
         )
-    moves = posterior.state.follows_mode
+    moves = posterior.state.follows_prior
     marginal, (b, M) = posterior.state.outputs_at(x), posterior.state.prior_response(x)
     change = Marginal(b if moves else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
@@ -271,8 +271,8 @@ def conflict(posterior: Posterior) -> Conflict:
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
         raise ValueError("A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…)).")
-    tau, curvature = bound.scale_precision, posterior.statistics.curvature
-    r = curvature.push(posterior.theta - bound.mean) + posterior.statistics.gradient
+    tau, curvature = bound.scale_precision, posterior.state.sums.curvature
+    r = curvature.push(posterior.state.mean - bound.mean) + posterior.state.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
         c, values = basis.rotated(r), basis.values

@@ -1,6 +1,7 @@
 """Prior precisions and noise from the data: by the evidence, or by a held-out score. The result is a new Posterior.
 
-  evidence      closed-form value and gradient from the sums (`ssla.tuning.evidence`): no pass over the data
+  evidence      closed-form value and gradient from the sums (`ssla.tuning.evidence`): no pass over the data. Of a variational
+                Gaussian the bound, whose averages and prior are found in turn, by a few passes each
   nll, crps     of predictions for a validation set, read once; or by k folds of the training data, whose sums are taken once
                 and recombined, so that no fold is fitted again. The features were still learned from all rows: where they
                 overfit, a validation set that the network has not seen is the honest choice.
@@ -11,7 +12,8 @@ noise of a Gaussian likelihood by one factor. A solution at the edge of its rang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of, warn
+from ssla.fitting import at_its_mode, averages_of
 from ssla.fitting.prior_change import described
+from ssla.fitting.variational import Climb
 from ssla.priors import EXACT
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.tuning.bfgs import Maximum, maximise
@@ -31,6 +35,9 @@ __all__ = ["tune"]
 
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)  # log factors on all precisions from which an ascent may start
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
+ALTERNATIONS = 20  # of averages and prior
+SETTLED = 0.02  # change of the logarithm of a precision at which an alternation is the last
+REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 
 
@@ -54,14 +61,52 @@ def tune(posterior: State, objective: str, data: Any, over: Sequence[str], per_l
     space, notes = Space.of(posterior, chosen, per_layer)
     if not space.names:
         raise ValueError(f"There is nothing to tune: over={chosen!r}, and {notes[0] if notes else 'it is empty'}.")
-    if objective == EVIDENCE:
-        best = _climb_evidence(space)
+
+    def climb(space: Space) -> Maximum:
+        if objective == EVIDENCE:
+            return _climb_evidence(space)
+        score = HeldOut.of(space.posterior, data, objective, folds)
+        notes.extend(note for note in score.notes if note not in notes)
+        return _climb_scores(space, score)
+
+    if posterior.variational is None:
+        best = climb(space)
+        return _finished(space.posterior_at(best.point), _history(objective, space, best, notes))
+    return _alternate(space, climb, objective, notes)
+
+
+def _alternate(space: Space, climb: Callable[[Space], Maximum], objective: str, notes: list[str]) -> State:
+    """Averages of the variational Gaussian and its prior in turn, until the prior stays where it is.
+
+    With the averages kept, the objective is that of a Gaussian model; where neither changes any more its gradient is the bound's.
+    """
+    average = averages_of(space.posterior)
+    if average is None:
+        notes.append("the data cannot be read again: the averages of the variational Gaussian were kept")
     else:
-        score = HeldOut.of(posterior, data, objective, folds)
-        notes += score.notes
-        best = _climb_scores(space, score)
-    trace = _history(objective, space, best, notes)
-    return _finished(space.posterior_at(best.point), trace)
+        space = replace(space, reach=REACH)
+    here, points, evaluations = space.posterior, [space.units(torch.zeros(1, len(space.free)).double())], 0
+    values: list[float] = []
+    for _ in range(ALTERNATIONS):
+        best = climb(space)
+        if not values:
+            values.append(here.log_evidence() if objective == EVIDENCE else float(best.values[0]))
+        points.append(space.units(best.point[None]))
+        here = space.posterior_at(best.point)
+        here = here if average is None else Climb(here, average).run()
+        values.append(here.log_evidence() if objective == EVIDENCE else best.value)
+        evaluations += best.evaluations
+        settled = average is None or bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
+        if settled:
+            break
+        space = space.moved(here)
+    points_of_all = torch.cat(points)
+    path = torch.zeros_like(points_of_all)  # in logarithms; the history gets the units
+    whole = replace(best, points=path, values=torch.tensor(values), evaluations=evaluations, converged=settled and best.converged)
+    trace = replace(_history(objective, space, whole, notes), points=points_of_all)
+    if average is not None and here.network.linear and here.follows_prior:
+        here = at_its_mode(here)
+    return _finished(here, trace)
 
 
 def _climb_evidence(space: Space) -> Maximum:
@@ -76,7 +121,7 @@ def _climb_evidence(space: Space) -> Maximum:
     start = torch.zeros(len(space.free), dtype=torch.float64)
     best = maximise(function, start, low, high, space.scale, tolerance=1e-10)
     tuned = space.free < len(space.labels)
-    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT:
+    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach == math.inf:
         starts = start + SCAN[:, None] * tuned.double()
         heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
         other = maximise(function, starts[int(heights.argmax())], low, high, space.scale, tolerance=1e-10)
@@ -97,7 +142,8 @@ def _climb_scores(space: Space, score: HeldOut) -> Maximum:
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
     tuned = (space.free < len(space.labels)).double()
-    starts = torch.cat([start[None], start + SCAN[:, None] * tuned]) if bool(tuned.any()) else start[None]
+    scan = SCAN[:, None] * min(1.0, space.reach / float(SCAN.max()))
+    starts = torch.cat([start[None], start + scan * tuned]) if bool(tuned.any()) else start[None]
     heights = torch.tensor([score(space, point.clamp(low, high)) for point in starts])
     scale = torch.ones(len(space.free), dtype=torch.float64)
     best = maximise(function, starts[int(heights.argmax())], low, high, scale, tolerance=1e-6, rounds=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,8 @@ class HeldOut:
         whole = _whole(data)
         score = negative_log_density if objective == NLL else crps
         if folds is None:
-            moves = posterior.follows_mode
-            part = Part(list(posterior.linearised(whole.x)), _targets(whole.y), posterior.statistics, moves)
+            moves = posterior.follows_prior
+            part = Part(list(posterior.linearised(whole.x)), _targets(whole.y), posterior.sums, moves)
             return HeldOut(posterior, (part,), score, [])
         count = len(whole.y)
         if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
@@ -75,11 +75,11 @@ class HeldOut:
         factor = math.exp(float(space.full(point)[-1]))
         precision, total, rows = space.precision(point), 0.0, 0
         for part in self.parts:
-            post = replace(self.posterior, statistics=part.statistics).at_noise(factor)
-            operator = post.statistics.curvature.with_prior(precision)
+            post = self.posterior.with_sums(part.statistics).at_noise(factor)
+            operator = post.sums.curvature.with_prior(precision)
             step = torch.zeros_like(post.theta)
             if part.moves:
-                step = operator.solve(post.statistics.gradient - precision * (post.theta - space.bound.mean))
+                step = operator.solve(post.sums.gradient - precision * (post.mean - space.bound.mean))
             f = torch.cat([f.double() + J.push(step).double() for f, J in part.chunks])
             K = torch.cat([operator.covariance(J).double() for _, J in part.chunks])
             with warnings.catch_warnings():  # far from the optimum predictives may be rough; the last one is asked again

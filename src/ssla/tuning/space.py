@@ -31,6 +31,7 @@ class Space:
     groups: Tensor  # (P,)
     labels: tuple[str, ...]  # one a group
     free: Tensor  # indices into (a_1 … a_G, t)
+    reach: float = math.inf  # the largest change of a logarithm
 
     @staticmethod
     def of(posterior: State, over: Sequence[str], per_layer: bool) -> tuple[Space, list[str]]:
@@ -68,7 +69,7 @@ class Space:
 
     @property
     def moves(self) -> bool:
-        return self.posterior.follows_mode
+        return self.posterior.follows_prior
 
     def full(self, point: Tensor) -> Tensor:
         """Free coordinates -> (a_1 … a_G, t)."""
@@ -82,22 +83,29 @@ class Space:
         levels = [self.pattern[self.groups == g].log() for g in range(len(self.labels))]
         low = [math.log(PRECISIONS[0]) - float(level.max()) for level in levels] + [math.log(NOISE_FACTORS[0])]
         high = [math.log(PRECISIONS[1]) - float(level.min()) for level in levels] + [math.log(NOISE_FACTORS[1])]
-        return torch.tensor(low, dtype=torch.float64)[self.free], torch.tensor(high, dtype=torch.float64)[self.free]
+        least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
+        return least.clamp_min(-self.reach), most.clamp_max(self.reach)
+
+    def moved(self, posterior: State) -> Space:
+        """The same coordinates around another posterior."""
+        bound = posterior.bound_prior
+        assert isinstance(bound, BoundGaussian)
+        return replace(self, posterior=posterior, bound=bound, pattern=bound.scale_precision)
 
     @property
     def scale(self) -> Tensor:
         """About the inverse curvature of the evidence: 2/P_g and 1/(2nC)."""
         sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
-        rows = self.posterior.statistics.weight * self.posterior.network.outputs
+        rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
     @property
     def problem(self) -> Problem:
         post = self.posterior
-        stats = post.statistics
+        stats = post.sums
         rows = stats.weight * post.network.outputs if self.noisy else 0.0
         squares = residual_squares(stats, post.likelihood, post.network.outputs) if self.noisy else 0.0
-        offset = post.theta - self.bound.mean
+        offset = post.mean - self.bound.mean
         return Problem(
             stats.curvature, stats.gradient, offset, stats.log_likelihood, squares, rows, self.pattern, self.groups, self.moves
         )
@@ -120,6 +128,8 @@ class Space:
         found = replace(post, prior=prior)
         if not self.moves:
             return found
+        if found.variational is not None:
+            return found.recentred()
         theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
         return replace(found, theta=theta, statistics=statistics)
 
