@@ -81,9 +81,9 @@ class Statistics:
             self.curvature.merge(other.curvature),
         )
 
-    def moved(self, step: Tensor) -> Statistics:
-        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature."""
-        push = self.curvature.push(step)
+    def moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
+        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature (by default the one of the sums)."""
+        push = (curvature or self.curvature).push(step)
         gain = float(step @ self.gradient) - 0.5 * float(step @ push)
         return replace(self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push)
 

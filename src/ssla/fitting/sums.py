@@ -149,10 +149,7 @@ class Sums:
 
     def moved(self, step: Tensor) -> Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
-        s = self.statistics
-        push = self.newton_curvature.push(step)
-        gain = float(step @ s.gradient) - 0.5 * float(step @ push)
-        return replace(self, statistics=replace(s, log_likelihood=s.log_likelihood + gain, gradient=s.gradient - push))
+        return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
 
 
 def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:

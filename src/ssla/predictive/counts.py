@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ssla.likelihoods.support import Counts
 from ssla.numerics.quadrature import Regions
-from ssla.predictive.law import Law, ends_of_runs, gathered, gathered_regions, highest
+from ssla.predictive.law import PointwiseLaw, ends_of_runs, gathered, gathered_regions, highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import split_variance, total_variance
+from ssla.predictive.spread import total_variance
 from ssla.refit import LogDensity
-from ssla.refit.increments import Increments
 
 TAIL = 1e-8
 BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
@@ -55,17 +54,12 @@ class Table(NamedTuple):
 
 @final
 @dataclass(frozen=True, eq=False)
-class CountLaw(Law):
+class CountLaw(PointwiseLaw):
     """P(Y = y) = exp(total(y)) / mass for y = 0, 1, 2, …"""
 
-    log_density: LogDensity
     tables: list[Table]
 
     kind = "count"
-
-    @property
-    def rows(self) -> int:
-        return self.log_density.marginal.mean.shape[0]
 
     @cached_property
     def _log_mass(self) -> Tensor:
@@ -85,14 +79,6 @@ class CountLaw(Law):
             variances.append((share * ((table.centres - mean[:, None]) ** 2 + within)).sum(1))
         return gathered(self.tables, means), gathered(self.tables, variances)
 
-    @property
-    def mean(self) -> Tensor:
-        return self._moments[0]
-
-    @property
-    def variance(self) -> Tensor:
-        return self._moments[1]
-
     @cached_property
     def mode(self) -> Tensor:
         """The most probable count: the best block, then the counts around its middle."""
@@ -108,28 +94,9 @@ class CountLaw(Law):
             reach = torch.where(step > 1, step, torch.ones_like(step))
         return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
-    @property
-    def mass(self) -> Tensor:
-        return self._log_mass.exp()
-
-    @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        return split_variance(self.log_density, self.variance)
-
-    @property
-    def epistemic(self) -> Tensor:
-        return self._parts[0]
-
-    @property
-    def aleatoric(self) -> Tensor:
-        return self._parts[1]
-
     def check(self, y: Tensor) -> None:
         """Only whole numbers from 0 have a probability."""
         Counts().check(y.flatten(), 1)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        return self.log_density.at(y).log - self._log_mass[:, None]
 
     @cached_property
     def _cumulative(self) -> list[Tensor]:
@@ -176,9 +143,6 @@ class CountLaw(Law):
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1 - 1e-12)
             parts.append(table.edges.gather(1, block) + (inside * table.widths.gather(1, block)).floor())
         return gathered(self.tables, parts).mT
-
-    def increments(self, y: Tensor) -> Increments:
-        return self.log_density(y)
 
 
 def _heights(table: Table) -> Tensor:

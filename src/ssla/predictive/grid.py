@@ -13,33 +13,26 @@ from ssla.likelihoods import Located
 from ssla.likelihoods.support import Continuous, Real
 from ssla.numerics import quadrature
 from ssla.numerics.quadrature import Built, Regions
-from ssla.predictive.law import Law, gathered, gathered_regions
+from ssla.predictive.law import PointwiseLaw, gathered, gathered_regions
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
-from ssla.refit.increments import Increments
 
 SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentially there, faster than a coarse spline follows
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class GridLaw(Law):
+class GridLaw(PointwiseLaw):
     """The normalised density exp(total(y)) / mass.
 
     `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come from the grids
     (see `ssla.numerics.quadrature` for their accuracy).
     """
 
-    log_density: LogDensity
     support: Continuous
     pieces: list[Built]
 
     kind = "scalar"
-
-    @property
-    def rows(self) -> int:
-        return self.log_density.marginal.mean.shape[0]
 
     @cached_property
     def _log_mass(self) -> Tensor:
@@ -56,40 +49,13 @@ class GridLaw(Law):
         """Of the support's real coordinate."""
         return self.log_density.at(self.support.from_real(z), rows).log + self.support.log_slope(z)
 
-    @property
-    def mean(self) -> Tensor:
-        return self._moments[0]
-
-    @property
-    def variance(self) -> Tensor:
-        return self._moments[1]
-
     @cached_property
     def mode(self) -> Tensor:
         """The highest point of the density (on a transformed support: of the density of the transform)."""
         return self.support.from_real(gathered(self.pieces, [p.grid.mode for p in self.pieces]))
 
-    @property
-    def mass(self) -> Tensor:
-        return self._log_mass.exp()
-
-    @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        return split_variance(self.log_density, self.variance)
-
-    @property
-    def epistemic(self) -> Tensor:
-        return self._parts[0]
-
-    @property
-    def aleatoric(self) -> Tensor:
-        return self._parts[1]
-
     def check(self, y: Tensor) -> None:
         self.support.check(y.flatten(), 1)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        return self.log_density.at(y).log - self._log_mass[:, None]
 
     def cdf(self, y: Tensor) -> Tensor:
         z = self.support.to_real(y).clamp(-1e300, 1e300)
@@ -111,9 +77,6 @@ class GridLaw(Law):
         """By inversion."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator).clamp(1e-12, 1 - 1e-12)
         return self._quantiles(u).mT
-
-    def increments(self, y: Tensor) -> Increments:
-        return self.log_density(y)
 
 
 def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -15,6 +17,8 @@ from torch.nn.functional import pad
 
 from ssla._checks import finite
 from ssla.numerics.quadrature import Regions
+from ssla.predictive.spread import split_variance
+from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
 
@@ -113,6 +117,56 @@ class Law(ABC):
     def lacks(self, name: str) -> NoReturn:
         """AttributeError, so that hasattr is False."""
         raise AttributeError(f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).")
+
+
+@dataclass(frozen=True, eq=False)
+class PointwiseLaw(Law):
+    """exp(total(y)) / mass, where the log density is evaluated at y itself, and mass and moments are integrals or sums of it."""
+
+    log_density: LogDensity
+
+    @property
+    @abstractmethod
+    def _log_mass(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance."""
+
+    @property
+    def rows(self) -> int:
+        return self.log_density.marginal.mean.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self._moments[0]
+
+    @property
+    def variance(self) -> Tensor:
+        return self._moments[1]
+
+    @property
+    def mass(self) -> Tensor:
+        return self._log_mass.exp()
+
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        return split_variance(self.log_density, self.variance)
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._parts[0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._parts[1]
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return self.log_density.at(y).log - self._log_mass[:, None]
+
+    def increments(self, y: Tensor) -> Increments:
+        return self.log_density(y)
 
 
 class Piece(Protocol):
