@@ -35,14 +35,23 @@ __all__ = ["tune"]
 
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)  # log factors on all precisions from which an ascent may start
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
+HALVINGS = 5
 ALTERNATIONS = 20  # of averages and prior
 SETTLED = 0.02  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 
 
-def tune(posterior: State, objective: str, data: Any, over: Sequence[str], per_layer: bool, folds: int | None) -> State:
-    """See Posterior.tune."""
+def tune(
+    posterior: State,
+    objective: str,
+    data: Any,
+    over: Sequence[str],
+    per_layer: bool,
+    folds: int | None,
+    per_output: bool = False,
+) -> State:
+    """See Posterior.tune. per_output: one precision for each output of a last layer."""
     one_of("objective", objective, (EVIDENCE, NLL, CRPS))
     chosen = (over,) if isinstance(over, str) else tuple(over)
     for name in chosen:
@@ -58,7 +67,7 @@ def tune(posterior: State, objective: str, data: Any, over: Sequence[str], per_l
             f"objective={objective!r} needs data=: a validation set, or the training data with folds=5. Without data use "
             "'evidence'."
         )
-    space, notes = Space.of(posterior, chosen, per_layer)
+    space, notes = Space.of(posterior, chosen, per_layer, per_output)
     if not space.names:
         raise ValueError(f"There is nothing to tune: over={chosen!r}, and {notes[0] if notes else 'it is empty'}.")
 
@@ -91,8 +100,8 @@ def _alternate(space: Space, climb: Callable[[Space], Maximum], objective: str, 
         best = climb(space)
         if not values:
             values.append(here.log_evidence() if objective == EVIDENCE else float(best.values[0]))
-        points.append(space.units(best.point[None]))
-        here = space.posterior_at(best.point)
+        here, point = _stepped(space, best.point)
+        points.append(space.units(point[None]))
         here = here if average is None else Climb(here, average).run()
         values.append(here.log_evidence() if objective == EVIDENCE else best.value)
         evaluations += best.evaluations
@@ -107,6 +116,16 @@ def _alternate(space: Space, climb: Callable[[Space], Maximum], objective: str, 
     if average is not None and here.network.linear and here.follows_prior:
         here = at_its_mode(here)
     return _finished(here, trace)
+
+
+def _stepped(space: Space, point: Tensor) -> tuple[State, Tensor]:
+    """The posterior at the point, or on the way to it as far as the kept averages are positive definite with the prior."""
+    for _ in range(HALVINGS):
+        try:
+            return space.posterior_at(point), point
+        except ValueError:
+            point = point / 2
+    return space.posterior, torch.zeros_like(point)
 
 
 def _climb_evidence(space: Space) -> Maximum:

@@ -34,7 +34,7 @@ class Space:
     reach: float = math.inf  # the largest change of a logarithm
 
     @staticmethod
-    def of(posterior: State, over: Sequence[str], per_layer: bool) -> tuple[Space, list[str]]:
+    def of(posterior: State, over: Sequence[str], per_layer: bool, per_output: bool = False) -> tuple[Space, list[str]]:
         bound, notes = posterior.bound_prior, []
         if not isinstance(bound, BoundGaussian):
             raise ValueError(
@@ -43,20 +43,15 @@ class Space:
             )
         flat = isinstance(posterior.prior, Flat)
         pattern = torch.ones_like(posterior.theta) if flat else bound.scale_precision
-        layers = posterior.network.layout.layers() if per_layer else {"all": posterior.network.layout.names}
-        groups = torch.zeros(posterior.theta.numel(), dtype=torch.long)
-        for i, names in enumerate(layers.values()):
-            for name in names:
-                groups[posterior.network.layout.positions[name]] = i
-        free = list(range(len(layers))) if PRIOR in over else []
+        labels, groups = _grouped(posterior, per_layer, per_output)
+        free = list(range(len(labels))) if PRIOR in over else []
         if NOISE in over:
             if isinstance(posterior.likelihood, Gaussian):
-                free.append(len(layers))
+                free.append(len(labels))
             else:
                 notes.append(f"{posterior.report.likelihood} has no noise to tune")
         if flat and PRIOR not in over:
             raise ValueError("Under a flat prior the evidence is not defined. Tune the prior too, or give a Gaussian one.")
-        labels = tuple(f"precision of {layer or 'network'}" for layer in layers)
         return Space(posterior, bound, pattern, groups, labels, torch.tensor(free, dtype=torch.long)), notes
 
     @property
@@ -132,6 +127,20 @@ class Space:
             return found.recentred()
         theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
         return replace(found, theta=theta, statistics=statistics)
+
+
+def _grouped(posterior: State, per_layer: bool, per_output: bool) -> tuple[tuple[str, ...], Tensor]:
+    """Labels, and the group of each parameter (P,): by layer, or by output of a last layer where that is asked for."""
+    layout, outputs = posterior.network.layout, posterior.network.outputs
+    if per_output and posterior.network.linear:  # θ keeps each output's weights and bias together
+        each = layout.size // outputs
+        return tuple(f"precision of output {c}" for c in range(outputs)), torch.arange(outputs).repeat_interleave(each)
+    layers = layout.layers() if per_layer else {"all": layout.names}
+    groups = torch.zeros(layout.size, dtype=torch.long)
+    for i, names in enumerate(layers.values()):
+        for name in names:
+            groups[layout.positions[name]] = i
+    return tuple(f"precision of {layer or 'network'}" for layer in layers), groups
 
 
 def first_noise(likelihood: Likelihood, outputs: int) -> float:
