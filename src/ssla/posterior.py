@@ -219,7 +219,8 @@ def fit(
     likelihood:
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
-        Over the free parameters; `ssla.priors.Gaussian(precision=1.0)` if not given. A torch.distributions distribution will do.
+        Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions distribution. If not given, a
+        Gaussian with one precision for each layer, that of the highest evidence; biases are centred on their trained values.
     weights:
         "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
         where all are frozen, all are taken), a module's name, or a list of parameter names.
@@ -250,7 +251,8 @@ def fit(
         budget, part = fitting.checked_budget(memory_budget), checked_output(output)
         reader = fitting.Reader(open_source(data), model, fitting.checked_weights(weights), budget, progress, output=part)
         job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget)
-    return Posterior(job.run())
+    found = job.run()
+    return Posterior(tuning.choose_prior(found, job) if prior is None else found)
 
 
 def load(

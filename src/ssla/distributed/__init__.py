@@ -30,6 +30,7 @@ from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of,
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 from ssla.structures import Structure
+from ssla.tuning import choose_prior
 
 __all__ = ["alone", "fit"]
 
@@ -66,7 +67,9 @@ def fit(
     budget = checked_budget(memory_budget)
     part = checked_output(output)
     cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
-    return Posterior(checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget).run())
+    job = checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget)
+    found = job.run()
+    return Posterior(choose_prior(found, job) if prior is None else found)
 
 
 # --- on the workers ------------------------------------------------------------------------

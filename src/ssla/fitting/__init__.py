@@ -11,7 +11,6 @@ One pass collects the sums at the trained θ. What happens next is the `mode`:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch.distributions import Distribution
@@ -21,10 +20,9 @@ from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Data, Reader
 from ssla.fitting.ranks import announced, shared
-from ssla.fitting.variational import Average, with_rows
+from ssla.fitting.variational import with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
-from ssla.priors import Gaussian as GaussianPrior
 from ssla.priors import Prior, as_prior
 from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics
 from ssla.structures import Structure, resolve
@@ -70,7 +68,7 @@ def checked_job(
             f"gaussian='variational' averages over a Gaussian of the outputs, but {likelihood!r} does not allow every output. "
             "Use gaussian='laplace', or a likelihood on the logarithmic scale."
         )
-    own = GaussianPrior() if prior is None else as_prior(prior)
+    own = None if prior is None else as_prior(prior)
     return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian or LAPLACE)
 
 
@@ -94,19 +92,11 @@ def collect(posterior: State, data: Any) -> Statistics:
     return job.average(posterior.theta)(posterior.mean, posterior.covariance).statistics
 
 
-def averages_of(posterior: State) -> Average | None:
-    """Passes for averages over the data that a posterior was fitted on; None where it cannot read them again."""
+def again(posterior: State) -> Job | None:
+    """Further passes over the data that a posterior was fitted on; None where it cannot read them again."""
     if posterior.source is None or not posterior.source.repeatable:
         return None
-    return _job(posterior, posterior.source)[0].average(posterior.theta)
-
-
-def at_its_mode(posterior: State) -> State:
-    """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start."""
-    job, _ = _job(posterior, posterior.source)
-    theta, statistics = job.mode_from(posterior.theta, posterior.bound_prior)
-    moved = replace(posterior, theta=theta, statistics=statistics, mode=POLISH)
-    return replace(moved, report=replace(posterior.report, mode=POLISH, residual_after=moved.residual))
+    return _job(posterior, posterior.source)[0]
 
 
 def update(posterior: State, data: Any) -> State:

@@ -11,13 +11,13 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
-from ssla.fitting.variational import Average, Climb
+from ssla.fitting.variational import COARSE, TOLERANCE, Average, Climb
 from ssla.fitting.watching import TargetRange, warn_residual
-from ssla.likelihoods import Custom, Gaussian, Likelihood, Tempered
+from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
 from ssla.network import Network, output_words
 from ssla.numerics.digests import digest
-from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
+from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe, trained_scale
 from ssla.state import (
     CONCAVITY,
     LAPLACE,
@@ -59,7 +59,7 @@ class Job:
 
     data: Data
     likelihood: Likelihood
-    prior: Prior
+    prior: Prior | None  # None: to be chosen, from the scale of the trained weights on
     structure: Structure
     mode: str | None
     budget: int
@@ -67,6 +67,7 @@ class Job:
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
+    estimated: bool = False  # the noise
     marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
 
     def __post_init__(self) -> None:
@@ -77,15 +78,15 @@ class Job:
     # --- the whole -------------------------------------------------------------------------
 
     def run(self) -> State:
-        estimate = isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
+        self.estimated = estimate = isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
         sums, target = self._read(None)
         sums = self._enough_directions(sums, estimate)
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
-        bound = self.prior.bind(network.layout)
-        check_at(self.prior, bound, network.theta)
+        bound = self._prior.bind(network.layout)
+        check_at(self._prior, bound, network.theta)
         mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
@@ -116,7 +117,7 @@ class Job:
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
         posterior = State(
-            network, self.likelihood, self.prior, theta, sums.statistics, mode, report, self.budget, self.data.source
+            network, self.likelihood, self._prior, theta, sums.statistics, mode, report, self.budget, self.data.source
         )
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
         return self.averaged(posterior)
@@ -142,7 +143,8 @@ class Job:
                 f"the variational Gaussian takes the expected Fisher information, because structure={structure.name!r} needs it"
             )
             posterior = replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(note))))
-        found = Climb(posterior, self.average(posterior.theta)).run()
+        tolerance = TOLERANCE if self.prior is not None else COARSE  # a prior that is to be chosen moves the Gaussian again
+        found = Climb(posterior, self.average(posterior.theta), tolerance).run()
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
 
@@ -206,7 +208,7 @@ class Job:
 
     def _least_precision(self) -> float:
         network = self._network
-        return float(self.prior.bind(network.layout).precision(network.theta).min())
+        return float(self._prior.bind(network.layout).precision(network.theta).min())
 
     def _note_directions(self, sums: Sums) -> None:
         """Say what a low-rank curvature leaves out."""
@@ -256,14 +258,25 @@ class Job:
             self.notes.append(Note(message, MOVED))
             warn(message)
 
-    def mode_from(self, theta: Tensor, bound: BoundPrior) -> tuple[Tensor, Statistics]:
-        """The mode that Newton steps reach from θ, and the sums there."""
+    def polished(self, posterior: State) -> State:
+        """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start."""
         self.mode = POLISH
-        there, sums, _ = self._polish(theta, self._collect(theta), bound)
-        return there, sums.statistics
+        theta, sums, steps = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        moved = replace(posterior, theta=theta, statistics=sums.statistics, mode=POLISH)
+        report = replace(posterior.report, mode=POLISH, residual_after=moved.residual, steps=posterior.report.steps + steps)
+        return replace(moved, report=report)
 
     def sums_at(self, theta: Tensor) -> Statistics:
         return self._collect(theta).statistics
+
+    @property
+    def _prior(self) -> Prior:
+        if self.prior is not None:
+            return self.prior
+        network = self._network
+        kronecker = isinstance(self.structure, Kfac)  # one precision a layer
+        rows = None if kronecker else outputs_apart(network, self.likelihood)
+        return trained_scale(network.layout, network.theta, rows)
 
     @property
     def _network(self) -> Network:
@@ -288,7 +301,7 @@ class Job:
             passes=self.data.passes,
             memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
-            prior=describe(self.prior),
+            prior=describe(self._prior),
             output=output_words(self._network),
         )
 
@@ -436,3 +449,11 @@ class Job:
             RuntimeWarning,
         )
         return steps
+
+
+def outputs_apart(network: Network, likelihood: Likelihood) -> Tensor | None:
+    """The output of each parameter (P,) of a last layer whose outputs are of different kinds and scales; None for others."""
+    apart = isinstance(likelihood, Gaussian | HeteroscedasticGaussian) and network.outputs > 1
+    if not (apart and network.linear):
+        return None
+    return torch.arange(network.outputs).repeat_interleave(network.layout.size // network.outputs)

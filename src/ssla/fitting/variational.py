@@ -26,6 +26,7 @@ from ssla.state import FIT, POLISH, VARIATIONAL, Note, State, Variational, evide
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
+COARSE = 3e-3  # the same, while the prior is not chosen yet
 MOST_ROUNDS = 100
 GROWTH = 1.5  # of the share after a round that raised the bound
 SHORTEST = 1 / 32  # the least share

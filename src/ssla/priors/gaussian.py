@@ -12,6 +12,8 @@ from ssla._checks import finite, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
+LEAST_SQUARE = 1e-8  # of trained weights, for the scale of a prior
+
 
 @dataclass(frozen=True)
 class BoundGaussian:
@@ -53,6 +55,33 @@ class Gaussian:
 
     def bind(self, layout: Layout) -> BoundGaussian:
         return BoundGaussian(resolve("mean", self.mean, layout), resolve("precision", self.precision, layout))
+
+
+def trained_scale(layout: Layout, theta: Tensor, rows: Tensor | None = None) -> Gaussian:
+    """The prior from which one is chosen by the evidence: each layer's weights have precision 1 / mean(w²) around zero.
+
+    A bias has the precision of its layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
+    rows: groups (P,) in place of the layers.
+    """
+    precision, mean = torch.empty_like(theta), torch.zeros_like(theta)
+    free = torch.ones_like(theta, dtype=torch.bool)  # of those that have no offset
+    groups = torch.empty_like(theta, dtype=torch.long)
+    for i, names in enumerate(layout.layers().values()):
+        for name in names:
+            index = layout.positions[name]
+            groups[index] = i
+            if name.rpartition(".")[2] == "bias" and len(names) > 1:
+                free[index], mean[index] = False, theta[index]
+    groups = groups if rows is None else rows
+    for group in groups.unique():
+        own = groups == group
+        square = float((theta[own & free] ** 2).mean()) if bool((own & free).any()) else 1.0
+        precision[own] = 1 / min(max(square, LEAST_SQUARE), 1 / LEAST_SQUARE)
+    named = {name: precision[index] for name, index in layout.positions.items()}
+    return Gaussian(
+        {name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v for name, v in named.items()},
+        {name: mean[index] if bool(mean[index].any()) else 0.0 for name, index in layout.positions.items()},
+    )
 
 
 @dataclass(frozen=True)

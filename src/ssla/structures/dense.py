@@ -116,6 +116,12 @@ class Dense:
             return replace(self, rows=((Q @ (U * singular)[:, kept]).mT,))
         return Dense(self.dual, (1 - share) * self.as_matrix() + share * other.as_matrix(), (), self.size)
 
+    def positive_part(self) -> Dense:
+        if self.matrix is None or int(torch.linalg.cholesky_ex(self.matrix).info) == 0:
+            return self
+        values, vectors = torch.linalg.eigh(self.matrix)
+        return replace(self, matrix=(vectors * values.clamp_min(0)) @ vectors.mT)
+
     def scaled(self, factors: Tensor) -> Dense:
         if self.matrix is None:
             return replace(self, rows=(self._stacked * factors,))

@@ -66,6 +66,9 @@ class Diagonal:
             raise ValueError(mismatch("diag", other))
         return Diagonal((1 - share) * self._diagonal + share * other._diagonal)
 
+    def positive_part(self) -> Diagonal:
+        return Diagonal(self._diagonal.clamp_min(0))
+
     def scaled(self, factors: Tensor) -> Diagonal:
         return replace(self, diagonal=self._diagonal * factors**2)
 

@@ -192,6 +192,10 @@ class Kfac:
         )  # A is the same for the same rows
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
+    def positive_part(self) -> Kfac:
+        """Eigenvalues of the factors are never taken as negative; the rest may be."""
+        return replace(self, rest=self.rest.clamp_min(0))
+
     def scaled(self, factors: Tensor) -> Kfac:
         layers = []
         for layer in self.layers:

@@ -92,6 +92,9 @@ class LowRank:
         sketch = (1 - share) * self.sketch + share * other.sketch
         return replace(self, sketch=sketch, diagonal=(1 - share) * self.diagonal + share * other.diagonal)
 
+    def positive_part(self) -> LowRank:
+        return self
+
     def scaled(self, factors: Tensor) -> LowRank:
         """Exact for equal factors; for others, Ŝ is used in place of S."""
         diagonal = self.diagonal * factors**2

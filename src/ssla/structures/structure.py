@@ -85,6 +85,10 @@ class Structure(Protocol):
         """(1 − share) of these statistics and `share` of others of the same rows."""
         ...
 
+    def positive_part(self) -> Structure:
+        """Without the directions of negative curvature, which sums of an indefinite Λ may have."""
+        ...
+
     def scaled(self, factors: Tensor) -> Structure:
         """D S D for a positive diagonal D = diag(factors) (P,): another noise level without another pass."""
         ...

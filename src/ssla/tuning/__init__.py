@@ -21,23 +21,26 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of, warn
-from ssla.fitting import at_its_mode, averages_of
+from ssla.fitting import again
+from ssla.fitting.job import Job, outputs_apart
 from ssla.fitting.prior_change import described
-from ssla.fitting.variational import Climb
+from ssla.fitting.variational import COARSE, Climb
 from ssla.priors import EXACT
 from ssla.state import TUNING, Note, State, TuningHistory, without
+from ssla.structures import Dense, Kfac, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
 from ssla.tuning.space import NOISE, PRIOR, Space
 
-__all__ = ["tune"]
+__all__ = ["choose_prior", "tune"]
 
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)  # log factors on all precisions from which an ascent may start
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
 HALVINGS = 5
 ALTERNATIONS = 20  # of averages and prior
-SETTLED = 0.02  # change of the logarithm of a precision at which an alternation is the last
+REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
+SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 
@@ -81,15 +84,37 @@ def tune(
     if posterior.variational is None:
         best = climb(space)
         return _finished(space.posterior_at(best.point), _history(objective, space, best, notes))
-    return _alternate(space, climb, objective, notes)
+    return _alternate(space, climb, objective, notes, again(posterior))
 
 
-def _alternate(space: Space, climb: Callable[[Space], Maximum], objective: str, notes: list[str]) -> State:
+def choose_prior(posterior: State, job: Job) -> State:
+    """The posterior of a fit without a prior: from the trained weights' scale to the precisions of the highest evidence.
+
+    One precision for each layer, or for each output of a last layer whose outputs are of different kinds. The noise goes with
+    them where the fit estimated it.
+    """
+    dense = isinstance(posterior.sums.curvature, Dense | LowRank) and posterior.theta.numel() > SCAN_LIMIT
+    apart = not isinstance(posterior.sums.curvature, Kfac) and outputs_apart(posterior.network, posterior.likelihood) is not None
+    space, notes = Space.of(posterior, (PRIOR, NOISE) if job.estimated else (PRIOR,), not dense, apart)
+    if posterior.variational is None:
+        best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
+        return _finished(space.posterior_at(best.point), _history(EVIDENCE, space, best, notes), quiet=True)
+    return _alternate(space, _climb_evidence, EVIDENCE, notes, job, quiet=True)
+
+
+def _alternate(
+    space: Space,
+    climb: Callable[[Space], Maximum],
+    objective: str,
+    notes: list[str],
+    job: Job | None,
+    quiet: bool = False,
+) -> State:
     """Averages of the variational Gaussian and its prior in turn, until the prior stays where it is.
 
     With the averages kept, the objective is that of a Gaussian model; where neither changes any more its gradient is the bound's.
     """
-    average = averages_of(space.posterior)
+    average = None if job is None else job.average(space.posterior.theta)
     if average is None:
         notes.append("the data cannot be read again: the averages of the variational Gaussian were kept")
     else:
@@ -97,32 +122,42 @@ def _alternate(space: Space, climb: Callable[[Space], Maximum], objective: str, 
     here, points, evaluations = space.posterior, [space.units(torch.zeros(1, len(space.free)).double())], 0
     values: list[float] = []
     for _ in range(ALTERNATIONS):
+        space = space.moved(_positive(here))
         best = climb(space)
         if not values:
             values.append(here.log_evidence() if objective == EVIDENCE else float(best.values[0]))
         here, point = _stepped(space, best.point)
         points.append(space.units(point[None]))
-        here = here if average is None else Climb(here, average).run()
+        here = here if average is None else Climb(here, average, COARSE).run()
         values.append(here.log_evidence() if objective == EVIDENCE else best.value)
         evaluations += best.evaluations
         settled = average is None or bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         if settled:
             break
-        space = space.moved(here)
+    if average is not None:
+        here = Climb(here, average).run()
+        values[-1] = here.log_evidence() if objective == EVIDENCE else values[-1]
     points_of_all = torch.cat(points)
     path = torch.zeros_like(points_of_all)  # in logarithms; the history gets the units
     whole = replace(best, points=path, values=torch.tensor(values), evaluations=evaluations, converged=settled and best.converged)
     trace = replace(_history(objective, space, whole, notes), points=points_of_all)
-    if average is not None and here.network.linear and here.follows_prior:
-        here = at_its_mode(here)
-    return _finished(here, trace)
+    if job is not None and here.network.linear and here.follows_prior:
+        here = job.polished(here)
+    return _finished(here, trace, quiet)
+
+
+def _positive(posterior: State) -> State:
+    """With the positive part of the averages: what is negative would make variances infinite under a weaker prior."""
+    return posterior.with_sums(replace(posterior.sums, curvature=posterior.sums.curvature.positive_part()))
 
 
 def _stepped(space: Space, point: Tensor) -> tuple[State, Tensor]:
     """The posterior at the point, or on the way to it as far as the kept averages are positive definite with the prior."""
     for _ in range(HALVINGS):
         try:
-            return space.posterior_at(point), point
+            found = space.posterior_at(point)
+            _ = found.covariance
+            return found, point
         except ValueError:
             point = point / 2
     return space.posterior, torch.zeros_like(point)
@@ -133,14 +168,17 @@ def _climb_evidence(space: Space) -> Maximum:
     evidence: Evidence = evidence_of(space.problem)
 
     def function(point: Tensor) -> tuple[float, Tensor]:
-        value, gradient = evidence(space.full(point))
+        try:
+            value, gradient = evidence(space.full(point))
+        except ValueError:  # averages that are not positive definite with so weak a prior
+            return -math.inf, torch.zeros_like(point)
         return value, gradient[space.free]
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
     best = maximise(function, start, low, high, space.scale, tolerance=1e-10)
     tuned = space.free < len(space.labels)
-    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach == math.inf:
+    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach > REACH:
         starts = start + SCAN[:, None] * tuned.double()
         heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
         other = maximise(function, starts[int(heights.argmax())], low, high, space.scale, tolerance=1e-10)
@@ -189,14 +227,14 @@ def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> T
     )
 
 
-def _finished(posterior: State, history: TuningHistory) -> State:
-    """The tuned posterior with its history and its report; warns about a poor solution."""
-    if history.at_bound:
+def _finished(posterior: State, history: TuningHistory, quiet: bool = False) -> State:
+    """The tuned posterior with its history and its report; warns about a poor solution, unless nobody asked for tuning."""
+    if history.at_bound and not quiet:
         warn(
             f"Tuning ended at the edge of its range for {', '.join(history.at_bound)}: the objective has no maximum inside. A "
             "precision at the upper edge says that those parameters do not help, at the lower edge that the prior is not wanted."
         )
-    if not history.converged:
+    if not history.converged and not quiet:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
     summary = "tuned by " + str(history).replace("\n", "; ")
     kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "

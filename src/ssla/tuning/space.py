@@ -124,7 +124,7 @@ class Space:
         if not self.moves:
             return found
         if found.variational is not None:
-            return found.recentred()
+            return found.recentred() if self.reach == math.inf else found  # else passes follow, which move it
         theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
         return replace(found, theta=theta, statistics=statistics)
 
