@@ -23,6 +23,7 @@ from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, inde
 from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.memory import DEFAULT_BUDGET
+from ssla.structures.roots import Root
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 # subjects of notes
@@ -266,6 +267,11 @@ class State:
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
         return self._joined([(f, self.operator.covariance(J)) for f, J in self.linearised(x)])
+
+    def roots_at(self, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+        """f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is never held."""
+        for f, J in self.linearised(x):
+            yield f.double(), self.operator.root(J)
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.

@@ -7,13 +7,14 @@ from ssla.refit.auto import AutoRefit
 from ssla.refit.increments import Increments
 from ssla.refit.none import NoRefit, PlugIn
 from ssla.refit.output import OutputRefit
-from ssla.refit.outputs import Density, LogDensity, OutputLogDensity, OutputRung, Refit, on_marginal
+from ssla.refit.outputs import ByChunks, Density, LogDensity, OutputLogDensity, OutputRung, Refit, on_marginal
 from ssla.refit.weights import WeightLogDensity, WeightRefit
 from ssla.refit.words import increments_at
 
 __all__ = [
     "REFITS",
     "AutoRefit",
+    "ByChunks",
     "Density",
     "Increments",
     "LogDensity",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla.structures.jacobians import Jacobian
+from ssla.structures.roots import Root
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Operator(Protocol):
 
     def covariance(self, J: Jacobian) -> Tensor:
         """K = J H⁻¹ Jᵀ.  -> (B, C, C)."""
+        ...
+
+    def root(self, J: Jacobian) -> Root:
+        """R with R Rᵀ = K."""
         ...
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
