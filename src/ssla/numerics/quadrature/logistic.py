@@ -8,7 +8,8 @@ a large s those of a logistic variable L, because σ(f) = P(L ≤ f):
 
     E σ(f) = ∫ Φ((m − l)/s) σ(l)σ(−l) dl,          error e^(−2π²/h).
 
-Sums are taken in logarithms, and the tail of L beyond the last node is added in closed form: a tiny probability keeps its digits.
+Sums are taken in logarithms, and the tail of L beyond the last node is added in closed form: logarithms of probabilities below
+1e-17 are right to 0.03.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ def logistic_normal(mean: Tensor, sd: Tensor) -> LogisticNormal:
     return LogisticNormal(*(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True)))
 
 
-def _by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
+def normal_line() -> tuple[Tensor, Tensor]:
+    """Nodes z and weights of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
     z = _nodes(NORMAL_REACH, NORMAL_STEP)
-    log_weights = torch.log_softmax(-0.5 * z * z, 0)
+    return z, torch.softmax(-0.5 * z * z, 0)
+
+
+def _by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
+    z, weights = normal_line()
+    log_weights = weights.log()
     f = m.unsqueeze(1) + s.unsqueeze(1) * z
     one, zero = ((log_weights + logsigmoid(part)).logsumexp(1) for part in (f, -f))
-    return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ log_weights.exp())
+    return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ weights)
 
 
 def _by_logistic(m: Tensor, s: Tensor) -> LogisticNormal:
