@@ -19,6 +19,7 @@ from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, Stud
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.network import Network, difference, fingerprint, marks, module_of
 from ssla.numerics.digests import digest
+from ssla.numerics.roots import Root
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
 from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
 from ssla.structures.jacobians import Jacobian
@@ -330,6 +331,11 @@ class State:
     def outputs_at(self, x: Inputs) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
         return self._joined([(f, self.covariance.covariance(J)) for f, J in self.linearised(x)])
+
+    def roots_at(self, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+        """f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is never held."""
+        for f, J in self.linearised(x):
+            yield f.double(), self.covariance.root(J)
 
     def prior_response(self, x: Inputs) -> Marginal:
         """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇² log π) H⁻¹ Jᵀ.

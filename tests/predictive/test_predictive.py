@@ -95,7 +95,7 @@ def test_shapes_of_classes(name):
     y = torch.zeros(N, dtype=torch.long)
     assert torch.allclose(p.log_prob(y), p.probs[:, 0].log())
     assert p.increments(y).total.shape == (N,)
-    assert torch.allclose(p.increments(y).total, p.log_prob(y) + p.mass.log())
+    assert torch.allclose(p.increments(y).total, p.log_prob(y), atol=0.01, rtol=0.01)  # they approximate the integral
     chosen = p.interval(0.8)
     assert chosen.dtype == torch.bool
     assert ((p.probs * chosen).sum(1) >= 0.8 - 1e-12).all()

@@ -11,7 +11,6 @@ from torch import Tensor
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.averages import averages
-from ssla.numerics.linalg import root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
@@ -98,8 +97,7 @@ class Sums:
         fisher: bool,
     ) -> Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
-        R = root(covariance.covariance(J))
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), R, fisher)
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None]

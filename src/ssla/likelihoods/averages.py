@@ -1,9 +1,11 @@
-"""E log p(y|f), E g and E Λ under f ~ N(f̂, R Rᵀ): what a variational Gaussian sums in place of the values at f̂.
+"""E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
 
 By fixed nodes (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,23 +16,26 @@ from ssla.likelihoods.gaussian import Gaussian
 from ssla.likelihoods.likelihood import Derivatives, Likelihood
 from ssla.likelihoods.tempered import Tempered
 from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.numerics.roots import Root
 
 NUMBERS_AT_ONCE = 1 << 22
-PAIRS = 128  # of the low-discrepancy set: more change predictive distributions by less than 2e-4 in KL (ten classes)
-MANY = 64  # outputs; beyond, half the pairs
+# up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change predictives by less than 2e-4 in KL, and
+# for many classes the sums over rows average out what one row's nodes miss
+PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 
 
-def averages(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, fisher: bool = False) -> Derivatives:
+def averages(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool = False) -> Derivatives:
     """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never indefinite, for E Λ."""
     B, C = f.shape
-    nodes, weights = normal_nodes(C, PAIRS if C <= MANY else PAIRS // 2)
+    nodes, weights = normal_nodes(C, next(pairs for most, pairs in PAIRS if most >= C))
+    z = nodes.mT.contiguous()
     fast = isinstance(likelihood, Categorical) or (isinstance(likelihood, Tempered) and isinstance(likelihood.base, Categorical))
     each = len(nodes) * C * (1 if fast else C) + C * C
     size = max(NUMBERS_AT_ONCE // each, 1)
     parts = []
     for start in range(0, max(B, 1), size):
         rows = slice(start, start + size)
-        points = torch.baddbmm(f[rows].unsqueeze(1), nodes.expand(len(f[rows]), -1, -1), R[rows].mT)  # (b, J, C)
+        points = f[rows].unsqueeze(1) + root.take(rows).times(z).mT  # (b, J, C)
         parts.append((_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher))
     return Derivatives(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ssla._checks import covariances, finite, warn
-from ssla.data import Inputs, as_tensor
+from ssla.data import Inputs, as_inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.numerics.quadrature import Regions
+from ssla.numerics.roots import full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
-from ssla.predictive.classes import class_predictive
+from ssla.predictive.class_integrals import has_integral, integrate_classes
+from ssla.predictive.classes import class_predictive, integrated_predictive
 from ssla.predictive.counts import count_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianLaw, additive_law
 from ssla.predictive.grid import grid_predictive
@@ -25,6 +27,7 @@ from ssla.predictive.refitted import check_refittable, refitted
 from ssla.priors import ADDITIVE, EXACT
 from ssla.refit import (
     AutoRefit,
+    ByChunks,
     LogDensity,
     NoRefit,
     OutputLogDensity,
@@ -38,6 +41,7 @@ from ssla.refit import (
 )
 from ssla.refit.increments import EMPIRICAL
 from ssla.state import State
+from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = [
     "Diagnostics",
@@ -74,7 +78,17 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output") -> Predi
         failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
         weights.warn(sum(failed), len(failed), "inputs have refits of the weights that")
         return _warned(answer)
+    if isinstance(rung, OutputRefit) and _integrates(rung, posterior.likelihood.predictive, posterior.convention):
+        whole = ByChunks(rung, posterior, as_inputs(x))
+        return integrated_predictive(
+            whole, integrate_classes(posterior.roots_at(x), posterior.network.outputs, posterior.memory_budget), rung.name
+        )
     return _warned(_predictive(rung(posterior, x), rung))
+
+
+def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
+    """Whether the probabilities of classes are integrals over f, which the output refit approximates for other targets."""
+    return isinstance(rung, OutputRefit) and rung.steps is None and has_integral(likelihood) and convention == EXACT
 
 
 def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
@@ -122,7 +136,10 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
         )
-    if isinstance(support, Classes):
+    if isinstance(log_density, OutputLogDensity) and _integrates(rung, likelihood, convention):
+        integrals = integrate_classes([(f, full_root(log_density.marginal.covariance))], f.shape[1], DEFAULT_BUDGET)
+        found = integrated_predictive(log_density, integrals, rung.name)
+    elif isinstance(support, Classes):
         found = class_predictive(log_density, support.count, rung.name)
     elif support.kind == "count":
         found = count_predictive(log_density, rung.name)

@@ -1,4 +1,4 @@
-"""Classes: one evaluation for each, then normalise."""
+"""Classes: their integrals, or one evaluation for each, normalised."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
+from ssla.predictive.class_integrals import ClassIntegrals
 from ssla.predictive.law import Law, highest
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import total_variance
@@ -21,13 +22,16 @@ from ssla.refit.increments import Increments
 @final
 @dataclass(frozen=True, eq=False)
 class ClassLaw(Law):
-    """P(Y = c) = exp(total(c)) / mass.
+    """P(Y = c) = exp(log_weights_c) / mass.
 
-    `mean` and `variance` are of the class indicators: (N, C), or (N,) (of y itself) for Bernoulli.
+    The weights are integrals over f (the mass is then one), or the un-normalised densities of a refit. `increments` are those of
+    the refit in both cases: they approximate the logarithm of the integral. `mean` and `variance` are of the class indicators:
+    (N, C), or (N,) (of y itself) for Bernoulli.
     """
 
     log_density: LogDensity
-    log_weights: Tensor  # un-normalised (N, C)
+    log_weights: Tensor  # (N, C)
+    share: Tensor | None = None  # of the variance that is epistemic, of its shape; None: found when asked for
 
     kind = "class"
 
@@ -65,8 +69,11 @@ class ClassLaw(Law):
         """In the proportion of the law of total variance under f ~ N(f̂, K)."""
         if not self.log_density.moves:
             return torch.zeros_like(self.variance), self.variance
-        doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
-        epistemic = self.variance * (doubt / (doubt + noise).clamp_min(1e-300))
+        share = self.share
+        if share is None:
+            doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
+            share = doubt / (doubt + noise).clamp_min(1e-300)
+        epistemic = self.variance * share
         return epistemic, self.variance - epistemic
 
     @property
@@ -120,6 +127,17 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
             "and on_failure='nan' was asked for. Use on_failure='fallback', or leave these rows out."
         )
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
+
+
+def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit: str) -> Predictive:
+    """Probabilities that are integrals over f."""
+    log_probs, spread = found
+    p = log_probs.exp()
+    share = (spread / (p * (1 - p)).clamp_min(1e-300)).clamp_max(1.0)
+    if isinstance(log_density.likelihood, Bernoulli):
+        share = share[:, 1]
+    no = torch.zeros(len(p), dtype=torch.bool)
+    return Predictive(ClassLaw(log_density, log_probs, share), log_density.like, Diagnostics(refit, no, no, no))
 
 
 def class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:

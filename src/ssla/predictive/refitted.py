@@ -106,7 +106,8 @@ def _classes(
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else count, 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
-    return Predictive(ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs), weights.like, flags)
+    law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.share)
+    return Predictive(law, weights.like, flags)
 
 
 def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:

@@ -11,13 +11,25 @@ from ssla._checks import unknown_name
 from ssla.data import Inputs, as_tensor
 from ssla.refit.auto import AutoRefit
 from ssla.refit.increments import Increments
-from ssla.refit.outputs import Density, LogDensity, NoRefit, OutputLogDensity, OutputRefit, OutputRung, PlugIn, Refit, on_marginal
+from ssla.refit.outputs import (
+    ByChunks,
+    Density,
+    LogDensity,
+    NoRefit,
+    OutputLogDensity,
+    OutputRefit,
+    OutputRung,
+    PlugIn,
+    Refit,
+    on_marginal,
+)
 from ssla.refit.weights import WeightLogDensity, WeightRefit
 from ssla.state import State
 
 __all__ = [
     "REFITS",
     "AutoRefit",
+    "ByChunks",
     "Density",
     "Increments",
     "LogDensity",

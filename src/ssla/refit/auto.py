@@ -24,7 +24,8 @@ class AutoRefit:
     `target` is the error in log density, a mean over y of its absolute value, that the output refit may have. It is not known
     without a refit, but two indicators are: how far a plausible y (the ends of a 95% interval) moves the weights, s posterior
     standard deviations, and the predictive's mass, off one by m. An input is doubtful where STEP_ERROR·s² or MASS_ERROR·m is
-    above the target, or where its output predictive was flagged (not converged, inaccurate). With Gaussian noise and a linear
+    above the target, or where its output predictive was flagged (not converged, inaccurate). Classes have s only: their output
+    probabilities are integrals with a mass of one. With Gaussian noise and a linear
     model the output refit is exact, and nothing is doubtful. `predictive.diagnostics.rung` and `.reason` state for each input
     which rung answered, and why.
 
@@ -75,5 +76,5 @@ def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
     likely = likely.double().cpu()
     if output.likelihood.support_for(output.marginal.mean.shape[1]).kind != "class":
         return output.step(likely).amax(1)
-    y = torch.arange(likely.shape[1], dtype=torch.float64).expand_as(likely)
-    return torch.where(likely >= CLASS_SHARE, output.step(y), torch.zeros_like(likely)).amax(1)
+    likely, y = likely.topk(min(likely.shape[1], round(1 / CLASS_SHARE)))  # no more than these have that probability
+    return torch.where(likely >= CLASS_SHARE, output.step(y.double()), torch.zeros_like(likely)).amax(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.data import Inputs
+from ssla.data import Inputs, map_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
@@ -19,6 +19,7 @@ from ssla.refit.increments import CURVATURES, OBSERVED, Evaluated, Increments, R
 from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
+MATRICES = 12  # C×C matrices that a task of a refit takes
 
 
 class Density(NamedTuple):
@@ -190,6 +191,58 @@ class OutputLogDensity:
             )
             for start in range(0, max(shape[0], 1), size)
         ]
+
+
+@dataclass(frozen=True, eq=False)
+class ByChunks:
+    """The log density of a rung at x, which is read when y is given, a chunk of rows at a time: K of all rows is not held."""
+
+    rung: OutputRung
+    posterior: State
+    x: Inputs
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.posterior.likelihood.predictive
+
+    @property
+    def marginal(self) -> Marginal:
+        return self.posterior.outputs_at(self.x)
+
+    @property
+    def moves(self) -> bool:
+        return self.rung.moves
+
+    @cached_property
+    def like(self) -> Tensor:
+        C = self.posterior.network.outputs
+        return self.posterior.like(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
+
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        parts = [[part.at(own) for own in some] for part, some in self._chunks(y, rows)]
+        return Density(*(_grid([[own[i] for own in some] for some in parts]) for i in range(3)))
+
+    def __call__(self, y: Tensor) -> Increments:
+        parts = [[part(own) for own in some] for part, some in self._chunks(y, None)]
+        names = ("likelihood", "prior", "curvature")
+        likelihood, prior, curvature = (_grid([[getattr(own, name) for own in some] for some in parts]) for name in names)
+        return Increments(likelihood, prior, curvature, self.posterior.convention)
+
+    def _chunks(self, y: Tensor, rows: Tensor | None) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
+        """Some rows at a time, and their y in portions (m,) or (m, k): a task for each y takes several C×C matrices."""
+        index = torch.arange(row_count(self.x)) if rows is None else rows
+        task = MATRICES * 8 * self.posterior.network.outputs**2
+        tasks = max(self.posterior.memory_budget // task, 1)
+        at_once = max(min(tasks // (y.shape[1] if y.dim() > 1 else 1), TASKS_AT_ONCE), 1)
+        for start in range(0, max(len(index), 1), at_once):
+            some = slice(start, start + at_once)
+            part = on_posterior(self.rung, self.posterior, map_inputs(lambda values: values[index[some]], self.x))  # noqa: B023
+            yield part, [y[some]] if y.dim() == 1 else list(y[some].split(tasks, 1))
+
+
+def _grid(parts: list[list[Tensor]]) -> Tensor:
+    """Chunks of rows, each in portions of columns -> one tensor."""
+    return _cat([some[0] if len(some) == 1 else torch.cat(some, 1) for some in parts])
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 from ssla.structures.woodbury import WoodburyOperator, woodbury
@@ -36,6 +37,9 @@ class DenseOperator:
 
     def covariance(self, J: Jacobian) -> Tensor:
         return J.quadratic(self._single_whitener if J.dtype == torch.float32 else self._whitener)
+
+    def root(self, J: Jacobian) -> FullRoot:
+        return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
         # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of B gives.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.structures.jacobians import Jacobian
+from ssla.numerics.roots import Root, ScaledRoot, full_root
+from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 
 
@@ -19,6 +20,12 @@ class DiagonalOperator:
 
     def covariance(self, J: Jacobian) -> Tensor:
         return J.quadratic_diagonal(1 / self.h)
+
+    def root(self, J: Jacobian) -> Root:
+        """Of a last layer K is diagonal."""
+        if isinstance(J, Features):
+            return ScaledRoot(J.weighted_squares(1 / self.h).sqrt())
+        return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
         return J.quadratic_diagonal(middle / self.h**2)

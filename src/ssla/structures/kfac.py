@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
+from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.structures.structure import Extent, Structure, mismatch, no_factor
 
@@ -57,10 +58,22 @@ class LayerOperator:
     basis_g: Tensor
     spectrum: Tensor  # (out, in): eigenvalues of H
 
+    @cached_property
+    def _single_basis_g(self) -> Tensor:
+        return self.basis_g.float()
+
+    def outputs_basis(self, dtype: torch.dtype) -> Tensor:
+        """Q_G, converted once."""
+        return self._single_basis_g if dtype == torch.float32 else self.basis_g.to(dtype)
+
     def rotate(self, block: LayerBlock) -> LayerBlock:
         """The block's J in the eigenbasis."""
         Qa, Qg = (basis.to(block.a.dtype) for basis in (self.basis_a, self.basis_g))
         return LayerBlock(self.positions, block.a @ Qa, block.delta @ Qg)
+
+    def variances(self, J: Features, weights: Tensor) -> Tensor:
+        """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.  w (out, in)."""
+        return (J.with_ones() @ self.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
         """(out, in) -> (out, in)."""
@@ -80,9 +93,8 @@ class KfacOperator:
     def _quadratic(self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor) -> Tensor:
         if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
             (op,), (weights,) = self.layers, layer_weights
-            squares = (J.with_ones() @ op.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)  # v (B, C)
-            basis = op.basis_g.to(J.dtype)
-            return (basis * squares.unsqueeze(-2)) @ basis.mT
+            basis = op.outputs_basis(J.dtype)
+            return (basis * op.variances(J, weights).unsqueeze(-2)) @ basis.mT
         total: Tensor | None = None
         for operator, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             K = operator.rotate(block).weighted_covariance(weights)
@@ -96,6 +108,13 @@ class KfacOperator:
 
     def covariance(self, J: Jacobian) -> Tensor:
         return self._quadratic(J, [1 / op.spectrum for op in self.layers], 1 / self.rest)
+
+    def root(self, J: Jacobian) -> Root:
+        """Of a last layer Q_G diag(√v): no factorisation, and nothing of size (B, C, C)."""
+        if isinstance(J, Features):
+            (op,) = self.layers
+            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype))
+        return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
         levels = [middle[op.positions].flatten()[0] for op in self.layers]

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ssla.numerics.roots import Root
 from ssla.structures.jacobians import Jacobian
 
 
@@ -35,6 +36,10 @@ class Operator(Protocol):
 
     def covariance(self, J: Jacobian) -> Tensor:
         """K = J H⁻¹ Jᵀ.  -> (B, C, C)."""
+        ...
+
+    def root(self, J: Jacobian) -> Root:
+        """R with R Rᵀ = K."""
         ...
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.structure import no_factor
 
@@ -40,6 +41,9 @@ class WoodburyOperator:
         J = J.double()
         along = J.push_many(self._directions)
         return J.quadratic_diagonal(1 / self.prior) - (along * self._learned) @ along.mT
+
+    def root(self, J: Jacobian) -> FullRoot:
+        return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
         # H⁻¹MH⁻¹ = D⁻¹MD⁻¹ − BGNᵀ − NGBᵀ + NG(NᵀMN)GNᵀ with B = D⁻¹MN and G = diag(s/(1+s))

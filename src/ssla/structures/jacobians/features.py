@@ -93,5 +93,9 @@ class Features:
         return K.movedim(-1, 0)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        return torch.diag_embed(self.weighted_squares(variances))
+
+    def weighted_squares(self, variances: Tensor) -> Tensor:
+        """The diagonal of J diag(v) Jᵀ, which has no other entries.  (P,) -> (B, C)."""
         v = variances.view(self.outputs, -1).to(self.phi.dtype)
-        return torch.diag_embed(Features(self.phi * self.phi, self.outputs, self.bias)._times(v))
+        return Features(self.phi * self.phi, self.outputs, self.bias)._times(v)

@@ -1,0 +1,76 @@
+"""E σ(f) and E σ(f)σ(−f) for f ~ N(m, s²), to about 1e-8 for every m and s.
+
+The trapezoidal rule is exponentially accurate for both forms of the same integral. A small s takes nodes of the normal variable,
+
+    E σ(f) = ∫ σ(m + s z) φ(z) dz,                 error e^(−2π²/(s h)),
+
+a large s those of a logistic variable L, because σ(f) = P(L ≤ f):
+
+    E σ(f) = ∫ Φ((m − l)/s) σ(l)σ(−l) dl,          error e^(−2π²/h).
+
+Sums are taken in logarithms, and the tail of L beyond the last node is added in closed form: logarithms of probabilities below
+1e-17 are right to 0.03.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+LARGE = 4.0  # s from which the logistic nodes are used
+NORMAL_REACH, NORMAL_STEP = 12.0, 0.25
+LOGISTIC_REACH, LOGISTIC_STEP = 40.0, 0.8
+
+
+class LogisticNormal(NamedTuple):
+    """All (N,)."""
+
+    log_one: Tensor  # log E σ(f)
+    log_zero: Tensor  # log E σ(−f)
+    spread: Tensor  # Var σ(f)
+
+
+def logistic_normal(mean: Tensor, sd: Tensor) -> LogisticNormal:
+    """mean, sd (N,), in float64."""
+    small, large = _by_normal(mean, sd.clamp_max(LARGE)), _by_logistic(mean, sd.clamp_min(LARGE))
+    return LogisticNormal(*(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True)))
+
+
+def normal_line() -> tuple[Tensor, Tensor]:
+    """Nodes z and weights of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
+    z = _nodes(NORMAL_REACH, NORMAL_STEP)
+    return z, torch.softmax(-0.5 * z * z, 0)
+
+
+def _by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
+    z, weights = normal_line()
+    log_weights = weights.log()
+    f = m.unsqueeze(1) + s.unsqueeze(1) * z
+    one, zero = ((log_weights + logsigmoid(part)).logsumexp(1) for part in (f, -f))
+    return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ weights)
+
+
+def _by_logistic(m: Tensor, s: Tensor) -> LogisticNormal:
+    L = _nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
+    z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
+    one, zero = (
+        torch.logaddexp((log_weights + torch.special.log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s)) for sign in (1, -1)
+    )
+    noise = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))  # dE σ/dm
+    return LogisticNormal(one, zero, ((one + zero).exp() - noise).clamp_min(0))
+
+
+def _beyond(m: Tensor, s: Tensor) -> Tensor:
+    """log ∫ e^l Φ((m − l)/s) dl over l < −LOGISTIC_REACH, where the logistic density is e^l."""
+    end = -LOGISTIC_REACH
+    ends = end + torch.special.log_ndtr((m - end) / s)
+    return torch.logaddexp(ends, m + s * s / 2 + torch.special.log_ndtr((end - m) / s - s))
+
+
+def _nodes(reach: float, step: float) -> Tensor:
+    return torch.linspace(-reach, reach, round(2 * reach / step) + 1, dtype=torch.float64)

@@ -1,0 +1,136 @@
+"""The probabilities of classes as integrals: P(Y = c) = ∫ softmax_c(f) N(f; f̂, K) df, for any number of classes.
+
+One and two outputs are one-dimensional integrals of a sigmoid, exact to about 1e-8. More outputs take S = 512 fixed nodes
+f = f̂ + R z (256 from 500 classes on; see `normal_nodes`), in the dtype of R: deterministic, with mass one by construction. A row
+costs the product R z, S·C² multiplications, and S·C exponentials.
+
+Mean KL error over random rows, f̂ ~ N(0, 3²), every output with variance v. C ≤ 100: K from a Wishart law with a common part,
+truth by 2¹⁷ or more points. C = 1,000: the K of Kronecker factors, 2¹⁶ points.
+
+    points      C = 3                         C = 10                        C = 100              C = 1,000
+                v = 1     4        25         1        4        25          1        4           0.3      1        4
+    128         3e-05     1e-04    4e-04      3e-05    7e-04    6e-03       2e-03    2e-02       6e-05    6e-04    1e-02
+    256         4e-06     2e-05    8e-05      2e-05    4e-04    3e-03       6e-04    8e-03       4e-05    3e-04    8e-03
+    512         4e-07     2e-06    1e-05      9e-06    2e-04    1e-03       3e-05    1e-03       1e-05    2e-04    5e-03
+    1024        9e-08     4e-07    2e-06      3e-06    5e-05    5e-04       2e-05    8e-04       7e-06    8e-05    3e-03
+
+Other sets of nodes (lattices, Halton, radial) and other roots of K (eigenvectors, symmetric) differ by less than a factor of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.likelihoods import Bernoulli, Categorical, Likelihood
+from ssla.numerics.quadrature.logistic import logistic_normal, normal_line
+from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.numerics.roots import Root, full_root
+
+POINTS, FEWER_POINTS = 512, 256
+MANY = 500  # classes from which the fewer points are taken
+ENTRIES_AT_ONCE = 1 << 19  # of an array (rows, C, S): what fits a processor's cache
+COPIES = 4  # of such an array, at most
+TINY = {torch.float32: 1e-30, torch.float64: 1e-280}  # smaller probabilities are summed in logarithms
+
+
+class ClassIntegrals(NamedTuple):
+    """Normalised log probabilities (N, C), and Var_f E[y|f] of the class indicators (N, C)."""
+
+    log_probs: Tensor
+    spread: Tensor
+
+
+def has_integral(likelihood: Likelihood) -> bool:
+    return isinstance(likelihood, Bernoulli | Categorical)
+
+
+def integrate_classes(parts: Iterable[tuple[Tensor, Root]], outputs: int, budget: int) -> ClassIntegrals:
+    """parts: f̂ (B, C) in float64 and a root of K, a chunk at a time. budget: bytes of intermediate results."""
+    found = [_binary(f, root) if outputs <= 2 else _softmax(f, root, budget) for f, root in parts]
+    none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
+    return ClassIntegrals(*(torch.cat(column) for column in zip(*(found or [ClassIntegrals(none, none)]), strict=True)))
+
+
+def _binary(f: Tensor, root: Root) -> ClassIntegrals:
+    """Of one logit, or of the difference of two."""
+    size = f.shape[1]
+    R = root.times(torch.eye(size, dtype=root.dtype)).double()
+    m, r = (f[:, 0], R[:, 0]) if size == 1 else (f[:, 1] - f[:, 0], R[:, 1] - R[:, 0])
+    log_one, log_zero, spread = logistic_normal(m, torch.linalg.vector_norm(r, dim=1))
+    return ClassIntegrals(torch.log_softmax(torch.stack([log_zero, log_one], 1), 1), torch.stack([spread, spread], 1))
+
+
+def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
+    """In blocks of rows, so that no more than a share of the budget is taken (but at least one row at a time)."""
+    size = f.shape[1]
+    z = _nodes(size).to(root.dtype)
+    entries = min(ENTRIES_AT_ONCE, budget // (COPIES * root.dtype.itemsize))
+    rows = max(entries // z.numel(), 1)
+    blocks = [slice(start, start + rows) for start in range(0, len(f), rows)]
+    log_probs, spread = torch.empty_like(f), torch.empty_like(f)
+    for block in blocks:
+        log_probs[block], spread[block] = _block(f[block], root.take(block), z)
+    return ClassIntegrals(log_probs, spread)
+
+
+def _nodes(size: int) -> Tensor:
+    """(C, S)."""
+    return normal_nodes(size, (POINTS if size < MANY else FEWER_POINTS) // 2)[0].mT.contiguous()
+
+
+def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C)."""
+    top = f - f.amax(1, keepdim=True)
+    p = _deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S): logits, and then probabilities
+    p.sub_(p.amax(1, keepdim=True)).exp_()
+    p.mul_(p.sum(1, keepdim=True).reciprocal_())
+    mean = p.mean(-1)
+    spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
+    log_probs = mean.double().log()
+    tiny = (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist()
+    for row in tiny:
+        one = slice(row, row + 1)
+        logits = _deviations(root.take(one), z).double().add_(top[one].unsqueeze(-1))
+        log_probs[one] = torch.log_softmax(logits, 1).logsumexp(-1)
+    return torch.log_softmax(log_probs, 1), spread
+
+
+def _deviations(root: Root, z: Tensor) -> Tensor:
+    """R z (B, C, S). Each output has its own variance exactly: of many outputs, the nodes have it only in the mean."""
+    moved = root.times(z)
+    if z.shape[1] < 4 * z.shape[0]:  # fewer nodes are not whitened
+        seen = torch.linalg.vecdot(moved, moved) / z.shape[1]
+        factor = torch.where(seen > 0, root.variances() / seen, 1.0).sqrt()
+        moved.mul_(factor.unsqueeze(-1))
+    return moved
+
+
+def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
+    """d log P(Y = c) when f̂ moves by df and K by dK.  (N, C), (N, C, C) -> (N, C); one output has two classes.
+
+    By Bonnet's and Price's theorems dE p_c = E[∇p_c]ᵀdf + ½ tr(E[∇²p_c] dK), over the nodes of the integrals.
+    """
+    if f.shape[1] <= 2:  # one logit, that of the second class
+        a = torch.ones(1, dtype=f.dtype) if f.shape[1] == 1 else torch.tensor([-1.0, 1.0], dtype=f.dtype)
+        only = torch.tensor([0.0, 1.0], dtype=f.dtype)
+        f, df = (torch.outer(part @ a, only) for part in (f, df))
+        K, dK = ((part @ a @ a)[:, None, None] * torch.outer(only, only) for part in (K, dK))
+        line, weights = normal_line()
+        z = torch.stack([torch.zeros_like(line), line])
+    else:
+        z = _nodes(f.shape[1])
+        weights = torch.full_like(z[0], 1 / z.shape[1])
+    root, rows = full_root(K), max(ENTRIES_AT_ONCE // z.numel(), 1)
+    slopes = torch.empty_like(f)
+    for block in (slice(start, start + rows) for start in range(0, len(f), rows)):
+        p = torch.softmax(f[block].unsqueeze(-1) + _deviations(root.take(block), z), 1).mT  # (B, S, C)
+        turned, diagonal = p @ dK[block], dK[block].diagonal(dim1=1, dim2=2)
+        whole = (turned * p).sum(-1, keepdim=True)
+        first = df[block].unsqueeze(1) - p @ df[block].unsqueeze(-1)
+        second = diagonal.unsqueeze(1) - 2 * turned + 2 * whole - p @ diagonal.unsqueeze(-1)
+        slopes[block] = (weights @ (p * (first + 0.5 * second))) / (weights @ p)
+    return slopes
