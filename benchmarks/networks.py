@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from sklearn import datasets
 from torch import Tensor, nn
 
 import ssla
+from sklearn import datasets
 from ssla.likelihoods import Likelihood
 
 LAPLACE, VARIATIONAL = "laplace", "variational"
