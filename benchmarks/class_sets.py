@@ -16,7 +16,8 @@ far from the centre as the training rows are (wine, breast cancer, moons; standa
     --prior default       what ssla.fit takes without prior=
             1.0, …        a number: this precision
             bound         posterior.tune()
-            held_out      posterior.tune("nll", data=the early-stopping rows), which the features never saw
+            held_out      posterior.tune("nll", data=the early-stopping rows), which the features never saw. Where tune keeps
+                          the mode (Laplace), a large precision means "no uncertainty", and is no prior for another fit.
             held_out_all  the precision of 1e-3, 1e-2 … 1e2 with the lowest log-loss on the early-stopping rows (each with its
                           own fit), then fitted on training and early-stopping rows together
             grid          the same with the lowest log-loss on the test rows: the best in hindsight, not a method

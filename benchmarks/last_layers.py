@@ -14,7 +14,8 @@ of distribution (OOD), as mean ± standard deviation over seeds:
     <gaussian>, integral  p(y|f) integrated over the same Gaussian of f, by a fixed low-discrepancy set
     …, few                output and refit="weights" on the first --weights inputs only
     moment-matched        the Gaussian of f with the moments of the NUTS draws, integrated: what a Gaussian can reach
-    *halves*              two chains against the other two. The error of the truth itself is about a quarter of it.
+    *halves*              two chains against the other two. The error of the truth itself is about a quarter of it; KLs below
+                          that, and values just below zero, are not resolved.
 
 OOD: digits with permuted pixels; digits 5 to 9 for a network of digits 0 to 4; inputs outside the training range for the
 others. `passes` are those over the data that fit reports. Seconds are of the processor, on one thread. Needs numpyro.
