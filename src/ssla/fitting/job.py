@@ -146,6 +146,16 @@ class Job:
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
 
+    def from_there(self, posterior: State) -> State:
+        """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.
+
+        θ̂ of a variational Gaussian stays, and so does its tilt.
+        """
+        if posterior.variational is not None:
+            return Climb(posterior, self.average(posterior.theta)).run()
+        theta, sums, _ = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        return replace(posterior, theta=theta, statistics=sums.statistics)
+
     def average(self, theta: Tensor) -> Average:
         """Passes for averages over Gaussians, with the network linearised at θ."""
         structure, fisher = self._averaged_structure()

@@ -1,0 +1,325 @@
+"""Leave-one-out predictions of the training rows, without refits.
+
+Row i contributes a site to the Gaussian of θ: its score g and its precision Λ, averaged over the Gaussian (variational), or at
+the mode with the Fisher for Λ (Laplace). The outputs at x_i without the site have the cavity
+
+    K₋ = (K⁻¹ − Λ)⁻¹ = R (I − RᵀΛR)⁻¹ Rᵀ        f₋ = f − K₋ g        K = J S Jᵀ = R Rᵀ
+
+and y_i is predicted from N(f₋, K₋). This is exact for a linear model with Gaussian noise. For other likelihoods the sites of the
+other rows are kept as they are. Prior, noise and features are kept too, and so is the tilt of a θ̂ that is not a mode.
+
+`collect` computes the sites, in one pass. `score` evaluates them under another Gaussian, with the sites fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla._checks import level as checked_level
+from ssla._checks import warn
+from ssla.data import Batch, Rows, checked
+from ssla.fitting import Chunk, fit_again
+from ssla.likelihoods import Likelihood
+from ssla.likelihoods.averages import averages, concave
+from ssla.numerics.linalg import root
+from ssla.numerics.quadrature import wrapped
+from ssla.predictive import from_marginal
+from ssla.predictive.predictive import Predictive
+from ssla.priors import EXACT
+from ssla.refit.rows import Purpose, check_seen, training_data
+from ssla.state import POLISH, Marginal, State
+from ssla.structures import Dense, LowRank, Operator
+from ssla.structures.jacobians import Features, Jacobian
+from ssla.structures.memory import bytes_of
+
+PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
+LEAST = 1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
+ROWS_AT_ONCE = 1024  # predictives that are held together
+MOST_REFITS = 200
+LEVELS = (0.5, 0.9, 0.95)
+
+
+@dataclass(frozen=True, eq=False)
+class LeaveOneOut:
+    """Each training row predicted from the others, in the order in which the data are read. Made by `posterior.loo()`.
+
+    A row of weight w stands for w equal rows: one of them is left out (all of it, if w < 1).
+    """
+
+    kind: str  # of the target, as `Predictive.kind`
+    log_prob: Tensor  # log p(y_i | the other rows) (n,); NaN where there is no answer
+    lower: Tensor  # P(Y < y_i) (n,), or (n, D) for D targets; for classes the probability of all classes that are more probable
+    upper: Tensor  # P(Y ≤ y_i), the same for numbers; for classes with that of y_i itself
+    refitted: Tensor  # (n,) bool: rows without a cavity, for which the Gaussian was refitted
+    weights: Tensor  # of the rows (n,)
+
+    @property
+    def pit(self) -> Tensor | None:
+        """P(Y ≤ y_i) (n,) or (n, D): uniform if the model is right. Classes have none.
+
+        Of counts the middle of P(Y < y_i) and P(Y ≤ y_i). Of angles the circle is cut opposite the mean.
+        """
+        return None if self.kind == "class" else (self.lower + self.upper) / 2
+
+    @property
+    def failed(self) -> Tensor:
+        """(n,) bool: rows without an answer. They are left out of `nll` and `coverage`."""
+        return self.log_prob.isnan()
+
+    @cached_property
+    def nll(self) -> float:
+        """The mean of −log p(y_i | the other rows), by row weight."""
+        return -self._mean(self.log_prob)
+
+    def coverage(self, level: float = 0.95) -> float:
+        """The share of rows, by weight, whose central interval (for classes: smallest set) at that level contains y."""
+        tail = (1 - checked_level(level)) / 2
+        inside = self.lower < level if self.kind == "class" else (self.upper >= tail) & (self.lower <= 1 - tail)
+        return self._mean(inside.double() if inside.dim() == 1 else inside.double().mean(1))
+
+    def _mean(self, values: Tensor) -> float:
+        weights = self.weights.masked_fill(self.failed, 0.0)
+        return float((weights * values.nan_to_num()).sum() / weights.sum())
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{self.coverage(level):.3f} at {level:g}" for level in LEVELS)
+        failed = int(self.failed.sum())
+        lines = [
+            f"leave-one-out   {len(self.log_prob):,} rows, each predicted from the others",
+            f"nll             {self.nll:.4g}",
+            f"coverage        {shares}",
+            f"refitted        {int(self.refitted.sum()):,} rows; the others follow from the fit",
+            *([f"no answer       {failed:,} rows, which are left out of these figures"] if failed else []),
+            "note            If the network was trained on these rows, its features have seen them, and these figures are "
+            "optimistic.",
+        ]
+        return "\n".join(lines)
+
+
+# --- sites ---------------------------------------------------------------------------------
+
+
+class Site(NamedTuple):
+    """What some rows contribute to the Gaussian of θ, in float64. A row's weight stands beside its site, not in it."""
+
+    f: Tensor  # outputs at the Gaussian's mean (b, C)
+    J: Jacobian
+    score: Tensor  # g (b, C)
+    precision: Tensor  # Λ (b, C, C)
+    y: Tensor
+    weights: Tensor | None  # None: all one
+
+    @property
+    def row_weights(self) -> Tensor:
+        return torch.ones(len(self.f), dtype=torch.float64) if self.weights is None else self.weights
+
+
+@dataclass(frozen=True, eq=False)
+class Sites:
+    """The sites of all rows under N(mean, ·), a chunk at a time; kept in memory while they fit a share of the budget."""
+
+    rows: Rows[Site]
+    mean: Tensor  # of θ, where the outputs are
+    likelihood: Likelihood
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.rows)
+
+
+def collect(posterior: State, data: Any = None) -> Sites:
+    """The sites of the training rows, in a pass; ValueError unless they are those of the fit."""
+    source = training_data(posterior, data, PURPOSE)
+    network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
+    support = likelihood.support_for(network.outputs)
+    fisher = _by_fisher(posterior)
+
+    def site(part: Batch) -> Site:
+        _, y, weights = checked(part, support, network.outputs)
+        ((f, J),) = posterior.linearised(part.x)  # a part is a chunk
+        f, J = f.double(), J.double()
+        if posterior.variational is None:
+            return Site(f, J, likelihood.score(y, f), likelihood.fisher(f), y, weights)
+        _, score, precision = averages(likelihood, y, f, root(posterior.covariance.covariance(J)), fisher)
+        return Site(f, J, score, precision, y, weights)
+
+    rows = Rows(source, lambda _: network.rows_at_once(budget), site, bytes_of_site, budget // 4)
+    n, gradient = 0, torch.zeros_like(posterior.theta)
+    for one in rows:
+        n += len(one.f)
+        at_theta = one.f - one.J.push(posterior.mean - posterior.theta)
+        gradient += one.J.pull(likelihood.score(one.y, at_theta) * one.row_weights[:, None])
+    check_seen(posterior, n, gradient, PURPOSE)
+    return Sites(rows, posterior.mean, likelihood)
+
+
+def bytes_of_site(site: Site) -> int:
+    return bytes_of(site.J) + sum(bytes_of(part) for part in (site.f, site.score, site.precision, site.y))
+
+
+def _by_fisher(posterior: State) -> bool:
+    """Whether a variational Gaussian was fitted with the expected Fisher, because its structure takes no indefinite average."""
+    curvature = posterior.sums.curvature
+    return not concave(posterior.likelihood) and (
+        isinstance(curvature, LowRank) or (isinstance(curvature, Dense) and curvature.dual)
+    )
+
+
+# --- cavities ------------------------------------------------------------------------------
+
+
+class Cavity(NamedTuple):
+    """The outputs without the row's own site. Where it is not `sound` the values are those with the site."""
+
+    marginal: Marginal
+    sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
+
+
+def cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
+    """Of each row under N(mean + step, covariance), with the sites fixed: g there is g − ΛJ step."""
+    f, g = site.f, site.score
+    if step is not None:
+        move = site.J.push(step)
+        f, g = f + move, g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+    once = site.row_weights.clamp_max(1.0)
+    K = covariance.covariance(site.J)
+    finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
+    precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
+    R = root(K)
+    S = R.mT @ precision @ R
+    values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
+    sound = finite & (values[:, 0] > LEAST)
+    half = (R @ vectors) * values.clamp_min(LEAST).rsqrt().unsqueeze(-2)
+    without = half @ half.mT
+    pull = (without @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1)
+    mean = torch.where(sound[:, None], f - pull, f)
+    return Cavity(Marginal(mean, torch.where(sound[:, None, None], without, K)), sound)
+
+
+class Score(NamedTuple):
+    """The mean leave-one-out log density by row weight, and the rows without a cavity, which it leaves out."""
+
+    mean_log_prob: float
+    unsound: int
+
+
+def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
+    """Leave-one-out under another Gaussian of θ, with the sites fixed: what tuning by leave-one-out evaluates."""
+    total = weight = 0.0
+    unsound = 0
+    for site in sites:
+        found = cavity(site, mean - sites.mean, covariance)
+        answer = _answer(sites.likelihood, found.marginal, site.y)
+        weights = site.row_weights * found.sound
+        total += float((weights * answer.log_prob).sum())
+        weight += float(weights.sum())
+        unsound += int((~found.sound).sum())
+    return Score(total / weight if weight else float("nan"), unsound)
+
+
+# --- answers -------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """See `LeaveOneOut`."""
+
+    log_prob: Tensor
+    lower: Tensor
+    upper: Tensor
+
+
+def leave_one_out(posterior: State, data: Any = None) -> LeaveOneOut:
+    """See Posterior.loo."""
+    if posterior.convention != EXACT:
+        raise ValueError(
+            f"loo() works with the exact convention only, but this posterior has convention={posterior.convention!r}. Use "
+            "posterior.with_prior(posterior.prior).loo()."
+        )
+    sites = collect(posterior, data)
+    parts, sound, weights = [], [], []
+    for site in sites:
+        found = cavity(site, None, posterior.covariance)
+        parts.append(_answer(sites.likelihood, found.marginal, site.y))
+        sound.append(found.sound)
+        weights.append(site.row_weights)
+    answer, bad = Answer(*map(torch.cat, zip(*parts, strict=True))), ~torch.cat(sound)
+    refitted = torch.zeros_like(bad)
+    if bool(bad.any()):
+        for values in answer:
+            values[bad] = torch.nan
+        for row, own in _refits(posterior, sites, bad):
+            for values, value in zip(answer, own, strict=True):
+                values[row] = value[0]
+            refitted[row] = True
+        _warn_failed(bad & ~refitted)
+    kind = posterior.likelihood.predictive.support_for(posterior.network.outputs).kind
+    return LeaveOneOut(kind, *answer, refitted, torch.cat(weights))
+
+
+def _warn_failed(failed: Tensor) -> None:
+    if bool(failed.any()):
+        warn(
+            f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their share of the fit cannot be removed "
+            "from it, and they were not refitted. Refits need a last layer that was polished or has a variational Gaussian, rows "
+            f"that fit a quarter of the memory budget, and at most {MOST_REFITS} such rows. Likely cause: structure='diag' or "
+            "'kfac' describes these rows badly. Use structure='dense'.",
+            RuntimeWarning,
+        )
+
+
+def _refits(posterior: State, sites: Sites, wanted: Tensor) -> Iterator[tuple[int, Answer]]:
+    """Rows of a last layer, predicted by the same Gaussian fitted without them. Not for rows where that is not possible."""
+    kept = sites.rows.kept
+    movable = posterior.variational is not None or posterior.mode == POLISH
+    if not posterior.network.linear or kept is None or not movable or int(wanted.sum()) > MOST_REFITS:
+        return
+    chunks = [_chunk(site, posterior) for site in kept]
+    starts = torch.tensor([0, *(len(site.f) for site in kept)]).cumsum(0)
+    for row in wanted.nonzero().flatten().tolist():
+        part = int(torch.searchsorted(starts, row, right=True)) - 1
+        at = row - int(starts[part])
+        site, less = kept[part], kept[part].row_weights.clone()
+        less[at] -= less[at].clamp_max(1.0)
+        rest = [replace(chunk, weights=less) if k == part else chunk for k, chunk in enumerate(chunks)]
+        try:
+            other = fit_again(posterior, rest)
+        except ValueError:  # no mode, or no curvature that is positive definite, without this row: counted as failed
+            continue
+        assert isinstance(site.J, Features)
+        J = replace(site.J, phi=site.J.phi[at : at + 1])
+        f = site.f[at : at + 1] + J.push(other.mean - sites.mean)
+        yield row, _answer(sites.likelihood, Marginal(f, other.covariance.covariance(J)), site.y[at : at + 1])
+
+
+def _chunk(site: Site, posterior: State) -> Chunk:
+    assert isinstance(site.J, Features)
+    return Chunk(None, site.y, site.weights, 0.0, site.J, posterior.network.offset)
+
+
+def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
+    """Of y under the predictives of f ~ N(f₋, K₋), some rows at a time."""
+    parts = []
+    for start in range(0, len(y), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
+        parts.append(Answer(predictive.log_prob(y[rows]), *_ranks(predictive, y[rows])))
+    return Answer(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`lower` and `upper` of LeaveOneOut."""
+    if predictive.kind == "class":
+        own = predictive.probs.gather(1, y.long()[:, None])
+        ahead = (predictive.probs * (predictive.probs > own)).sum(1)
+        return ahead, ahead + own.squeeze(1)
+    if predictive.kind == "circular":
+        cut = predictive.cdf(wrapped(predictive.mean - torch.pi))
+        turn = (predictive.cdf(wrapped(y)) - cut) % 1
+        return turn, turn
+    upper = predictive.cdf(y)
+    return (predictive.cdf(y - 1) if predictive.kind == "count" else upper), upper
