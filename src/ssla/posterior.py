@@ -126,16 +126,17 @@ class Posterior:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N."""
         return self.state.marginal(x)
 
-    def loo(self, data: Any = None) -> LeaveOneOut:
-        """Every training row predicted from the other rows: log densities, PIT and coverage without a held-out set or refits.
+    def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
+        """Every training row predicted from the other rows: log densities, PIT and coverage without a held-out set.
 
-        Exact for a linear model with Gaussian noise; otherwise an approximation that is best with gaussian="variational". Prior,
-        noise and features are kept, so the figures are optimistic where the features have seen the rows. Rows for which the
-        approximation does not exist are refitted and counted. data: the training data, where the posterior does not hold them.
+        Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows of a last layer, for which the
+        approximation is poor, are refitted and counted, at most `refits` of them (by default fewer, the more rows there are).
+        Prior, noise and features are kept, so the figures are optimistic where the features have seen the rows.
+        data: the training data, where the posterior does not hold them.
 
         >>> print(post.loo())      # doctest: +SKIP
         """
-        return leave_one_out(self.state, data)
+        return leave_one_out(self.state, data, refits)
 
     # --- another prior ---------------------------------------------------------------------
 
