@@ -14,6 +14,7 @@ divergence. In a last layer these are refitted. Prior, noise and features are ke
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,6 +59,7 @@ class LeaveOneOut:
     log_prob: Tensor  # log p(y_i | the other rows) (n,); NaN where there is no answer
     lower: Tensor  # P(Y < y_i) (n,), or (n, D) for D targets; for classes the probability of all classes that are more probable
     upper: Tensor  # P(Y ≤ y_i), the same for numbers; for classes with that of y_i itself
+    inaccurate: Tensor  # (n,) bool: rows whose predictive could not be integrated to its tolerance
     influence: Tensor  # KL divergence (n,) of the Gaussian without the row from that with it; infinite: there is none without it
     refitted: Tensor  # (n,) bool: rows for which the Gaussian was refitted
     weights: Tensor  # of the rows (n,)
@@ -243,6 +245,7 @@ class Answer(NamedTuple):
     log_prob: Tensor
     lower: Tensor
     upper: Tensor
+    inaccurate: Tensor
 
 
 def leave_one_out(posterior: State, data: Any = None, refits: int | None = None) -> LeaveOneOut:
@@ -257,26 +260,33 @@ def leave_one_out(posterior: State, data: Any = None, refits: int | None = None)
     sites = collect(posterior, data)
     parts, influences, weights = [], [], []
     for site in sites:
-        found = cavity(site, None, posterior.covariance)
-        parts.append(_answer(sites.likelihood, found.marginal, site.y))
-        influences.append(found.influence)
+        without = cavity(site, None, posterior.covariance)
+        parts.append(_answer(sites.likelihood, without.marginal, site.y))
+        influences.append(without.influence)
         weights.append(site.row_weights)
     answer, influence = Answer(*map(torch.cat, zip(*parts, strict=True))), torch.cat(influences)
     bad = influence.isinf()
-    for values in answer:
+    for values in answer[:3]:
         values[bad] = torch.nan
     refitted = torch.zeros_like(bad)
     most = max(ROWS_TO_REFIT // len(bad), 1) if refits is None else refits
-    for row, own in _refits(posterior, sites, _worst(posterior, influence, most)):
-        for values, value in zip(answer, own, strict=True):
-            values[row] = value[0]
-        refitted[row] = True
-    _warn_failed(bad & ~refitted)
+    found = list(_refits(posterior, sites, _worst(posterior, influence, most)))
+    if found:
+        rows, f, K, y = (torch.cat(column) for column in zip(*found, strict=True))
+        for values, own in zip(answer, _answer(sites.likelihood, Marginal(f, K), y), strict=True):
+            values[rows] = own
+        refitted[rows] = True
+    _warn(bad & ~refitted, answer.inaccurate)
     kind = posterior.likelihood.predictive.support_for(posterior.network.outputs).kind
     return LeaveOneOut(kind, *answer, influence, refitted, torch.cat(weights))
 
 
-def _warn_failed(failed: Tensor) -> None:
+def _warn(failed: Tensor, inaccurate: Tensor) -> None:
+    if bool(inaccurate.any()):
+        warn(
+            f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are inaccurate: their density has no "
+            "integral, or a spike that could not be resolved. See loo().inaccurate."
+        )
     if bool(failed.any()):
         warn(
             f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their share of the fit cannot be removed "
@@ -294,8 +304,8 @@ def _worst(posterior: State, influence: Tensor, most: int) -> list[int]:
     return [row for row in order[:most].tolist() if float(influence[row]) > least]
 
 
-def _refits(posterior: State, sites: Sites, wanted: list[int]) -> Iterator[tuple[int, Answer]]:
-    """Rows of a last layer, predicted by the same Gaussian fitted without them. Rows where that is not possible are left out."""
+def _refits(posterior: State, sites: Sites, wanted: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Row, f and K of the same Gaussian fitted without that row, and y. Only a last layer has them."""
     kept = sites.rows.kept
     movable = posterior.variational is not None or posterior.mode == POLISH
     if not posterior.network.linear or kept is None or not movable:
@@ -315,7 +325,7 @@ def _refits(posterior: State, sites: Sites, wanted: list[int]) -> Iterator[tuple
         assert isinstance(site.J, Features)
         J = replace(site.J, phi=site.J.phi[at : at + 1])
         f = site.f[at : at + 1] + J.push(other.mean - sites.mean)
-        yield row, _answer(sites.likelihood, Marginal(f, other.covariance.covariance(J)), site.y[at : at + 1])
+        yield torch.tensor([row]), f, other.covariance.covariance(J), site.y[at : at + 1]
 
 
 def _chunk(site: Site, posterior: State) -> Chunk:
@@ -328,8 +338,11 @@ def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
     parts = []
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
-        parts.append(Answer(predictive.log_prob(y[rows]), *_ranks(predictive, y[rows])))
+        with warnings.catch_warnings():  # inaccurate rows are counted
+            warnings.simplefilter("ignore", UserWarning)
+            predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
+        ranks = _ranks(predictive, y[rows])
+        parts.append(Answer(predictive.log_prob(y[rows]), *ranks, predictive.diagnostics.inaccurate))
     return Answer(*map(torch.cat, zip(*parts, strict=True)))
 
 
