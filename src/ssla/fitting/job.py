@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
-from ssla.fitting.variational import Average, Climb
+from ssla.fitting.variational import Average, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
@@ -152,7 +152,7 @@ class Job:
         θ̂ of a variational Gaussian stays, and so does its tilt.
         """
         if posterior.variational is not None:
-            return Climb(posterior, self.average(posterior.theta)).run()
+            return from_there(posterior, self.average(posterior.theta))
         theta, sums, _ = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
         return replace(posterior, theta=theta, statistics=sums.statistics)
 

@@ -43,7 +43,7 @@ from ssla.structures.memory import bytes_of
 PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
 LEAST = 1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
 ROWS_AT_ONCE = 1024  # predictives that are held together
-INFLUENTIAL = 0.1  # nats: with less, the error of a log density was below 0.03 in last layers with six likelihoods
+INFLUENTIAL = 0.1  # nats: the error of a cavity grows with it (benchmarks/leave_one_out.py)
 ROWS_TO_REFIT = 200_000  # at most this many rows are read for refits in each round, unless the user says otherwise
 LEVELS = (0.5, 0.9, 0.95)
 
