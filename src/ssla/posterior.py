@@ -17,6 +17,7 @@ from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
 from ssla.predictive import Predictive
+from ssla.predictive.leave_one_out import LeaveOneOut, leave_one_out
 from ssla.priors import EXACT, BoundPrior, Prior
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
 from ssla.state import Marginal, Report, State, Statistics, TuningHistory
@@ -124,6 +125,18 @@ class Posterior:
     def marginal(self, x: Inputs) -> Marginal:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N."""
         return self.state.marginal(x)
+
+    def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
+        """Every training row predicted from the other rows: log densities, PIT and coverage without a held-out set.
+
+        Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows of a last layer, for which the
+        approximation is poor, are refitted and counted, at most `refits` of them (by default fewer, the more rows there are).
+        Prior, noise and features are kept, so the figures are optimistic where the features have seen the rows.
+        data: the training data, where the posterior does not hold them.
+
+        >>> print(post.loo())      # doctest: +SKIP
+        """
+        return leave_one_out(self.state, data, refits)
 
     # --- another prior ---------------------------------------------------------------------
 

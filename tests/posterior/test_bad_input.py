@@ -177,7 +177,7 @@ CASES = {
     "gradients cut off": (lambda: fit(NoGradient(), weights="all"), "free parameters is zero.*no_grad"),
     "Cauchy": (lambda: L.StudentT(df=1.0, scale=1.0), "df must exceed 1"),
     "custom without a function": (lambda: L.custom("gaussian"), "log_prob must be a function"),
-    "refit of a generator's data": (lambda: fit(data=((X, Y) for _ in range(1))).predict(X, refit=ssla.WeightRefit(logdet="frozen")).increments(Y), r"came from a generator, which can be read only once. Give them to the refit: refit=ssla.WeightRefit\(data="),
+    "refit of a generator's data": (lambda: fit(data=((X, Y) for _ in range(1))).predict(X, refit=ssla.WeightRefit(logdet="frozen")).increments(Y), r"came from a generator, which can be read only once. Give all the data of the fit: refit=ssla.WeightRefit\(data="),
     "refit on fewer rows": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X[:9], Y[:9]))), "data to refit on have 9 rows, but the posterior was fitted on 20"),
     "refit on other data": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X, Y + 9))), "not those of the fit: the log likelihood's gradient.*Give the data of the fit"),
     "refit without data": (lambda: ssla.ssla(ssla.Posterior(replace(fit().state, source=None)), X, Y), "does not hold them.*loaded from a file.*WeightRefit"),

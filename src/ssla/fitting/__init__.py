@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 from ssla._checks import one_of
 from ssla.data import Source, open_source
 from ssla.fitting.job import Job
-from ssla.fitting.passes import Data, Reader
+from ssla.fitting.passes import Chunk, Data, Reader
 from ssla.fitting.ranks import announced, shared
 from ssla.fitting.variational import with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
@@ -29,12 +29,14 @@ from ssla.structures import Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = [
+    "Chunk",
     "Reader",
     "announced",
     "checked_budget",
     "checked_job",
     "checked_weights",
     "collect",
+    "fit_again",
     "polish_again",
     "shared",
     "update",
@@ -129,3 +131,13 @@ def polish_again(posterior: State, prior: Prior, data: Any) -> State:
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
     return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian).run()
+
+
+def fit_again(posterior: State, chunks: list[Chunk]) -> State:
+    """The Gaussian of a polished or variational last layer on other rows, with a warm start; its prior and noise stay."""
+    size, budget = posterior.theta.numel(), posterior.memory_budget
+    nothing_more = Source(lambda: iter(()), True, 0)
+    reader = Reader(nothing_more, None, LAST_LAYER, budget, opened=posterior.network, kept=chunks)
+    structure = posterior.statistics.curvature.zero(size)
+    job = Job(reader, posterior.likelihood, posterior.prior, structure, POLISH, budget, posterior.gaussian)
+    return job.from_there(posterior)

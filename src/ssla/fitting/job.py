@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
-from ssla.fitting.variational import COARSE, TOLERANCE, Average, Climb
+from ssla.fitting.variational import COARSE, TOLERANCE, Average, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
@@ -147,6 +147,16 @@ class Job:
         found = Climb(posterior, self.average(posterior.theta), tolerance).run()
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
+
+    def from_there(self, posterior: State) -> State:
+        """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.
+
+        θ̂ of a variational Gaussian stays, and so does its tilt.
+        """
+        if posterior.variational is not None:
+            return from_there(posterior, self.average(posterior.theta))
+        theta, sums, _ = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        return replace(posterior, theta=theta, statistics=sums.statistics)
 
     def average(self, theta: Tensor) -> Average:
         """Passes for averages over Gaussians, with the network linearised at θ."""

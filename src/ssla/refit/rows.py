@@ -9,14 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.data import Batch, Inputs, Rows, checked, leaves, map_inputs, open_source
+from ssla.data import Batch, Inputs, Rows, Source, checked, leaves, map_inputs, open_source
 from ssla.priors import BoundGaussian, BoundPrior
 from ssla.state import State
 
-NO_DATA = (
-    "A refit of the weights needs the training data again, but {why}. Give them to the refit: "
-    "refit=ssla.WeightRefit(data=(X, y)), with all the data of the fit."
-)
+
+class Purpose(NamedTuple):
+    """What the training data are read for, and how a user gives them: the words of an error."""
+
+    task: str
+    data: str  # what the data are called
+    call: str
+
+
+REFIT = Purpose("A refit of the weights", "The data to refit on", "refit=ssla.WeightRefit(data={})")
 
 
 class Block(NamedTuple):
@@ -40,13 +46,22 @@ class Block(NamedTuple):
 TrainingRows = Rows[Block]
 
 
-def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
-    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
+def training_data(posterior: State, data: Any, purpose: Purpose = REFIT) -> Source:
+    """The data behind a posterior, or those the user gives; ValueError if they cannot be read again."""
     source = posterior.source if data is None else open_source(data)
     if source is None:
-        raise ValueError(NO_DATA.format(why="this posterior does not hold them (it was loaded from a file or put together)"))
-    if not source.repeatable:
-        raise ValueError(NO_DATA.format(why="they came from a generator, which can be read only once"))
+        why = "this posterior does not hold them (it was loaded from a file or put together)"
+    elif not source.repeatable:
+        why = "they came from a generator, which can be read only once"
+    else:
+        return source
+    call = purpose.call.format("(X, y)")
+    raise ValueError(f"{purpose.task} needs the training data again, but {why}. Give all the data of the fit: {call}.")
+
+
+def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
+    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
+    source = training_data(posterior, data)
     network, budget = posterior.network, posterior.memory_budget
     support = posterior.likelihood.support_for(network.outputs)
 
@@ -61,20 +76,21 @@ def _bytes(block: Block) -> int:
     return sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
 
 
-def check_seen(posterior: State, n: int, gradient: Tensor) -> None:
+def check_seen(posterior: State, n: int, gradient: Tensor, purpose: Purpose = REFIT) -> None:
     """ValueError unless these rows are those of the fit: as many, with the same gradient at θ̂."""
+    call = purpose.call.format("…")
     if n != posterior.statistics.n:
         raise ValueError(
-            f"The data to refit on have {n:,} rows, but the posterior was fitted on {posterior.statistics.n:,}. Give all of "
-            "them, in any order: refit=ssla.WeightRefit(data=…). If a loader drops or samples rows, take that out."
+            f"{purpose.data} have {n:,} rows, but the posterior was fitted on {posterior.statistics.n:,}. Give all of "
+            f"them, in any order: {call}. If a loader drops or samples rows, take that out."
         )
     off = gradient - posterior.statistics.gradient
     distance = float(off @ posterior.operator.solve(off)) ** 0.5
     if not distance <= 0.01 * len(off) ** 0.5:
         raise ValueError(
-            f"The data to refit on are not those of the fit: the log likelihood's gradient at θ̂ differs by {distance:.3g} "
+            f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs by {distance:.3g} "
             "posterior standard deviations. Likely causes: (a) other data, or other row weights; (b) a loader that augments at "
-            "random. Give the data of the fit: refit=ssla.WeightRefit(data=…)."
+            f"random. Give the data of the fit: {call}."
         )
 
 
