@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, climbing, residual
-from ssla.fitting.variational import COARSE, TOLERANCE, Average, Climb, from_there
+from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
@@ -49,6 +49,7 @@ NOISE_ROUNDS = 10
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
+NEARLY = 0.3  # standard deviations a parameter
 VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
 TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
 
@@ -96,7 +97,7 @@ class Job:
         start, start_fit = sums.statistics, sums
         before = residual(sums, bound, theta)
         if mode == POLISH:
-            theta, sums, steps = self._polish(theta, sums, bound)
+            theta, sums, steps = self._polish(theta, sums, bound, nearly=self.prior is None and self._variational)
             if estimate and not (network.linear and isinstance(bound, BoundGaussian)):
                 theta, sums, steps = self._settle_noise(theta, sums, steps, bound)
             self._compare_fit(start_fit, sums, theta, network.theta)
@@ -120,7 +121,7 @@ class Job:
             network, self.likelihood, self._prior, theta, sums.statistics, mode, report, self.budget, self.data.source
         )
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
-        return self.averaged(posterior)
+        return posterior if self.prior is None else self.averaged(posterior)
 
     # --- the variational Gaussian ----------------------------------------------------------
 
@@ -130,8 +131,13 @@ class Job:
         law = self.likelihood.base if isinstance(self.likelihood, Tempered) else self.likelihood
         return self.gaussian != LAPLACE and not isinstance(law, Gaussian) and law.linear_domain
 
-    def averaged(self, posterior: State) -> State:
-        """The state with a variational Gaussian where one is wanted."""
+    @property
+    def averages(self) -> bool:
+        """Whether `averaged` will make a variational Gaussian by passes."""
+        return self._variational and self.repeatable
+
+    def averaged(self, posterior: State, choose: Choose | None = None) -> State:
+        """The state with a variational Gaussian where one is wanted; `choose` chooses its prior."""
         if not self._variational:
             same = isinstance(self.likelihood, Gaussian) and self.gaussian == VARIATIONAL
             return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL)) if same else posterior
@@ -143,8 +149,7 @@ class Job:
                 f"the variational Gaussian takes the expected Fisher information, because structure={structure.name!r} needs it"
             )
             posterior = replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(note))))
-        tolerance = TOLERANCE if self.prior is not None else COARSE  # a prior that is to be chosen moves the Gaussian again
-        found = Climb(posterior, self.average(posterior.theta), tolerance).run()
+        found = Climb(posterior, self.average(posterior.theta), choose).run()
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
 
@@ -403,9 +408,10 @@ class Job:
 
     # --- the mode --------------------------------------------------------------------------
 
-    def _polish(self, theta: Tensor, sums: Sums, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
-        """Safeguarded Newton ascent of ℓ_D + log π from θ."""
+    def _polish(self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False) -> tuple[Tensor, Sums, int]:
+        """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where the prior is still to be chosen."""
         enough = DECREMENT_LINEAR if self._network.linear else DECREMENT_OTHER
+        enough = NEARLY * math.sqrt(len(theta)) if nearly else enough
         quadratic = self._network.linear and isinstance(self.likelihood, Gaussian) and isinstance(sums.newton_curvature, Dense)
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
         trials = 0

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.fitting.sums import Sums, climbing
+from ssla.priors import Prior
 from ssla.state import FIT, POLISH, VARIATIONAL, Note, State, Variational, evidence_bound
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
-COARSE = 3e-3  # the same, while the prior is not chosen yet
+COARSE = 1e-2  # the same, to choose a prior in between
+CLOSE = 1e-2  # squared standard deviations a parameter: a mean that would move farther has not converged
 MOST_ROUNDS = 100
 GROWTH = 1.5  # of the share after a round that raised the bound
 SHORTEST = 1 / 32  # the least share
@@ -38,6 +40,8 @@ CONVERGED = 0.03  # standard deviations of the last step of the mean, after thes
 
 Average = Callable[[Tensor, Operator], Sums]
 """(mean, covariance) -> the sums of averages over that Gaussian: a pass over the data."""
+Choose = Callable[[State], "Prior | None"]
+"""A state with averages -> a better prior; None: keep the one it has."""
 
 
 class Place(NamedTuple):
@@ -50,32 +54,51 @@ class Place(NamedTuple):
     bound: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Climb:
-    """What the rounds share: the state whose prior, θ̂ and tilt they keep, and the passes."""
+    """The rounds from the Gaussian that a state has, under its prior, θ̂ and tilt.
+
+    `choose`, if given, is asked for another prior whenever the Gaussian has nearly converged, until it keeps the one it has.
+    """
 
     state: State
     average: Average
+    choose: Choose | None = None
     tolerance: float = TOLERANCE
     most: int = MOST_ROUNDS
 
     def run(self) -> State:
-        """The state with its variational Gaussian, from the Gaussian that it has."""
+        """The state with its variational Gaussian."""
         here = self._start()
         rounds, share, converged = 1, 1.0, False
-        enough = self.tolerance * len(here.mean)
         while rounds < self.most and not converged:
             there = self._next(here, share)
             rounds += there is not None
             if there is None or not there.bound >= here.bound - 1e-12 * abs(here.bound):
                 share /= 2
-                if share < SHORTEST:  # the nodes' own error hides a smaller gain
-                    converged = self._length(here) <= len(here.mean) * 1e-2
-                    break
-                continue
-            converged = there.bound - here.bound <= enough * min(share, 0.5) * 2
+                if share >= SHORTEST:
+                    continue
+                gain, there, share = 0.0, here, 1.0  # the nodes' own error hides a smaller gain
+            else:
+                gain = (there.bound - here.bound) / len(here.mean) / min(1.0, 2 * share)
             here, share = there, min(1.0, GROWTH * share)
+            if gain <= COARSE and self.choose is not None:
+                here = self._under_another_prior(here, self.choose)
+            elif gain <= self.tolerance:
+                converged = self._length(here) <= CLOSE * len(here.mean)
+                if gain == 0:
+                    break
         return self._finished(here, rounds, converged)
+
+    def _under_another_prior(self, here: Place, choose: Choose) -> Place:
+        """The same Gaussian, with its bound under the prior that is chosen from its averages."""
+        chosen = choose(self._state_at(here))
+        if chosen is None:
+            self.choose = None
+            return here
+        self.state = replace(self.state, prior=chosen)
+        value = evidence_bound(self.state, here.mean, here.covariance, here.averages.statistics.log_likelihood)
+        return here._replace(curvature=here.curvature.positive_part(), bound=value)
 
     def _start(self) -> Place:
         curvature = self.state.sums.curvature
@@ -122,10 +145,13 @@ class Climb:
         mean = here.mean + share * step
         return self._place(mean, curvature, covariance)
 
-    def _finished(self, here: Place, rounds: int, converged: bool) -> State:
+    def _state_at(self, here: Place) -> State:
         old = self.state.variational
         tilted = self.state.mode != POLISH if old is None else old.tilted
         statistics = replace(here.averages.statistics, curvature=here.curvature)
+        return replace(self.state, variational=Variational(here.mean, statistics, tilted))
+
+    def _finished(self, here: Place, rounds: int, converged: bool) -> State:
         report = replace(self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds)
         if not converged:
             message = (
@@ -134,7 +160,7 @@ class Climb:
             )
             report = replace(report, notes=(*report.notes, Note(message, FIT)))
             warn(f"{message}. It is used as it is. Use a stronger prior, or gaussian='laplace'.", RuntimeWarning)
-        return replace(self.state, variational=Variational(here.mean, statistics, tilted), report=report)
+        return replace(self._state_at(here), report=report)
 
 
 def with_rows(posterior: State, average: Average) -> State:

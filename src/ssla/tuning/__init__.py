@@ -24,8 +24,7 @@ from ssla._checks import one_of, warn
 from ssla.fitting import again
 from ssla.fitting.job import Job, outputs_apart
 from ssla.fitting.prior_change import described
-from ssla.fitting.variational import COARSE, Climb
-from ssla.priors import EXACT
+from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, Kfac, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
@@ -96,10 +95,10 @@ def choose_prior(posterior: State, job: Job) -> State:
     dense = isinstance(posterior.sums.curvature, Dense | LowRank) and posterior.theta.numel() > SCAN_LIMIT
     apart = not isinstance(posterior.sums.curvature, Kfac) and outputs_apart(posterior.network, posterior.likelihood) is not None
     space, notes = Space.of(posterior, (PRIOR, NOISE) if job.estimated else (PRIOR,), not dense, apart)
-    if posterior.variational is None:
-        best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
-        return _finished(space.posterior_at(best.point), _history(EVIDENCE, space, best, notes), quiet=True)
-    return _alternate(space, _climb_evidence, EVIDENCE, notes, job, quiet=True)
+    if job.averages:
+        return _alternate(space, _climb_evidence, EVIDENCE, notes, job, quiet=True)
+    best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
+    return _finished(job.averaged(space.posterior_at(best.point)), _history(EVIDENCE, space, best, notes), quiet=True)
 
 
 def _alternate(
@@ -114,36 +113,41 @@ def _alternate(
 
     With the averages kept, the objective is that of a Gaussian model; where neither changes any more its gradient is the bound's.
     """
-    average = None if job is None else job.average(space.posterior.theta)
-    if average is None:
+    points, values = [space.units(torch.zeros(1, len(space.free)).double())], []
+    found: list[Maximum] = []
+
+    def choose(state: State) -> Prior | None:
+        here = replace(space.moved(_positive(state)), reach=math.inf if job is None else REACH)
+        best = climb(here)
+        chosen, point = _stepped(here, best.point)
+        if not found:
+            values.append(state.log_evidence() if objective == EVIDENCE else float(best.values[0]))
+        found.append(best)
+        points.append(here.units(point[None]))
+        values.append(best.value)
+        still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all()) or len(found) == ALTERNATIONS
+        return None if still else chosen.prior
+
+    if job is None:
         notes.append("the data cannot be read again: the averages of the variational Gaussian were kept")
+        choose(space.posterior)
+        end = space.moved(_positive(space.posterior)).posterior_at(found[-1].point)
     else:
-        space = replace(space, reach=REACH)
-    here, points, evaluations = space.posterior, [space.units(torch.zeros(1, len(space.free)).double())], 0
-    values: list[float] = []
-    for _ in range(ALTERNATIONS):
-        space = space.moved(_positive(here))
-        best = climb(space)
-        if not values:
-            values.append(here.log_evidence() if objective == EVIDENCE else float(best.values[0]))
-        here, point = _stepped(space, best.point)
-        points.append(space.units(point[None]))
-        here = here if average is None else Climb(here, average, COARSE).run()
-        values.append(here.log_evidence() if objective == EVIDENCE else best.value)
-        evaluations += best.evaluations
-        settled = average is None or bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
-        if settled:
-            break
-    if average is not None:
-        here = Climb(here, average).run()
-        values[-1] = here.log_evidence() if objective == EVIDENCE else values[-1]
-    points_of_all = torch.cat(points)
-    path = torch.zeros_like(points_of_all)  # in logarithms; the history gets the units
-    whole = replace(best, points=path, values=torch.tensor(values), evaluations=evaluations, converged=settled and best.converged)
-    trace = replace(_history(objective, space, whole, notes), points=points_of_all)
-    if job is not None and here.network.linear and here.follows_prior:
-        here = job.polished(here)
-    return _finished(here, trace, quiet)
+        end = job.averaged(space.posterior, choose)
+    if objective == EVIDENCE:
+        values[-1] = end.log_evidence()
+    settled = job is None or len(found) < ALTERNATIONS
+    best = replace(
+        found[-1],
+        points=torch.zeros(len(points), len(space.free), dtype=torch.float64),
+        values=torch.tensor(values, dtype=torch.float64),
+        evaluations=sum(one.evaluations for one in found),
+        converged=settled and found[-1].converged,
+    )
+    trace = replace(_history(objective, space, best, notes), points=torch.cat(points))
+    if job is not None and end.network.linear and end.follows_prior:
+        end = job.polished(end)
+    return _finished(end, trace, quiet)
 
 
 def _positive(posterior: State) -> State:
