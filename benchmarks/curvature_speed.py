@@ -64,7 +64,15 @@ def main() -> None:
 
         def fit(weights: str = weights, ours: str = ours) -> ssla.Posterior:
             likelihood = ssla.likelihoods.Gaussian(noise=0.3)
-            return ssla.fit(network(), loader, likelihood=likelihood, weights=weights, structure=ours, mode="tilt")
+            return ssla.fit(
+                network(),
+                loader,
+                likelihood=likelihood,
+                prior=ssla.priors.Gaussian(),
+                weights=weights,
+                structure=ours,
+                mode="tilt",
+            )
 
         mine = clock(fit, 2)
         posterior = fit()

@@ -42,7 +42,7 @@ def last_layer(law: L.Likelihood, n: int, width: int, inputs: int) -> tuple[ssla
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
     new = torch.cat([normal(30, inputs, seed=4), 3 * normal(10, inputs, seed=5)])
-    return ssla.fit(model, (x, y), likelihood=law), new
+    return ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian="laplace"), new
 
 
 def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
     for seed in range(3):
         model, x, y = truth.train(150, seed)
         prior = ssla.priors.Gaussian(truth.PRECISION)
-        post = ssla.fit(model, (x, y), likelihood=LAWS[0], prior=prior, weights="all")
+        post = ssla.fit(model, (x, y), likelihood=LAWS[0], prior=prior, gaussian="laplace", weights="all")
         yield f"all weights of benchmarks/truth.py, seed {seed}", post, torch.linspace(-4, 4, 17, dtype=torch.float64)[:, None]
 
 

@@ -68,7 +68,7 @@ def child(case: str, size: int) -> dict[str, float]:
     torch.manual_seed(0)
     gaussian = ssla.likelihoods.Gaussian(noise=0.3)
     new: Any = torch.randn(100, 8)
-    options: dict[str, Any] = {"likelihood": gaussian, "mode": "tilt"}
+    options: dict[str, Any] = {"likelihood": gaussian, "prior": ssla.priors.Gaussian(), "mode": "tilt"}
     rows = 2_000
     if case in ("rows", "rows_all"):
         rows = size
@@ -91,7 +91,13 @@ def child(case: str, size: int) -> dict[str, float]:
             *(nn.Linear(4096, 2176), nn.ReLU(), nn.Linear(2176, 10)),
         ).eval()
         data = Stream(rows, (3, 32, 32), classes=10)
-        options |= {"structure": "kfac", "weights": "all", "likelihood": ssla.likelihoods.Categorical()}
+        options |= {
+            "structure": "kfac",
+            "weights": "all",
+            "likelihood": ssla.likelihoods.Categorical(),
+            "prior": ssla.priors.Gaussian(),
+            "gaussian": "laplace",
+        }
         options["memory_budget"] = 2 << 30
     before = peak()
     import warnings

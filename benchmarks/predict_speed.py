@@ -45,8 +45,10 @@ def main() -> None:
     x = torch.randn(1000, 8)
     y = x[:, 0] + torch.randn(1000) * (0.2 + 0.2 * x[:, 1].abs())
     new = torch.randn(options.points, 8)
-    posterior = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
-    gaussian = ssla.fit(network(1), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))
+    posterior = ssla.fit(
+        model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+    )
+    gaussian = ssla.fit(network(1), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"), prior=ssla.priors.Gaussian())
 
     def forward() -> object:
         with torch.no_grad():

@@ -45,7 +45,9 @@ def main() -> None:
 
         def fit(weights: str = weights, structure: str = structure, mode: str = mode) -> ssla.Posterior:
             likelihood = ssla.likelihoods.Gaussian(noise=0.3)
-            return ssla.fit(model, (x, y), likelihood=likelihood, weights=weights, structure=structure, mode=mode)
+            return ssla.fit(
+                model, (x, y), likelihood=likelihood, prior=priors.Gaussian(), weights=weights, structure=structure, mode=mode
+            )
 
         fitted, posterior = clock(fit, 2)
         moved, _ = clock(lambda p=posterior: p.with_prior(priors.Gaussian(7.0)), 10)  # type: ignore[misc]

@@ -101,7 +101,9 @@ def last_layer(rounds: int, singles: int) -> None:
     model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
     x = torch.randn(1000, 8, dtype=torch.float64)
     y = x[:, 0] + torch.randn(1000, dtype=torch.float64) * (0.2 + 0.2 * x[:, 1].abs())
-    post = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
+    post = ssla.fit(
+        model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+    )
     new = torch.randn(100, 8, dtype=torch.float64)
     grid = post.predict(new).icdf(torch.linspace(0.002, 0.998, 20, dtype=torch.float64))
     refit = ssla.WeightRefit()
@@ -165,7 +167,9 @@ def all_weights(rounds: int) -> None:
     new = torch.randn(10, 4, dtype=torch.float64)
     retrained = 3
     for structure in ("dense",):
-        post = ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", structure=structure)
+        post = ssla.fit(
+            model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all", structure=structure
+        )
         grid = post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64))
         for tolerance in (1e-3, 1e-5):
             refit = ssla.WeightRefit(tolerance=tolerance)

@@ -40,7 +40,7 @@ def ours(task, weights, structure, bias=True):
     likelihood = ssla.likelihoods.Gaussian(noise=SIGMA) if task == "regression" else ssla.likelihoods.Categorical()
     prior = ssla.priors.Gaussian(precision=TAU)
     return ssla.fit(
-        model, (x, y), likelihood=likelihood, prior=prior, weights=weights, structure=structure, mode="as_is"
+        model, (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights=weights, structure=structure, mode="as_is"
     ).marginal(new)
 
 

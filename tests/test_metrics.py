@@ -125,7 +125,12 @@ def test_scores_refuse_what_they_cannot_score():
 
 
 def test_scores_take_columns_and_arrays():
-    post = ssla.fit(Constant(), (torch.ones(20, 1), torch.randn(20).double()), likelihood=L.Gaussian(noise="estimate"))
+    post = ssla.fit(
+        Constant(),
+        (torch.ones(20, 1), torch.randn(20).double()),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=ssla.priors.Gaussian(),
+    )
     y = torch.randn(7, 1)
     p = post.predict(torch.ones(7, 1))
     assert torch.allclose(metrics.nll(p, y), metrics.nll(p, y.numpy()))

@@ -31,7 +31,9 @@ def one(n: int) -> Record:
     y = SLOPE * x[:, 0] + NOISE * torch.randn(n, dtype=torch.float64, generator=generator)
     model = nn.utils.skip_init(nn.Linear, 1, 1, bias=False, dtype=torch.float64).eval()
     nn.init.zeros_(model.weight)
-    posterior = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.Gaussian(noise=NOISE), mode="polish")
+    posterior = ssla.fit(
+        model, (x, y), likelihood=ssla.likelihoods.Gaussian(noise=NOISE), prior=ssla.priors.Gaussian(), mode="polish"
+    )
     found = ssla.credal(posterior, torch.tensor([[POINT]], dtype=torch.float64), ssla.priors.Box(MEANS, PRECISIONS))
     log_prob, cdf, interval = found.log_prob(PLACES[None]), found.cdf(PLACES[None]), found.interval(0.9)
     corners = _closed_forms(x, y, torch.tensor(MEANS), torch.tensor(PRECISIONS))

@@ -74,7 +74,9 @@ def one(case: str, seed: int) -> Record:
     scale, new_scale = shape(x, varying)[:, 0], shape(new, varying)[:, 0]
     noise = LEVEL
     for _ in range(20):  # noise and mode in turn
-        posterior = ssla.fit(model, (x, y / scale), likelihood=ssla.likelihoods.Gaussian(noise=noise))
+        posterior = ssla.fit(
+            model, (x, y / scale), likelihood=ssla.likelihoods.Gaussian(noise=noise), prior=ssla.priors.Gaussian()
+        )
         residuals = posterior.state.outputs_at(x).mean[:, 0] - y / scale
         noise = float(residuals.square().mean().sqrt())
     answers: Record = {}

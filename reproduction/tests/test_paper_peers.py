@@ -80,7 +80,9 @@ def test_laplace_torch_beside_our_own():
     y = net(x).detach()[:, 0] + 0.3 * torch.randn(30, dtype=torch.float64)
     theirs = laplace(net, x, y, new, structure="full", noise=1.0)
     with pytest.warns(UserWarning, match="not at the mode"):
-        posterior = ssla.fit(net, (x, y), likelihood=ssla.likelihoods.Gaussian(noise=1.0), mode="as_is")
+        posterior = ssla.fit(
+            net, (x, y), likelihood=ssla.likelihoods.Gaussian(noise=1.0), prior=ssla.priors.Gaussian(), mode="as_is"
+        )
     f, K = posterior.marginal(new)
     assert torch.allclose(theirs.means[0], f[:, 0], atol=1e-10)
     assert torch.allclose(theirs.sds[0], (K[:, 0, 0] + 1).sqrt(), atol=1e-8)

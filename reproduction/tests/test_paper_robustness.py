@@ -86,7 +86,9 @@ def test_laplace_torchs_probit_is_the_probit_of_our_marginal():
     net, x, y = small_network()
     theirs = laplace_classes(net, x, y, structure="full", precision=2.0)(x[:9])
     with quiet():
-        posterior = ssla.fit(net, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(2.0), mode="tilt")
+        posterior = ssla.fit(
+            net, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(2.0), gaussian="laplace", mode="tilt"
+        )
     f, K = posterior.marginal(x[:9])
     probit = torch.softmax(f / (1 + math.pi / 8 * K.diagonal(dim1=1, dim2=2)).sqrt(), 1)
     assert torch.allclose(theirs, probit, atol=1e-8)
@@ -112,7 +114,10 @@ def test_a_prior_by_the_rows_left_out_keeps_the_mode_and_scores_better_on_them()
     methods = trained(found.x, found.y, found.count, 0, epochs=15, members=1)
     out, module = methods.held_out[0], methods.modules[0]
     with quiet():
-        whole, part = (ssla.fit(module, (found.x[r], found.y[r]), likelihood=Categorical()) for r in (out | True, ~out))
+        whole, part = (
+            ssla.fit(module, (found.x[r], found.y[r]), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace")
+            for r in (out | True, ~out)
+        )
         assert torch.equal(methods.validated.theta, whole.theta)
         prior, rows = methods.validated.prior, found.x[out]
         tuned, untuned = (float(metrics.nll(p.predict(rows), found.y[out])) for p in (part.with_prior(prior), part))

@@ -214,7 +214,7 @@ def test_mistakes_are_named():
     x, y = rows(20)
     net = whole("polished").network.frozen.module
     with ThreadPoolExecutor(1) as pool:
-        good = {"client": pool, "likelihood": L.Gaussian(noise=0.3)}
+        good = {"client": pool, "likelihood": L.Gaussian(noise=0.3), "prior": ssla.priors.Gaussian()}
         with pytest.raises(ValueError, match="shards is empty"):
             ssla.distributed.fit(net, [], **good)
         with pytest.raises(TypeError, match=r"client must be a dask.distributed.Client, the module ray, .* is a str"):
@@ -231,7 +231,12 @@ def test_shards_without_rows_are_passed_over():
     x, y = rows(90)
     with ThreadPoolExecutor(2) as pool:
         for structure in ("kfac", "diag", LowRank(rank=3)):
-            options = {"likelihood": LIKELIHOODS["gaussian"], "structure": structure, "mode": "tilt"}
+            options = {
+                "likelihood": LIKELIHOODS["gaussian"],
+                "prior": ssla.priors.Gaussian(),
+                "structure": structure,
+                "mode": "tilt",
+            }
             net = whole("polished").network.frozen.module
             post = ssla.distributed.fit(net, [(x[:0], y[:0]), (x[:50], y[:50]), (x[50:], y[50:])], client=pool, **options)
             alone = ssla.fit(net, (x, y), **options)

@@ -39,10 +39,10 @@ def net(outputs=1, seed=0):
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).double().eval()
 
 
-def fit(model, y, **options):
+def fit(model, y, prior=OLD, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return ssla.fit(model, (X, y), **options)
+        return ssla.fit(model, (X, y), prior=prior, gaussian="laplace", **options)
 
 
 def at(posterior, model):
@@ -274,7 +274,7 @@ def modularity_table(convention, offset):
     x = torch.linspace(-1, 1, 50, dtype=torch.float64)
     x = x * math.sqrt(1.5**2 / 0.05317 / float((x**2).sum()))
     y = 0.8 * x + 0.5 * torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    post = ssla.fit(nn.Linear(1, 1, bias=False).double(), (x[:, None], y), likelihood=L.Gaussian(noise=0.5))
+    post = ssla.fit(nn.Linear(1, 1, bias=False).double(), (x[:, None], y), likelihood=L.Gaussian(noise=0.5), prior=OLD)
     values = []
     for variance in VARIANCES:
         p = post.with_prior(priors.Gaussian(1 / variance), convention).predict(torch.tensor([[1.5]]))
@@ -321,7 +321,7 @@ def test_conventions_without_a_prior_in_the_curvature_need_enough_data():
     few = (X[:4], Y[:4, 0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        post = ssla.fit(net(), few, likelihood=L.Gaussian(noise=0.4))
+        post = ssla.fit(net(), few, likelihood=L.Gaussian(noise=0.4), prior=OLD)
     for convention in ("paper", "additive"):
         with pytest.raises(ValueError, match=r"leaves the prior out of the curvature.*Use convention='exact'"):
             post.with_prior(OLD, convention)

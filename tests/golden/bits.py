@@ -112,7 +112,15 @@ def cases() -> Iterator[tuple[str, Any]]:
         data, (x, y) = rows(module, kind), rows(module, kind, TESTS, seed=3)
         for weights in ("last_layer", "all"):
             for structure in STRUCTURES:
-                post = ssla.fit(module, data, likelihood=likelihood, weights=weights, structure=structure)
+                post = ssla.fit(
+                    module,
+                    data,
+                    likelihood=likelihood,
+                    prior=P.Gaussian(),
+                    gaussian="laplace",
+                    weights=weights,
+                    structure=structure,
+                )
                 here = f"{name}, {weights}, {structure}"
                 yield f"{here}: posterior", (post.theta, post.log_evidence(), *post.marginal(x))
                 for rung in RUNGS:
@@ -129,7 +137,7 @@ def derived(
     name: str, likelihood: Any, module: nn.Module, data: Any, kind: str, x: Tensor, y: Tensor
 ) -> Iterator[tuple[str, Any]]:
     """Other priors and conventions, tuning, more data, mixtures, other units, sets of priors."""
-    post = ssla.fit(module, data, likelihood=likelihood)
+    post = ssla.fit(module, data, likelihood=likelihood, prior=P.Gaussian(), gaussian="laplace")
     others = {
         "prior": post.with_prior(P.Gaussian(3.0)),
         "laplace prior": post.with_prior(P.Laplace(1.0)),

@@ -44,7 +44,15 @@ def main() -> None:
     for name, (likelihood, weights, structure) in CASES.items():
         law, _, kind = LIKELIHOODS[likelihood]
         module = module_of(name)
-        posterior = ssla.fit(module, rows(module, kind), likelihood=law, weights=weights, structure=structure)
+        posterior = ssla.fit(
+            module,
+            rows(module, kind),
+            likelihood=law,
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+            weights=weights,
+            structure=structure,
+        )
         posterior.save(FOLDER / name)
         (FOLDER / f"{name}.json").write_text(json.dumps(answers(posterior, name)) + "\n")
 

@@ -233,7 +233,7 @@ def test_a_density_whose_integral_depends_on_f_is_a_warning_with_the_figures():
 
 def test_a_log_density_that_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match=r"must return a tensor with one value for each y, but returned 1\.0"):
-        ssla.fit(linear(), (X, Y), likelihood=L.custom(lambda y, f: 1.0))
+        ssla.fit(linear(), (X, Y), likelihood=L.custom(lambda y, f: 1.0), prior=ssla.priors.Gaussian(), gaussian="laplace")
 
 
 # --- kinks ---------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def linear():
 def test_a_likelihood_without_curvature_is_tilted_and_says_so(log_prob):
     counted = Counted(log_prob)
     with pytest.warns(UserWarning, match=r"mode='tilt' was used in place of 'polish': .* no curvature in f .* has kinks"):
-        post = ssla.fit(linear(), (X, Y), likelihood=L.custom(counted))
+        post = ssla.fit(linear(), (X, Y), likelihood=L.custom(counted), prior=ssla.priors.Gaussian(), gaussian="laplace")
     assert counted.calls <= 100  # most of them for the Fisher information
     assert post.report.mode == "tilt"
     assert any("no curvature in f" in note for note in post.report.notes)
@@ -278,7 +278,7 @@ def test_a_likelihood_without_curvature_is_tilted_and_says_so(log_prob):
 
 def test_polish_of_a_likelihood_without_curvature_is_refused():
     with pytest.raises(ValueError, match=r"mode='polish' is not possible: .*Use mode='tilt'"):
-        ssla.fit(linear(), (X, Y), likelihood=L.custom(laplace), mode="polish")
+        ssla.fit(linear(), (X, Y), likelihood=L.custom(laplace), prior=ssla.priors.Gaussian(), gaussian="laplace", mode="polish")
 
 
 def test_a_likelihood_with_curvature_in_one_output_alone_is_tilted():
@@ -286,7 +286,9 @@ def test_a_likelihood_with_curvature_in_one_output_alone_is_tilted():
     counted = Counted(lambda y, f: laplace(y * torch.exp(-f[..., 1]), f * torch.exp(-f[..., 1:])) - f[..., 1])
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="no curvature in f"):
-        post = ssla.fit(torch.nn.Linear(3, 2).double(), (X, Y), likelihood=L.custom(counted))
+        post = ssla.fit(
+            torch.nn.Linear(3, 2).double(), (X, Y), likelihood=L.custom(counted), prior=ssla.priors.Gaussian(), gaussian="laplace"
+        )
     assert counted.calls <= 200
     assert post.report.mode == "tilt"
 
@@ -297,7 +299,7 @@ def test_polish_over_kinks_with_a_little_curvature_ends_and_warns(most, monkeypa
     counted = Counted(lambda y, f: laplace(y, f) - 0.01 * (y - f[..., 0]) ** 2)
     likelihood = L.custom(counted, fisher=lambda f: torch.ones_like(f)[..., None])
     with pytest.warns(RuntimeWarning, match="polish (did not reach the mode|stopped after .* a log density with kinks)"):
-        post = ssla.fit(linear(), (X, Y), likelihood=likelihood)
+        post = ssla.fit(linear(), (X, Y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
     assert counted.calls <= 4 * (most + 3)
     assert any(note.startswith("polish ") for note in post.report.notes)
 
@@ -382,7 +384,10 @@ def test_uncertain_angles_agree_with_integration():
 def test_angles_are_fitted_wherever_they_are_counted_from():
     angles = torch.atan2(X[:, 0], X[:, 1])
     likelihood = L.custom(von_mises, support="circular", outputs=1)
-    first, second = (ssla.fit(linear(), (X, y), likelihood=likelihood, mode="tilt") for y in (angles, angles + 6 * math.pi))
+    first, second = (
+        ssla.fit(linear(), (X, y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace", mode="tilt")
+        for y in (angles, angles + 6 * math.pi)
+    )
     assert torch.allclose(first.predict(X).variance, second.predict(X).variance, atol=1e-9)
     p = first.predict(X)
     assert metrics.coverage(p, angles, 0.9) == metrics.coverage(p, angles + 2 * math.pi, 0.9)

@@ -18,7 +18,9 @@ def mlp():
 def test_the_estimate_is_what_the_report_says(weights, structure):
     cost = ssla.estimate_cost(mlp(), 100, weights=weights, structure=structure)
     x = torch.randn(100, 8)
-    report = ssla.fit(mlp(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.3), weights=weights, structure=structure).report
+    report = ssla.fit(
+        mlp(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian(), weights=weights, structure=structure
+    ).report
     assert cost.parameters == report.parameters == (51 if weights == "last_layer" else 3051)
     if (weights, structure) == ("all", "low_rank"):  # its sketch was doubled, which cost a pass
         assert (report.memory, report.passes) == (2 * cost.statistics, 2)

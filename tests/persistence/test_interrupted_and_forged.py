@@ -424,7 +424,7 @@ def posterior():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double().eval()
     x = torch.randn(20, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return model, x, ssla.fit(model, (x, x[:, 0]), likelihood=likelihoods.Gaussian(noise=0.3))
+    return model, x, ssla.fit(model, (x, x[:, 0]), likelihood=likelihoods.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
 
 
 @pytest.mark.filterwarnings("ignore")

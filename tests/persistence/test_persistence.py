@@ -78,7 +78,7 @@ def fitted(name):
     model = make().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return model, x, ssla.fit(model, (x, y), **options)
+        return model, x, ssla.fit(model, (x, y), **{"prior": priors.Gaussian(), "gaussian": "laplace", **options})
 
 
 def answers(posterior, x):
@@ -137,7 +137,7 @@ def test_your_own_code_is_asked_for_at_load(tmp_path):
         return -((y - f[..., 0]) ** 2)
 
     model = network()
-    post = ssla.fit(model, (X, Y), likelihood=L.custom(log_prob, outputs=1))
+    post = ssla.fit(model, (X, Y), likelihood=L.custom(log_prob, outputs=1), prior=priors.Gaussian(), gaussian="laplace")
     path = post.save(tmp_path / "post")
     with pytest.raises(ssla.FileError, match="Give it as likelihood="):
         ssla.load(path, model)

@@ -210,16 +210,16 @@ def test_message(case):
 
 def test_one_row_with_known_noise_is_fitted_and_warned_about():
     with pytest.warns(UserWarning, match="one row only"):
-        post = fit(data=(X[:1], Y[:1]))
+        post = fit(data=(X[:1], Y[:1]), prior=priors.Gaussian())
     assert "only one row" in str(post.report)
     assert torch.isfinite(post.predict(X).stddev).all()
 
 
 def test_constant_columns_and_targets_are_reported():
-    post = fit(data=(X * torch.tensor([1.0, 0.0, 1.0]), Y))
+    post = fit(data=(X * torch.tensor([1.0, 0.0, 1.0]), Y), prior=priors.Gaussian())
     assert "constant input columns: 1" in str(post.report)
     with pytest.warns(UserWarning, match="target is constant"):
-        fit(data=(X, torch.ones(20)))
+        fit(data=(X, torch.ones(20)), prior=priors.Gaussian())
 
 
 def test_an_error_in_the_middle_leaves_the_module_alone():
@@ -252,7 +252,7 @@ def test_a_prior_too_strong_for_the_targets_is_warned_about():
         model.bias.fill_(50.0)
     for likelihood in (L.Gaussian(noise="estimate"), L.Gaussian(noise=10.0)):
         with pytest.warns(UserWarning, match=r"polish moved the network away.*residuals grew by a factor of.*mode='tilt'"):
-            ssla.fit(model, (x, y), likelihood=likelihood)
+            ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian())
     weak = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(precision=1e-4))
     assert abs(weak.likelihood.noise - 1) < 0.3
 
@@ -266,6 +266,6 @@ def test_targets_of_any_scale(scale):
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
-    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"))
+    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian())
     scaled = ssla.fit(model, (x, scale * y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1 / scale**2))
     assert torch.allclose(scaled.predict(x).stddev / scale, one.predict(x).stddev, rtol=1e-6)

@@ -25,7 +25,9 @@ def test_marginal_equals_brute_force(weights, structure):
     model, (x, y) = mlp(outputs=2), data()
     prior = priors.Gaussian(precision=30.0)
     likelihood = L.HeteroscedasticGaussian()
-    post = ssla.fit(model, (x, y), likelihood=likelihood, prior=prior, weights=weights, structure=structure, mode="as_is")
+    post = ssla.fit(
+        model, (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights=weights, structure=structure, mode="as_is"
+    )
     names = list(post.network.layout.names)
     J = jacobian(model, x, names)
     Lam = L.HeteroscedasticGaussian().fisher(model(x).detach())
@@ -87,8 +89,8 @@ def all_sources(x, y):
 @pytest.mark.parametrize("source", list(all_sources(*data())))
 def test_every_source_gives_the_same_posterior(source):
     model, (x, y) = mlp(), data()
-    reference = ssla.fit(model, (x, y), likelihood=GAUSSIAN)
-    post = ssla.fit(model, all_sources(x, y)[source], likelihood=GAUSSIAN)
+    reference = ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    post = ssla.fit(model, all_sources(x, y)[source], likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert post.report.n == 60
     assert post.report.passes == 1
     assert torch.allclose(post.theta, reference.theta, atol=1e-10)
@@ -99,17 +101,19 @@ def test_every_source_gives_the_same_posterior(source):
 def test_tuples_dicts_and_integers_reach_the_module():
     left, right, y = torch.randn(20, 2), torch.randn(20, 1), torch.randn(20)
     model = TwoInputs().eval()
-    by_tuple = ssla.fit(model, ((left, right), y), likelihood=GAUSSIAN)
-    by_dict = ssla.fit(model, ({"left": left, "right": right}, y), likelihood=GAUSSIAN)
+    by_tuple = ssla.fit(model, ((left, right), y), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    by_dict = ssla.fit(model, ({"left": left, "right": right}, y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     whole = TakesDict().eval()
     whole.load_state_dict(model.state_dict())
-    by_whole = ssla.fit(whole, [{"left": left, "right": right, "y": y}], likelihood=GAUSSIAN)
+    by_whole = ssla.fit(whole, [{"left": left, "right": right, "y": y}], likelihood=GAUSSIAN, prior=priors.Gaussian())
     expected = by_tuple.predict((left, right)).mean
     assert torch.allclose(expected, by_dict.predict({"left": left, "right": right}).mean, atol=1e-5)
     assert torch.allclose(expected, by_whole.predict({"left": left, "right": right}).mean, atol=1e-5)
     ids = torch.randint(5, (20,))
-    assert ssla.fit(WithEmbedding().eval(), (ids, y), likelihood=GAUSSIAN).predict(ids).mean.shape == (20,)
-    assert ssla.fit(nn.Linear(2, 1), (torch.randint(5, (20, 2)), y), likelihood=GAUSSIAN).report.n == 20
+    assert ssla.fit(WithEmbedding().eval(), (ids, y), likelihood=GAUSSIAN, prior=priors.Gaussian()).predict(ids).mean.shape == (
+        20,
+    )
+    assert ssla.fit(nn.Linear(2, 1), (torch.randint(5, (20, 2)), y), likelihood=GAUSSIAN, prior=priors.Gaussian()).report.n == 20
 
 
 class Squeezed(nn.Module):
@@ -125,14 +129,16 @@ class Squeezed(nn.Module):
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_a_forward_that_ends_in_squeeze(weights):
     x, y = data()
-    plain, squeezed = (ssla.fit(m, (x, y), likelihood=GAUSSIAN, weights=weights) for m in (mlp(), Squeezed().eval()))
+    plain, squeezed = (
+        ssla.fit(m, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights=weights) for m in (mlp(), Squeezed().eval())
+    )
     assert torch.allclose(plain.predict(x[:1]).variance, squeezed.predict(x[:1]).variance)
 
 
 def test_data_are_cast_to_the_model():
     model = mlp(dtype=torch.float32)
     x, y = data()
-    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN)
+    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     p = post.predict(x.numpy())
     assert p.mean.dtype == p.stddev.dtype == p.interval().dtype == torch.float32
     assert post.marginal(x).covariance.dtype == torch.float32
@@ -141,10 +147,15 @@ def test_data_are_cast_to_the_model():
 def test_rows_are_counted_as_seen():
     x, y = data(50)
     dataset = TensorDataset(x, y)
-    dropped = ssla.fit(mlp(), DataLoader(dataset, batch_size=16, drop_last=True), likelihood=GAUSSIAN)
+    dropped = ssla.fit(mlp(), DataLoader(dataset, batch_size=16, drop_last=True), likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert dropped.report.n == 48
     sampler = WeightedRandomSampler(torch.ones(50), num_samples=120, generator=torch.Generator().manual_seed(0))
-    assert ssla.fit(mlp(), DataLoader(dataset, batch_size=16, sampler=sampler), likelihood=GAUSSIAN).report.n == 120
+    assert (
+        ssla.fit(
+            mlp(), DataLoader(dataset, batch_size=16, sampler=sampler), likelihood=GAUSSIAN, prior=priors.Gaussian()
+        ).report.n
+        == 120
+    )
 
 
 def test_a_weight_of_two_counts_as_two_rows():
@@ -154,8 +165,8 @@ def test_a_weight_of_two_counts_as_two_rows():
     weights[10:15] = 0
     repeated = torch.cat([torch.arange(10), torch.arange(10), torch.arange(15, 30)])
     for likelihood in (GAUSSIAN, L.Gaussian(noise="estimate")):
-        by_weight = ssla.fit(model, (x, y, weights), likelihood=likelihood)
-        by_rows = ssla.fit(model, (x[repeated], y[repeated]), likelihood=likelihood)
+        by_weight = ssla.fit(model, (x, y, weights), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace")
+        by_rows = ssla.fit(model, (x[repeated], y[repeated]), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace")
         assert by_weight.report.n == 30
         assert by_weight.report.weight == 35
         assert torch.allclose(by_weight.theta, by_rows.theta, atol=1e-9)
@@ -180,7 +191,9 @@ def test_polish_reaches_the_mode_of_the_last_layer(likelihood, outputs, structur
     model, (x, y) = mlp(outputs=outputs), data()
     kind = likelihood.support_for(outputs).kind
     y = {"real": y, "count": y.abs().mul(3).round(), "class": (y > 0).long()}[kind]
-    post = ssla.fit(model, (x, y), likelihood=likelihood, structure=structure, prior=priors.Gaussian(0.5, mean=0.1))
+    post = ssla.fit(
+        model, (x, y), likelihood=likelihood, structure=structure, prior=priors.Gaussian(0.5, mean=0.1), gaussian="laplace"
+    )
     assert post.report.mode == "polish"
     assert post.report.residual_after < 1e-6
     moved = copy.deepcopy(model)
@@ -195,18 +208,18 @@ def test_polish_reaches_the_mode_of_the_last_layer(likelihood, outputs, structur
 
 def test_polish_of_all_weights_reaches_a_mode():
     model, (x, y) = mlp(width=3), data()
-    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, weights="all", mode="polish")
+    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", mode="polish")
     assert post.report.residual_after <= 1e-5 < post.report.residual
 
 
 def test_tilt_and_as_is_keep_the_point_prediction():
     model, (x, y) = mlp(), data()
     for options in ({"mode": "tilt"}, {"weights": "all"}):
-        post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, **options)
+        post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian(), **options)
         assert post.report.mode == "tilt"
         assert torch.allclose(post.predict(x).mean, model(x).detach().flatten(), atol=1e-12)
     with pytest.warns(UserWarning, match=r"not at the mode: its residual gradient is [\d.]+ posterior standard deviations"):
-        ssla.fit(model, (x, y), likelihood=GAUSSIAN, mode="as_is")
+        ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian(), mode="as_is")
 
 
 def test_noise_is_estimated_with_the_degrees_of_freedom():
@@ -226,26 +239,30 @@ def test_noise_is_estimated_per_output_and_recovered():
     x = torch.randn(4000, 2, dtype=torch.float64)
     sigma = torch.tensor([0.2, 1.5], dtype=torch.float64)
     y = x @ torch.randn(2, 2, dtype=torch.float64) + sigma * torch.randn(4000, 2, dtype=torch.float64)
-    post = ssla.fit(nn.Linear(2, 2, dtype=torch.float64), (x, y), likelihood=L.Gaussian(noise="estimate"))
+    post = ssla.fit(
+        nn.Linear(2, 2, dtype=torch.float64), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian()
+    )
     assert torch.allclose(post.likelihood.noise, sigma, rtol=0.05)
     body = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
     with torch.no_grad():
         body[0].weight.copy_(post.parameters["weight"])
         body[0].bias.copy_(post.parameters["bias"])
     for weights in ("all", ["0.bias"]):
-        again = ssla.fit(body, (x, y), likelihood=L.Gaussian(noise="estimate"), weights=weights, mode="tilt")
+        again = ssla.fit(
+            body, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), weights=weights, mode="tilt"
+        )
         assert torch.allclose(again.likelihood.noise, sigma, rtol=0.05)
 
 
 def test_evidence_at_an_estimated_noise_is_that_of_a_fit_with_it_given():
     x, y = data()
-    post = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise="estimate"))
-    given = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise=post.likelihood.noise))
+    post = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian())
+    given = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise=post.likelihood.noise), prior=priors.Gaussian())
     assert abs(post.log_evidence() - given.log_evidence()) < 1e-9
     assert torch.allclose(post.theta, given.theta, atol=1e-10)
     for scope in ("all",):
-        one = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise="estimate"), weights=scope)
-        two = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), weights=scope)
+        one = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), weights=scope)
+        two = ssla.fit(mlp(), (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), prior=priors.Gaussian(), weights=scope)
         assert abs(one.log_evidence() - two.log_evidence()) < 1e-8
 
 
@@ -254,10 +271,12 @@ def test_evidence_with_noise_estimated_for_several_outputs_of_all_weights():
     x = torch.randn(80, 3, dtype=torch.float64)
     y = torch.stack([torch.sin(x[:, 0]), x[:, 1]], 1) + torch.tensor([0.2, 0.8]) * torch.randn(80, 2, dtype=torch.float64)
     model = mlp(outputs=2, width=4)
-    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), weights="all")
-    two = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), weights="all")
+    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), weights="all")
+    two = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=one.likelihood.noise), prior=priors.Gaussian(), weights="all")
     assert abs(one.log_evidence() - two.log_evidence()) < 1e-8
-    polished = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), weights="all", mode="polish")
+    polished = ssla.fit(
+        model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), weights="all", mode="polish"
+    )
     f = polished.marginal(x).mean
     used = 1 - polished.operator.variances()
     ratio = ((y - f) ** 2).sum(0) / polished.likelihood.noise**2
@@ -267,16 +286,20 @@ def test_evidence_with_noise_estimated_for_several_outputs_of_all_weights():
 def test_tempering_equals_weighting_every_row():
     model, (x, y) = mlp(), data()
     y = y.abs().mul(3).round()
-    hot = ssla.fit(model, (x, y), likelihood=L.Tempered(L.Poisson(), 0.3))
-    weighted = ssla.fit(model, (x, y, torch.full((60,), 0.3)), likelihood=L.Poisson())
+    hot = ssla.fit(model, (x, y), likelihood=L.Tempered(L.Poisson(), 0.3), prior=priors.Gaussian(), gaussian="laplace")
+    weighted = ssla.fit(
+        model, (x, y, torch.full((60,), 0.3)), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace"
+    )
     assert torch.allclose(hot.theta, weighted.theta, atol=1e-6)
     assert torch.allclose(hot.predict(x).mean, weighted.predict(x).mean, rtol=1e-6)
 
 
 def test_chunks_do_not_change_the_answer():
     model, (x, y) = mlp(outputs=2), data(300)
-    whole = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian())
-    small = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), memory_budget=30_000)
+    whole = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian(), gaussian="laplace")
+    small = ssla.fit(
+        model, (x, y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian(), gaussian="laplace", memory_budget=30_000
+    )
     assert small.network.rows_at_once(30_000) < 100
     assert torch.allclose(whole.theta, small.theta, atol=1e-9)
     for refit in ("none", "output"):
@@ -286,7 +309,7 @@ def test_chunks_do_not_change_the_answer():
 
 
 def test_the_report_can_be_read():
-    text = str(ssla.fit(mlp(), data(), likelihood=L.Gaussian(noise="estimate")).report)
+    text = str(ssla.fit(mlp(), data(), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian()).report)
     for words in (
         "60 rows",
         "7 free",
@@ -299,7 +322,7 @@ def test_the_report_can_be_read():
 
 
 def test_progress_shows_a_bar(capsys):
-    ssla.fit(mlp(), data(), likelihood=GAUSSIAN, progress=True)
+    ssla.fit(mlp(), data(), likelihood=GAUSSIAN, prior=priors.Gaussian(), progress=True)
     assert "pass 1" in capsys.readouterr().err
 
 
@@ -337,7 +360,15 @@ def test_module_and_data_are_bit_identical_afterwards(weights, mode):
     model, (x, y) = Busy().eval(), data(dtype=torch.float32)
     before, x_before, y_before, calls = snapshot(model), x.clone(), y.clone(), model.calls
     rng = torch.get_rng_state()
-    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), weights=weights, mode=mode)
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=L.HeteroscedasticGaussian(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        weights=weights,
+        mode=mode,
+    )
     for refit in ("none", "newton", "output"):
         p = post.predict(x, refit=refit)
         p.interval(), p.hdr(), p.epistemic, p.increments(y)
@@ -352,7 +383,7 @@ def test_module_and_data_are_bit_identical_afterwards(weights, mode):
 
 def test_training_on_does_not_change_a_posterior():
     model, (x, y) = mlp(), data()
-    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN)
+    post = ssla.fit(model, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     before = post.predict(x).mean
     with torch.no_grad():
         for p in model.parameters():
@@ -363,7 +394,10 @@ def test_training_on_does_not_change_a_posterior():
 
 def test_same_input_same_result():
     model, (x, y) = mlp(outputs=2), data()
-    a, b = (ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian()).predict(x) for _ in range(2))
+    a, b = (
+        ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian(), gaussian="laplace").predict(x)
+        for _ in range(2)
+    )
     assert torch.equal(a.log_prob(y), b.log_prob(y))
     assert torch.equal(a.interval(), b.interval())
 
@@ -376,5 +410,5 @@ def test_polish_that_runs_away_says_so():
     y = x[:, 0] + 0.4 * torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     weak, noise = ssla.priors.Gaussian(precision=1e-4), ssla.likelihoods.HeteroscedasticGaussian()
     with pytest.raises(ValueError, match=r"polish diverges: after \d+ Newton steps.*mode='tilt'"):
-        ssla.fit(net, (x, y), likelihood=noise, prior=weak)
-    assert ssla.fit(net, (x, y), likelihood=noise, prior=weak, mode="tilt").statistics.n == 150
+        ssla.fit(net, (x, y), likelihood=noise, prior=weak, gaussian="laplace")
+    assert ssla.fit(net, (x, y), likelihood=noise, prior=weak, gaussian="laplace", mode="tilt").statistics.n == 150

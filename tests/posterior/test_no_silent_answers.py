@@ -23,7 +23,7 @@ X, Y = data(60)
 
 @pytest.fixture(scope="module")
 def post():
-    return ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
+    return ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
 
 
 # --- gradients -----------------------------------------------------------------------------
@@ -66,11 +66,11 @@ def test_a_gradient_in_one_part_of_x_is_refused():
             return self.body(torch.cat([a, b], 1))
 
     a, b = X[:, :1], X[:, 1:]
-    post = ssla.fit(Two(), ((a, b), Y), likelihood=GAUSSIAN)
+    post = ssla.fit(Two(), ((a, b), Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert post.predict((a, b)).mean.shape == (60,)
     with pytest.raises(ValueError, match=NO_GRADIENT):
         post.predict((a, b.clone().requires_grad_(True)))
-    named = ssla.fit(Two(), [({"a": a, "b": b}, Y)], likelihood=GAUSSIAN)
+    named = ssla.fit(Two(), [({"a": a, "b": b}, Y)], likelihood=GAUSSIAN, prior=priors.Gaussian())
     with pytest.raises(ValueError, match=NO_GRADIENT):
         named.predict({"a": a.clone().requires_grad_(True), "b": b})
 
@@ -86,7 +86,9 @@ def test_a_gradient_in_y_is_refused_where_it_would_be_lost(post):
 
 
 def test_rows_of_a_fit_may_carry_a_graph(post):
-    graph = ssla.fit(mlp(), (X.clone().requires_grad_(True), Y.clone().requires_grad_(True) * 1), likelihood=GAUSSIAN)
+    graph = ssla.fit(
+        mlp(), (X.clone().requires_grad_(True), Y.clone().requires_grad_(True) * 1), likelihood=GAUSSIAN, prior=priors.Gaussian()
+    )
     assert torch.equal(graph.theta, post.theta)
 
 
@@ -212,13 +214,20 @@ def test_outputs_that_the_likelihood_would_link_again_are_refused(weights, outpu
     target = (Y > 0).long() if outputs == 3 else (Y > 0).double()
     name = type(end).__name__.lower()
     with pytest.raises(ValueError, match=f"already passed through a {name},.*raw outputs"):
-        ssla.fit(net, (X, target), likelihood=likelihood, weights=weights)
+        ssla.fit(net, (X, target), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace", weights=weights)
 
 
 def test_averaged_probabilities_are_refused_and_legitimate_ends_pass():
     classes = (Y > 0).long()
     with pytest.raises(ValueError, match="already passed through a softmax"):
-        ssla.fit(Averaged().eval(), (X, classes), likelihood=L.Categorical(), weights="all")
+        ssla.fit(
+            Averaged().eval(),
+            (X, classes),
+            likelihood=L.Categorical(),
+            prior=priors.Gaussian(),
+            gaussian="laplace",
+            weights="all",
+        )
     for end, likelihood, target, outputs in (
         (nn.LogSoftmax(-1), L.Categorical(), classes, 3),  # the softmax of log probabilities are the probabilities
         (nn.Softplus(), L.Poisson(link="identity"), classes.double(), 1),
@@ -226,7 +235,10 @@ def test_averaged_probabilities_are_refused_and_legitimate_ends_pass():
         (nn.Tanh(), L.Bernoulli(), classes.double(), 1),
     ):
         net = nn.Sequential(mlp(outputs=outputs), end).eval()
-        assert ssla.fit(net, (X, target), likelihood=likelihood, weights="all").report.n == 60
+        assert (
+            ssla.fit(net, (X, target), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace", weights="all").report.n
+            == 60
+        )
 
 
 # --- another scale of y --------------------------------------------------------------------
@@ -250,7 +262,7 @@ def trained(x=X, y=Y, width=16, steps=300):
 def test_targets_on_another_scale_are_warned_about(noise, options):
     net = trained()
     with pytest.warns(UserWarning, match="times as large as the spread of the targets.*another scale or unit"):
-        post = ssla.fit(net, (X, 77 * Y + 150), likelihood=L.Gaussian(noise=noise), **options)
+        post = ssla.fit(net, (X, 77 * Y + 150), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(), **options)
     assert any("spread of the targets" in note for note in post.report.notes)
 
 
@@ -260,7 +272,7 @@ def test_a_poor_network_is_not_said_to_have_another_scale():
     for seed in range(20):
         x, y = data(8 + 4 * seed, seed=seed)
         for net in (mlp(seed=seed), mlp(seed=seed, width=200)):
-            ssla.fit(net, (x, y), likelihood=GAUSSIAN, weights="all", structure="diag")
+            ssla.fit(net, (x, y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", structure="diag")
     found = ssla.fit(mlp(), (X, 77 * Y + 150), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1e-8))
     assert float(found.likelihood.noise) < 60
 
@@ -281,20 +293,22 @@ def test_the_spread_of_shards_is_that_of_all_rows():
 def test_frozen_parameters_are_left_out_of_all_and_noted():
     net = nn.Sequential(mlp(outputs=5), nn.Tanh(), mlp(inputs=5)).eval()
     net[0].requires_grad_(False)
-    post = ssla.fit(net, (X, Y), likelihood=GAUSSIAN, weights="all")
+    post = ssla.fit(net, (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all")
     own = ["2.0.weight", "2.0.bias", "2.2.weight", "2.2.bias"]
     assert list(post.report.names) == own
     assert any("59 frozen parameters (requires_grad=False: 0.0.weight" in note for note in post.report.notes)
     assert ssla.estimate_cost(net, 60, weights="all").parameters == post.report.parameters
-    named = ssla.fit(net, (X, Y), likelihood=GAUSSIAN, weights=own)
+    named = ssla.fit(net, (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights=own)
     assert torch.equal(named.marginal(X).covariance, post.marginal(X).covariance)
-    assert "0.0.weight" in ssla.fit(net, (X, Y), likelihood=GAUSSIAN, weights=["0.0.weight"]).report.names
+    assert (
+        "0.0.weight" in ssla.fit(net, (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights=["0.0.weight"]).report.names
+    )
     assert not net[0][0].weight.requires_grad
 
 
 def test_a_network_frozen_for_inference_is_taken_whole():
     free, fixed = mlp(), mlp().requires_grad_(False)
-    one, two = (ssla.fit(net, (X, Y), likelihood=GAUSSIAN, weights="all") for net in (free, fixed))
+    one, two = (ssla.fit(net, (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all") for net in (free, fixed))
     assert one.report.names == two.report.names
     assert torch.equal(one.marginal(X).covariance, two.marginal(X).covariance)
     assert any("every parameter is frozen" in note for note in two.report.notes)
@@ -304,10 +318,10 @@ def test_a_network_frozen_for_inference_is_taken_whole():
 def test_a_frozen_body_leaves_the_last_layer_on_workers_too():
     net = mlp()
     net[0].requires_grad_(False)
-    last = ssla.fit(net, (X, Y), likelihood=GAUSSIAN)
+    last = ssla.fit(net, (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     with ThreadPoolExecutor(1) as pool:
         shards = [(X[:30], Y[:30]), (X[30:], Y[30:])]
-        many = ssla.distributed.fit(net, shards, client=pool, likelihood=GAUSSIAN, weights="all")
+        many = ssla.distributed.fit(net, shards, client=pool, likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all")
     assert torch.allclose(many.theta, last.theta, rtol=1e-10)
 
 
@@ -318,7 +332,7 @@ def test_a_frozen_body_leaves_the_last_layer_on_workers_too():
 @pytest.mark.parametrize("structure", ["kfac", "diag", "dense", "low_rank"])
 def test_half_precision_keeps_its_structure_and_the_variances_of_double(dtype, structure):
     net = trained().to(dtype)
-    options = {"likelihood": GAUSSIAN, "weights": "all", "structure": structure}
+    options = {"likelihood": GAUSSIAN, "prior": priors.Gaussian(), "weights": "all", "structure": structure}
     half = ssla.fit(net, (X, Y), **options)
     exact = ssla.fit(copy.deepcopy(net).double(), (X.to(dtype).double(), Y), **options)  # the same numbers, rounded nowhere else
     assert half.report.blocks == exact.report.blocks == dict.fromkeys(("0", "2"), structure)
@@ -343,7 +357,7 @@ def test_layers_that_disagree_with_backpropagation_are_noted():
                 more = x @ self.body.weight.mT
             return self.head((self.body(x) + more).tanh())
 
-    post = ssla.fit(Odd().double().eval(), (X, Y), likelihood=GAUSSIAN, weights="all", structure="kfac")
+    post = ssla.fit(Odd().double().eval(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", structure="kfac")
     assert set(post.report.blocks.values()) == {"diag"}
     assert any("do not agree with backpropagation" in note for note in post.report.notes)
 
@@ -368,7 +382,10 @@ WEAK = {"prior": priors.Gaussian(1e-6)}
 def test_answers_beside_a_large_offset_keep_their_digits():
     net, double, x, y = around_a_million()
     for likelihood in (L.Gaussian(noise=0.01), L.Gaussian(noise="estimate"), L.StudentT(8.0, 0.01)):
-        one, two = (ssla.fit(m, (x.to(d), y), likelihood=likelihood, **WEAK) for m, d in ((net, x.dtype), (double, y.dtype)))
+        one, two = (
+            ssla.fit(m, (x.to(d), y), likelihood=likelihood, gaussian="laplace", **WEAK)
+            for m, d in ((net, x.dtype), (double, y.dtype))
+        )
         for refit in ("output", "none"):
             a, b = one.predict(x[:50], refit), two.predict(x[:50].double(), refit)
             assert a.mean.dtype == torch.float64
@@ -380,13 +397,13 @@ def test_answers_beside_a_large_offset_keep_their_digits():
 
 
 def test_answers_stay_in_the_models_dtype_where_it_holds_them():
-    post = ssla.fit(mlp(dtype=torch.float32), (X, Y), likelihood=GAUSSIAN)
+    post = ssla.fit(mlp(dtype=torch.float32), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert post.predict(X).mean.dtype == post.marginal(X).mean.dtype == torch.float32
     assert mixture([post.predict(X)] * 2).mean.dtype == affine(post.predict(X), 100.0, 2.0).mean.dtype == torch.float32
 
 
 def test_an_offset_added_to_a_predictive_keeps_its_digits():
-    post = ssla.fit(mlp(dtype=torch.float32), (X, Y), likelihood=GAUSSIAN)
+    post = ssla.fit(mlp(dtype=torch.float32), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     base, moved = post.predict(X[:9]), affine(post.predict(X[:9]), 1e6, 0.01)
     exact = 1e6 + 0.01 * base.law.log_density.marginal.mean.squeeze(1)
     assert torch.allclose(moved.mean, exact, rtol=0, atol=1e-8)

@@ -156,7 +156,15 @@ class Signal(nn.Module):
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_signals_of_several_lengths_are_fitted_predicted_and_refitted(weights):
     likelihood, data = L.StudentT(df=4.0, scale=0.5), [(numbers(20, 2, 9), Y[:20]), (numbers(10, 2, 6), Y[20:])]
-    post = ssla.fit(Signal(), data, weights=weights, mode="polish", likelihood=likelihood, prior=priors.Gaussian(precision=20.0))
+    post = ssla.fit(
+        Signal(),
+        data,
+        weights=weights,
+        mode="polish",
+        likelihood=likelihood,
+        prior=priors.Gaussian(precision=20.0),
+        gaussian="laplace",
+    )
     x = numbers(2, 2, 12, seed=4)
     assert post.predict(x, refit="weights").diagnostics.rung == ("weights", "weights")
     with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 2, 2\).*At fit they were x \(N, 2, 9\)"):
@@ -191,7 +199,15 @@ def fitted(name, weights):
         if name in ("natural", "poisson identity"):  # outputs inside their domain
             model[2].weight.mul_(0.01)
             model[2].bias.copy_(torch.tensor([0.0, -1.0] if name == "natural" else [3.0]))
-    return ssla.fit(model, (X, targets(likelihood, f.shape[1])), likelihood=likelihood, weights=weights, mode="tilt")
+    return ssla.fit(
+        model,
+        (X, targets(likelihood, f.shape[1])),
+        likelihood=likelihood,
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        weights=weights,
+        mode="tilt",
+    )
 
 
 def answers(predictive, kind, outputs):
@@ -329,6 +345,7 @@ def test_data_parallel_modules_answer_as_the_module_inside(wrap, weights, tmp_pa
     options = {
         "weights": weights,
         "likelihood": L.StudentT(df=4.0, scale=0.5),
+        "gaussian": "laplace",
         "prior": priors.Gaussian(precision=30.0),
         "mode": "polish",
     }
@@ -406,7 +423,13 @@ CLASSES = torch.arange(30) % 2
 
 
 def in_parts(form, weights, structure="dense", **more):
-    options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(precision=30.0), "structure": structure, **more}
+    options = {
+        "likelihood": L.Categorical(),
+        "gaussian": "laplace",
+        "prior": priors.Gaussian(precision=30.0),
+        "structure": structure,
+        **more,
+    }
     if weights == "all":
         weights = ["inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"]
     plain = ssla.fit(
@@ -447,8 +470,24 @@ def test_the_part_of_an_answer_is_kept_in_a_file_and_must_match(tmp_path):
         ssla.load(tmp_path / "own", Parts("function"))
     with pytest.raises(ssla.FileError, match=r"output of .* was a function, but output= is a str"):
         ssla.load(tmp_path / "own", Parts("function"), output="logits")
-    hidden = ssla.fit(Parts("dict"), (X, CLASSES), likelihood=L.Categorical(), weights="all", output="hidden")
-    logits = ssla.fit(Parts("dict"), (X, CLASSES), likelihood=L.Categorical(), weights="all", output="logits")
+    hidden = ssla.fit(
+        Parts("dict"),
+        (X, CLASSES),
+        likelihood=L.Categorical(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        weights="all",
+        output="hidden",
+    )
+    logits = ssla.fit(
+        Parts("dict"),
+        (X, CLASSES),
+        likelihood=L.Categorical(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        weights="all",
+        output="logits",
+    )
     with pytest.raises(ValueError, match=r"their output differ: 'hidden' and 'logits'"):
         hidden.merge(logits)
 
@@ -468,7 +507,7 @@ def test_a_saved_part_is_the_same_in_a_fresh_process(tmp_path):
 
 
 def test_answers_in_parts_name_their_parts():
-    options = {"likelihood": L.Categorical()}
+    options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(), "gaussian": "laplace"}
     fit = lambda form, **more: ssla.fit(Parts(form), (X, CLASSES), **options, **more)  # noqa: E731
     with pytest.raises(TypeError, match=r"returned a Answer with the tensors 'hidden', 'logits'. Name the part.*output='hidden'"):
         fit("dataclass")
@@ -496,7 +535,13 @@ def test_answers_in_parts_name_their_parts():
 
 
 def test_a_part_of_the_answer_on_workers():
-    options = {"likelihood": L.Categorical(), "weights": "all", "output": "logits"}
+    options = {
+        "likelihood": L.Categorical(),
+        "prior": priors.Gaussian(),
+        "gaussian": "laplace",
+        "weights": "all",
+        "output": "logits",
+    }
     with ThreadPoolExecutor(2) as pool:
         found = ssla.distributed.fit(Parts("dict"), [(X[:12], CLASSES[:12]), (X[12:], CLASSES[12:])], client=pool, **options)
     alone = ssla.fit(Parts("dict"), (X, CLASSES), **options)

@@ -28,8 +28,8 @@ def assert_same(a, b, tolerance=1e-10):
 
 
 def test_update_equals_one_fit_of_all_data():
-    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
-    post = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
+    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    post = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, prior=priors.Gaussian())
     for part in PARTS[1:]:
         post = post.update(part)
     assert_same(post, whole)
@@ -41,7 +41,7 @@ def test_update_equals_one_fit_of_all_data():
 @pytest.mark.parametrize(("likelihood", "options"), [(GAUSSIAN, {"weights": "all"}), (L.Poisson(), {"mode": "tilt"})])
 def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelihood, options):
     target = Y.abs().round() if isinstance(likelihood, L.Poisson) else Y
-    options = {"likelihood": likelihood, "structure": structure, **options}
+    options = {"likelihood": likelihood, "prior": priors.Gaussian(), "gaussian": "laplace", "structure": structure, **options}
     a, b, c = (
         ssla.fit(mlp(), (x, target[: len(X)][s]), **options)
         for (x, _), s in zip(PARTS, (slice(0, 40), slice(40, 55), slice(55, 90)), strict=True)
@@ -53,8 +53,8 @@ def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelih
 
 
 def test_polished_gaussian_shards_merge_exactly():
-    a, b, c = (ssla.fit(mlp(), part, likelihood=GAUSSIAN) for part in PARTS)
-    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN)
+    a, b, c = (ssla.fit(mlp(), part, likelihood=GAUSSIAN, prior=priors.Gaussian()) for part in PARTS)
+    whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     for merged in (a.merge(b).merge(c), c.merge(b).merge(a)):
         assert_same(merged, whole)
 
@@ -63,20 +63,26 @@ def test_a_stream_of_unknown_length():
     def rows():
         yield from PARTS
 
-    assert_same(ssla.fit(mlp(), rows(), likelihood=GAUSSIAN), ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN))
+    assert_same(
+        ssla.fit(mlp(), rows(), likelihood=GAUSSIAN, prior=priors.Gaussian()),
+        ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian()),
+    )
 
 
 def test_what_does_not_fit_together_is_refused():
-    one = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN)
+    one = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, prior=priors.Gaussian())
     for other, message in (
-        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5)), "likelihoods differ"),
-        (ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN), "weights differ"),
-        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, structure="diag"), "structure differ"),
+        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()), "likelihoods differ"),
+        (ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian()), "weights differ"),
+        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(), structure="diag"), "structure differ"),
         (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(2.0)), "priors differ"),
     ):
         with pytest.raises(ValueError, match=message):
             one.merge(other)
-    counts = [ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson()) for x, y in PARTS[:2]]
+    counts = [
+        ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
+        for x, y in PARTS[:2]
+    ]
     with pytest.raises(ValueError, match=r"different modes.*mode='tilt'"):
         counts[0].merge(counts[1])
 
@@ -111,7 +117,7 @@ def own(width):
 def test_merge_refuses_what_differs_in_the_last_digit(one, other, message):
     posts = []
     for part, options in zip(PARTS[:2], (one, other), strict=True):
-        settings = {"likelihood": GAUSSIAN, "mode": "tilt", **options}
+        settings = {"likelihood": GAUSSIAN, "prior": priors.Gaussian(), "gaussian": "laplace", "mode": "tilt", **options}
         net, convention = settings.pop("net", None), settings.pop("convention", "exact")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The network is not at the mode")
@@ -125,8 +131,8 @@ def test_merge_refuses_what_differs_in_the_last_digit(one, other, message):
 def test_merge_takes_the_same_settings_written_in_another_way():
     """Two functions with the same code, and one prior by number and by layer."""
     options = [
-        {"likelihood": own(0.3), "mode": "tilt"},
-        {"likelihood": own(0.3), "mode": "tilt", "prior": priors.Gaussian({"2": 1})},
+        {"likelihood": own(0.3), "mode": "tilt", "gaussian": "laplace", "prior": priors.Gaussian()},
+        {"likelihood": own(0.3), "mode": "tilt", "gaussian": "laplace", "prior": priors.Gaussian({"2": 1})},
     ]
     a, b = (ssla.fit(mlp(), part, **settings) for part, settings in zip(PARTS[:2], options, strict=True))
     assert a.merge(b).report.n == 55
@@ -153,9 +159,9 @@ def test_ten_million_float32_rows_stream_in_flat_memory_to_six_digits():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).eval()
     new = torch.randn(50, 2)
-    ssla.fit(net, Rows(200_000), likelihood=L.Gaussian(noise=0.5))  # warm up: the libraries' own memory
+    ssla.fit(net, Rows(200_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())  # warm up: the libraries' own memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    post = ssla.fit(net, Rows(10_000_000), likelihood=L.Gaussian(noise=0.5))
+    post = ssla.fit(net, Rows(10_000_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert post.report.n == 10_000_000
     assert grown < 64  # MiB; the rows alone are 114
@@ -191,17 +197,22 @@ def features(net, x):
 def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
     fixed = X[:40].clone()
     fixed[:, 1] = 0.5
-    first = ssla.fit(mlp(), (fixed, Y[:40]), likelihood=GAUSSIAN)
+    first = ssla.fit(mlp(), (fixed, Y[:40]), likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert "constant input columns: 1" in first.report.notes
-    both = first.merge(ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN))
-    one = ssla.fit(mlp(), (X[:1], Y[:1]), likelihood=GAUSSIAN)
-    for grown in (first.update(PARTS[1]), both, one.update(PARTS[1]), ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN).merge(one)):
+    both = first.merge(ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian()))
+    one = ssla.fit(mlp(), (X[:1], Y[:1]), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    for grown in (
+        first.update(PARTS[1]),
+        both,
+        one.update(PARTS[1]),
+        ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian()).merge(one),
+    ):
         assert not any(note.startswith(("constant", "only one row")) for note in grown.report.notes)
         assert any(note.startswith("before data were added: ") for note in grown.report.notes)
         assert grown.report.n == grown.report.weight == grown.statistics.n
     assert sum("data were added" in note for note in both.update(PARTS[2]).report.notes) == 2
 
-    wide = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, weights="all", structure=LowRank(rank=2))
+    wide = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", structure=LowRank(rank=2))
     for other in (wide.with_prior(priors.Gaussian(0.01)), wide.update(PARTS[2])):
         (note,) = [note for note in other.report.notes if note.startswith("low_rank")]
         least = float(other.bound_prior.precision(other.theta).min())

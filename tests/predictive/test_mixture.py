@@ -204,7 +204,7 @@ def test_refits_of_weights_can_be_mixed(likelihood):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 2, generator=generator, dtype=F64)
     net = torch.nn.Linear(2, 1).double().eval()
-    posterior = ssla.fit(net, (x, x.sum(1)), likelihood=likelihood)
+    posterior = ssla.fit(net, (x, x.sum(1)), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
     one = posterior.predict(x[:3], refit="weights")
     both = mixture([one, posterior.predict(x[:3], refit="output")])
     expected = torch.logaddexp(one.log_prob(x[:3, 0]), posterior.predict(x[:3]).log_prob(x[:3, 0])) - math.log(2)
@@ -295,7 +295,7 @@ def test_refits_of_the_weights_can_be_mixed(likelihood):
         torch.nn.init.zeros_(model[0].bias)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "polish moved", UserWarning)
-            posterior = ssla.fit(model, (x, y), likelihood=likelihood)
+            posterior = ssla.fit(model, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
         parts.append(posterior.predict(x[:3], "weights"))
     p = mixture(parts)
     each = torch.stack([part.log_prob(y[:3]) for part in parts]).double()

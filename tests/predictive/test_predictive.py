@@ -212,11 +212,20 @@ def test_a_million_points_in_bounded_memory():
     """10⁶ inputs through the closed form and 10⁵ through the grid; intermediate chunks stay within the budget."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).eval()
     x = torch.randn(1_000_000, 2)
-    post = ssla.fit(model, (x[:500], x[:500, 0]), likelihood=L.Gaussian(noise="estimate"), memory_budget=8 << 20)
+    post = ssla.fit(
+        model, (x[:500], x[:500, 0]), likelihood=L.Gaussian(noise="estimate"), prior=ssla.priors.Gaussian(), memory_budget=8 << 20
+    )
     assert post.predict(x).interval(0.9).shape == (1_000_000, 2)
     assert post.network.rows_at_once(8 << 20) < 65_536
     two = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-    post = ssla.fit(two, (x[:500], x[:500, 0] + 0.1 * x[:500, 1]), likelihood=L.HeteroscedasticGaussian(), memory_budget=8 << 20)
+    post = ssla.fit(
+        two,
+        (x[:500], x[:500, 0] + 0.1 * x[:500, 1]),
+        likelihood=L.HeteroscedasticGaussian(),
+        prior=ssla.priors.Gaussian(),
+        gaussian="laplace",
+        memory_budget=8 << 20,
+    )
     p = post.predict(x[:100_000])
     assert p.interval(0.9).shape == (100_000, 2)
     assert torch.isfinite(p.mass).all()

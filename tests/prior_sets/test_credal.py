@@ -33,6 +33,7 @@ BOX = priors.Box(mean=(-0.5, 1.0), precision=(0.2, 20.0))
 
 def fit(likelihood, y, outputs=1, **options):
     torch.manual_seed(0)
+    options = {"prior": priors.Gaussian(), "gaussian": "laplace", **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ssla.fit(nn.Linear(3, outputs).double(), (X, y), likelihood=likelihood, **options)
@@ -240,7 +241,8 @@ def test_boxes_by_layer_need_blocks():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kfac, dense = (
-            ssla.fit(net, (X, Y), likelihood=L.Gaussian(noise=0.5), weights="all", structure=s) for s in ("kfac", "dense")
+            ssla.fit(net, (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure=s)
+            for s in ("kfac", "dense")
         )
     c = ssla.credal(kfac, NEW, box)
     assert c.names == ("precision of 0", "precision of 2")
@@ -265,7 +267,9 @@ def few_rows(structure):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ssla.fit(nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), structure=structure)
+        return ssla.fit(
+            nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), structure=structure
+        )
 
 
 @pytest.mark.parametrize("structure", ["dense", "low_rank"])
@@ -304,7 +308,7 @@ def test_a_box_by_layer_over_few_rows_is_refused_for_the_right_reason():
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        post = ssla.fit(net, (X[:5], Y[:5]), likelihood=L.Gaussian(noise=0.5), weights="all")
+        post = ssla.fit(net, (X[:5], Y[:5]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all")
     with pytest.raises(ValueError, match=r"different precisions by layer .* structure='dense'\. Give one range for all layers"):
         ssla.credal(post, NEW, priors.Box(precision={"0": (0.1, 1.0), "2": (1.0, 10.0)}))
     assert ssla.credal(post, NEW, priors.Box(precision=(0.5, 5.0))).names == ("precision",)
@@ -316,7 +320,7 @@ def test_imprecision_shrinks_with_data_and_width_does_not():
     for n in (20, 2000):
         x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
         y = x[:, 0] + 0.5 * torch.randn(n, dtype=torch.float64, generator=generator)
-        post = ssla.fit(nn.Linear(3, 1).double(), (x, y), likelihood=L.Gaussian(noise=0.5))
+        post = ssla.fit(nn.Linear(3, 1).double(), (x, y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
         found.append(ssla.credal(post, NEW, BOX).decomposition())
     assert (found[1].imprecision < 0.05 * found[0].imprecision).all()
     assert (found[1].narrowest > 0.5 * found[0].narrowest).all()

@@ -47,7 +47,9 @@ def fit(name, prior=None, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Linear(3, outputs).double()
-        return ssla.fit(model, (X, y), likelihood=likelihood, prior=prior or priors.Gaussian(2.0, 0.3), **options)
+        return ssla.fit(
+            model, (X, y), likelihood=likelihood, prior=prior or priors.Gaussian(2.0, 0.3), gaussian="laplace", **options
+        )
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -205,9 +207,11 @@ def test_tail_probabilities_are_uniform_under_the_prior_itself():
 
 def test_few_rows_count_their_rank_and_other_structures_agree():
     model = nn.Linear(3, 1, bias=False).double()
-    few = ssla.fit(model, (X[:2], Y[:2]), likelihood=L.Gaussian(noise=0.5))
+    few = ssla.fit(model, (X[:2], Y[:2]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
     assert ssla.conflict(few).df == 2
-    dense, kfac = (ssla.fit(model, (X, Y), likelihood=L.Gaussian(noise=0.5), structure=s) for s in ("dense", "kfac"))
+    dense, kfac = (
+        ssla.fit(model, (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), structure=s) for s in ("dense", "kfac")
+    )
     assert abs(ssla.conflict(dense).statistic - ssla.conflict(kfac).statistic) < 1e-6
     s = ssla.sensitivity(dense, NEW, (0.1, 10.0, 3))
     assert len(s.conflicts()) == 3

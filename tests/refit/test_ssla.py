@@ -66,7 +66,7 @@ def test_a_normal_with_unknown_variance_gives_students_t():
     model = Constant(outputs=2)
     with torch.no_grad():
         model.head.weight.copy_(T([1.0], [0.0]))
-    post = ssla.fit(model, (torch.zeros(6, 1), data), likelihood=L.HeteroscedasticGaussian(), prior=prior)
+    post = ssla.fit(model, (torch.zeros(6, 1), data), likelihood=L.HeteroscedasticGaussian(), prior=prior, gaussian="laplace")
     n, mean = len(data), float(data.mean())
     kappa = prior.kappa + n
     centre = (prior.kappa * prior.m + n * mean) / kappa
@@ -120,7 +120,7 @@ def test_lemma_1_and_theorem_1(model):
             else:
                 y = x[:, 0] - 0.5 * x[:, 1] + 0.5 * noise[:n]
         scope = "all" if model == "network" else "last_layer"
-        post = ssla.fit(net, (x, y), likelihood=likelihood, weights=scope, mode=mode)
+        post = ssla.fit(net, (x, y), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace", weights=scope, mode=mode)
         log_density = ssla.WeightRefit()(post.state, new)
         parts = log_density(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
@@ -156,7 +156,7 @@ def test_a_wide_layer_needs_8_to_12_refits_and_keeps_its_promise():
     model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
     x = inputs(1000, 1, 8)
     y = x[:, 0] + torch.randn(1000, dtype=torch.float64, generator=seeded(2)) * (0.2 + 0.2 * x[:, 1].abs())
-    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian())
+    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian(), gaussian="laplace")
     new = inputs(15, 3, 8)
     p = post.predict(new, refit="weights")
     assert 8 <= p.diagnostics.refits.double().mean() <= 12
@@ -336,8 +336,10 @@ def test_data_in_pieces_too_large_to_keep_give_the_same(prior):
     batches = [(a, b) for a, b in zip(x.split(50), targets(x).split(50), strict=True)]
     new = inputs(5, 6)
     y = candidates.expand(5, -1)
-    whole = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior), new, y).total
-    small = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior, memory_budget=20_000), new, y).total
+    whole = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior, gaussian="laplace"), new, y).total
+    small = ssla.ssla(
+        ssla.fit(model, batches, likelihood=likelihood, prior=prior, gaussian="laplace", memory_budget=20_000), new, y
+    ).total
     assert torch.allclose(whole, small, atol=1e-8)
 
 
@@ -346,9 +348,9 @@ def test_more_data_are_read_again_too():
     x, new = inputs(60, 1), inputs(2, 2)
     y = x[:, 0] + 0.5 * torch.randn(60, dtype=torch.float64, generator=seeded(3))
     model, noise = nn.Linear(2, 1).double(), L.Gaussian(noise=0.5)
-    whole = ssla.ssla(ssla.fit(model, (x, y), likelihood=noise), new, T(0.0, 1.0)).total
-    first = ssla.fit(model, (x[:40], y[:40]), likelihood=noise)
-    second = ssla.fit(model, (x[40:], y[40:]), likelihood=noise)
+    whole = ssla.ssla(ssla.fit(model, (x, y), likelihood=noise, prior=priors.Gaussian()), new, T(0.0, 1.0)).total
+    first = ssla.fit(model, (x[:40], y[:40]), likelihood=noise, prior=priors.Gaussian())
+    second = ssla.fit(model, (x[40:], y[40:]), likelihood=noise, prior=priors.Gaussian())
     assert torch.allclose(ssla.ssla(first.update((x[40:], y[40:])), new, T(0.0, 1.0)).total, whole)
     assert torch.allclose(ssla.ssla(first.merge(second), new, T(0.0, 1.0)).total, whole)
 
@@ -429,7 +431,7 @@ def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
     x, new = inputs(70, 5), inputs(3, 6)
     with torch.no_grad():
         model[2].bias[1] = 3.0
-    post = ssla.fit(model, (x, targets(x)), likelihood=likelihood, mode="tilt", prior=priors.Gaussian(1e-3))
+    post = ssla.fit(model, (x, targets(x)), likelihood=likelihood, mode="tilt", prior=priors.Gaussian(1e-3), gaussian="laplace")
     solved = ssla.WeightRefit()(post.state, new).solve(candidates.expand(3, -1))
     assert solved.fallback.all()
 
@@ -522,7 +524,9 @@ def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x = inputs(20, 7)
     prior = ssla.priors.Gaussian(precision=0.3)
-    posterior = ssla.fit(model, (x, noisy(x)), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=prior)
+    posterior = ssla.fit(
+        model, (x, noisy(x)), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=prior, gaussian="laplace"
+    )
     far = 3 * inputs(5, 20)
     new = torch.cat([inputs(10, 19), far])[[8, 10]]
     p, output = posterior.predict(new, refit="weights"), posterior.predict(new)

@@ -35,7 +35,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
     y = torch.arange(90) % 3
     x = centres[y] + 0.7 * inputs(90, 4)
     model = nn.Linear(2, 3).double()
-    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.02))
+    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.02), gaussian="laplace")
     new, classes = centres * 1.3, torch.arange(3).double().expand(3, -1)
 
     def outputs(theta, rows):  # of each class its weights and its bias
@@ -161,7 +161,7 @@ def many_features(likelihood, precision=1.0):
     x = torch.randn(150, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(150, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     y = (x[:, 0] + 0.5).exp().round() if isinstance(likelihood, L.Poisson) else x[:, 0] + 0.4 * noise
-    post = ssla.fit(net, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(precision=precision))
+    post = ssla.fit(net, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(precision=precision), gaussian="laplace")
     return post, x[:5] + 0.3
 
 
@@ -202,7 +202,7 @@ def untrained(width, precision=1.0, mode="tilt", outputs=3):
             p.mul_(2.0)
     x = inputs(60, 1)
     options = {"weights": "all", "structure": "kfac", "prior": priors.Gaussian(precision=precision), "mode": mode}
-    return ssla.fit(net.eval(), (x, classes_at(x)), likelihood=L.Categorical(), **options), 2 * inputs(4, 2)
+    return ssla.fit(net.eval(), (x, classes_at(x)), likelihood=L.Categorical(), gaussian="laplace", **options), 2 * inputs(4, 2)
 
 
 FAR = r"The 3 easiest made no progress.*are [\d.]+ posterior standard deviations.*per parameter.*train the network.*polish"

@@ -223,7 +223,7 @@ def test_full_batch_training_reaches_the_mode_of_the_prior_it_names():
     rows = Rows(x, y, torch.ones(50, dtype=torch.float64), nothing)
     likelihood = ssla.likelihoods.Poisson()
     trained = train(Architecture(3, 1, ()), likelihood, rows, Schedule(800, None, 0.1, precision=4.0), 0)
-    post = ssla.fit(trained.modules[0], (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(4.0))
+    post = ssla.fit(trained.modules[0], (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(4.0), gaussian="laplace")
     assert post.report.residual < 1e-3
 
 
@@ -244,8 +244,8 @@ def test_another_noise_without_a_pass_equals_another_fit():
     module = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
     data = torch.from_numpy((X - X.mean(0)) / X.std(0)), torch.from_numpy((Y - Y.mean()) / Y.std())
     first, second = (ssla.likelihoods.Gaussian(noise=s) for s in (0.5, 0.8))
-    moved = at_noise(ssla.fit(module, data, likelihood=first), second)
-    direct = ssla.fit(module, data, likelihood=second)
+    moved = at_noise(ssla.fit(module, data, likelihood=first, prior=ssla.priors.Gaussian()), second)
+    direct = ssla.fit(module, data, likelihood=second, prior=ssla.priors.Gaussian())
     assert torch.allclose(moved.theta, direct.theta, atol=1e-10)
     assert abs(moved.log_evidence() - direct.log_evidence()) < 1e-8
     assert torch.allclose(moved.predict(data[0]).variance, direct.predict(data[0]).variance, rtol=1e-10)

@@ -109,7 +109,16 @@ def made(name):
 def test_layerwise_jacobians_equal_plain_differentiation(name, structure):
     """dense and diag over all weights of every module, against one backward pass for each output of each row."""
     model, x, y, likelihood = made(name)
-    post = ssla.fit(model, (x, y), likelihood=likelihood, weights="all", structure=structure, mode="as_is")
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=likelihood,
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        weights="all",
+        structure=structure,
+        mode="as_is",
+    )
     J = jacobian(model, x, [name for name, _ in model.named_parameters()])
     H = torch.einsum("ncp,ncd,ndq->pq", J, likelihood.fisher(model(x).detach()), J)
     H = (torch.diag(H.diagonal()) if structure == "diag" else H) + torch.eye(len(H), dtype=DOUBLE)
@@ -123,7 +132,9 @@ def test_every_module_fits_and_predicts_with_kfac(name, regression):
     model, x, y, likelihood = made(name)
     if regression:
         y, likelihood = X(9, model(x).shape[1]), L.Gaussian(noise=0.7)
-    post = ssla.fit(model, (x, y), likelihood=likelihood, weights="all", structure="kfac", prior=priors.Gaussian(5.0))
+    post = ssla.fit(
+        model, (x, y), likelihood=likelihood, weights="all", structure="kfac", prior=priors.Gaussian(5.0), gaussian="laplace"
+    )
     p = post.predict(x)
     assert torch.isfinite(p.log_prob(y)).all()
     assert (post.marginal(x).covariance.diagonal(dim1=1, dim2=2) > 0).all()
@@ -140,7 +151,16 @@ def test_exact_for_one_row():
     J = jacobian(model, x, names)[0]
     H = J.mT @ L.Categorical().fisher(model(x).detach())[0] @ J
     with pytest.warns(UserWarning, match="one row only"):
-        post = ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", mode="tilt")
+        post = ssla.fit(
+            model,
+            (x, y),
+            likelihood=L.Categorical(),
+            prior=priors.Gaussian(),
+            gaussian="laplace",
+            weights="all",
+            structure="kfac",
+            mode="tilt",
+        )
     blocks = torch.zeros_like(H)
     split = 3 * 4 + 4
     blocks[:split, :split], blocks[split:, split:] = H[:split, :split], H[split:, split:]
@@ -154,12 +174,15 @@ def test_exact_for_one_row():
 def test_exact_for_a_linear_model_with_constant_noise(outputs):
     x, y = X(30, 4), X(30, outputs)
     model, noise = nn.Linear(4, outputs).double(), L.Gaussian(noise=0.6)
-    posts = [ssla.fit(model, (x, y.squeeze(1)), likelihood=noise, structure=s) for s in ("dense", "kfac")]
+    posts = [
+        ssla.fit(model, (x, y.squeeze(1)), likelihood=noise, prior=priors.Gaussian(), structure=s) for s in ("dense", "kfac")
+    ]
     assert torch.allclose(posts[0].theta, posts[1].theta, atol=1e-10)
     assert torch.allclose(posts[0].marginal(x).covariance, posts[1].marginal(x).covariance, rtol=1e-9)
     assert abs(posts[0].log_evidence() - posts[1].log_evidence()) < 1e-8
     estimated = [
-        ssla.fit(model, (x, y.squeeze(1)), likelihood=L.Gaussian(noise="estimate"), structure=s) for s in ("dense", "kfac")
+        ssla.fit(model, (x, y.squeeze(1)), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), structure=s)
+        for s in ("dense", "kfac")
     ]
     assert torch.allclose(
         torch.as_tensor(estimated[0].likelihood.noise), torch.as_tensor(estimated[1].likelihood.noise), rtol=1e-8
@@ -169,7 +192,15 @@ def test_exact_for_a_linear_model_with_constant_noise(outputs):
 def test_reduce_and_expand_agree_where_each_row_has_one_place():
     model, (x, y) = MODULES["mlp"][0]().double(), (X(20, 3), classes(20, 3))
     one, two = (
-        ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure=Kfac(sharing=s))
+        ssla.fit(
+            model,
+            (x, y),
+            likelihood=L.Categorical(),
+            prior=priors.Gaussian(),
+            gaussian="laplace",
+            weights="all",
+            structure=Kfac(sharing=s),
+        )
         for s in ("expand", "reduce")
     )
     assert torch.allclose(one.marginal(x).covariance, two.marginal(x).covariance, rtol=1e-10)
@@ -203,7 +234,13 @@ def test_reduce_is_exact_for_pooled_linear_layers():
 def test_row_weights_count_as_rows():
     model, x, y = MODULES["mlp"][0]().double(), X(10, 3), classes(10, 3)
     weights = torch.tensor([2.0] * 4 + [1.0] * 6)
-    options = {"likelihood": L.Categorical(), "weights": "all", "structure": "kfac"}
+    options = {
+        "likelihood": L.Categorical(),
+        "prior": priors.Gaussian(),
+        "gaussian": "laplace",
+        "weights": "all",
+        "structure": "kfac",
+    }
     twice = ssla.fit(model, (torch.cat([x, x[:4]]), torch.cat([y, y[:4]])), **options)
     weighted = ssla.fit(model, (x, y, weights), **options)
     assert torch.allclose(twice.marginal(x).covariance, weighted.marginal(x).covariance, rtol=1e-10)
@@ -213,4 +250,4 @@ def test_a_prior_that_varies_inside_a_layer_is_refused():
     model, x, y = MODULES["mlp"][0]().double(), X(10, 3), classes(10, 3)
     prior = priors.Gaussian(precision={"0": 1.0, "2.weight": 2.0, "2.bias": 3.0})
     with pytest.raises(ValueError, match="one prior precision for each layer"):
-        ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=prior)
+        ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=prior, gaussian="laplace")

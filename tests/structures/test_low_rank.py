@@ -37,7 +37,7 @@ TARGETS = {
 def fitted(kind, x, structure, **options):
     likelihood, outputs, target = TARGETS[kind]
     options = {"weights": "all", "prior": priors.Gaussian(precision=0.3), **options}
-    return ssla.fit(network(outputs), (x, target(x)), likelihood=likelihood, structure=structure, **options)
+    return ssla.fit(network(outputs), (x, target(x)), likelihood=likelihood, gaussian="laplace", structure=structure, **options)
 
 
 def assert_same_operator(one, other, x, rtol=1e-9):
@@ -86,7 +86,9 @@ def test_polish_and_the_noise_are_the_same_in_either_form():
     y = x[:, 0].sin() + 0.1 * rows(12, seed=5)[:, 0]
     likelihood = L.Gaussian(noise="estimate")
     dual, primal = (
-        ssla.fit(network(width=20), (x, y), likelihood=likelihood, structure=structure)
+        ssla.fit(
+            network(width=20), (x, y), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace", structure=structure
+        )
         for structure in ("dense", Dense(dual=False))
     )
     assert dual.statistics.curvature.matrix is None
@@ -105,7 +107,7 @@ def test_a_flat_prior_on_fewer_rows_than_parameters_is_refused():
 def test_a_network_too_wide_for_a_matrix_is_fitted_by_its_rows_within_the_budget():
     wide = nn.Sequential(nn.Linear(3, 600), nn.Tanh(), nn.Linear(600, 1)).eval()  # P = 3,001: a matrix takes 275 MiB
     x = rows(20).float()
-    options = {"likelihood": L.Gaussian(noise=0.2), "weights": "all", "memory_budget": 8 << 20}
+    options = {"likelihood": L.Gaussian(noise=0.2), "prior": priors.Gaussian(), "weights": "all", "memory_budget": 8 << 20}
     post = ssla.fit(wide, (x, x[:, 0]), **options)
     assert post.report.memory < 8 << 20
     batches = [(x, x[:, 0])]  # the number of rows is not announced
@@ -174,7 +176,7 @@ def test_the_bound_holds_with_an_estimated_noise_and_several_outputs():
     x, new = rows(80), rows(30, seed=2)
     y = torch.stack([x[:, 0].sin(), 3 * x[:, 1]], 1) + 0.3 * rows(80, seed=4)[:, :2]
     low, dense = (
-        ssla.fit(network(2), (x, y), likelihood=L.Gaussian(noise="estimate"), structure=structure)
+        ssla.fit(network(2), (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), structure=structure)
         for structure in ("low_rank", "dense")
     )
     assert torch.allclose(low.likelihood.noise, dense.likelihood.noise, rtol=1e-6)
@@ -190,7 +192,14 @@ def test_the_sketch_is_widened_until_it_is_enough():
     assert found.report.passes > 2
     once = ((x, y) for x, y in [(rows(80), rows(80)[:, 0].sin())])
     with pytest.warns(UserWarning, match=r"beyond tail=0.5: a source that can be read only once allows no wider sketch"):
-        ssla.fit(network(), once, likelihood=L.Gaussian(noise=0.2), weights="all", structure=LowRank(tail=0.5, columns=2))
+        ssla.fit(
+            network(),
+            once,
+            likelihood=L.Gaussian(noise=0.2),
+            prior=priors.Gaussian(),
+            weights="all",
+            structure=LowRank(tail=0.5, columns=2),
+        )
 
 
 def test_sketches_of_other_widths_or_seeds_do_not_merge():

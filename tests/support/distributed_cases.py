@@ -12,13 +12,14 @@ from ssla.structures import Kfac, LowRank
 
 LIKELIHOODS = {"gaussian": L.Gaussian(noise=0.3), "poisson": L.Poisson(), "estimate": L.Gaussian(noise="estimate")}
 
+LAPLACE = {"prior": priors.Gaussian(), "gaussian": "laplace"}
 CASES = {
-    "polished": {"likelihood": L.Gaussian(noise="estimate")},
-    "counts": {"likelihood": L.Poisson(), "structure": "diag"},  # polish: a pass for each Newton step
-    "kfac": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": "kfac"},
-    "low_rank": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": LowRank(tail=0.1, columns=2)},
-    "rows": {"likelihood": L.Gaussian(noise="estimate"), "weights": "all"},
-    "classes": {"likelihood": L.Categorical(), "weights": "all", "structure": "dense", "prior": priors.Gaussian(0.5)},
+    "polished": {"likelihood": L.Gaussian(noise="estimate"), **LAPLACE},
+    "counts": {"likelihood": L.Poisson(), "structure": "diag", **LAPLACE},  # polish: a pass for each Newton step
+    "kfac": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": "kfac", **LAPLACE},
+    "low_rank": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": LowRank(tail=0.1, columns=2), **LAPLACE},
+    "rows": {"likelihood": L.Gaussian(noise="estimate"), "weights": "all", **LAPLACE},
+    "classes": {"likelihood": L.Categorical(), "weights": "all", "structure": "dense", **LAPLACE, "prior": priors.Gaussian(0.5)},
 }
 
 
@@ -87,6 +88,7 @@ def unlike(rank):
     noise = 0.3 + 1e-12 * rank
 
     def fit(net=None, data=(x, y), likelihood=LIKELIHOODS["gaussian"], **options):
+        options = LAPLACE | options
         return ssla.fit(model("polished") if net is None else net, data, likelihood=likelihood, **options)
 
     def update():
@@ -116,7 +118,7 @@ def unlike(rank):
 
 def main(script, folder, rank, count):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
-    gaussian = {"likelihood": LIKELIHOODS["gaussian"]}
+    gaussian = {"likelihood": LIKELIHOODS["gaussian"], **LAPLACE}
     if script == "all_cases":
         for name, settings in CASES.items():
             post = ssla.fit(model(name), shards_of(name, count)[rank], **settings)

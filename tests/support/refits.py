@@ -64,12 +64,12 @@ def last_layer(name, n=70, width=4, weights=None, **options):
     y = targets(x)
     data = (x, y) if weights is None else (x, y, weights)
     prior = priors.Gaussian(precision=0.8, mean=0.1)
-    post = ssla.fit(model, data, likelihood=likelihood, prior=prior)
+    post = ssla.fit(model, data, likelihood=likelihood, prior=prior, gaussian="laplace")
     if options:  # a network near its mode, not at it
         with torch.no_grad():
             for name_, value in model[2].named_parameters():
                 value.copy_(0.97 * post.parameters[f"2.{name_}"] + 0.01)
-        post = ssla.fit(model, data, likelihood=likelihood, prior=prior, **options)
+        post = ssla.fit(model, data, likelihood=likelihood, prior=prior, gaussian="laplace", **options)
     new = inputs(3, 6)
 
     def features(a):
@@ -110,7 +110,9 @@ def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=
             p.mul_(0.998)
     model = model.to(dtype)
     prior = priors.Gaussian(precision=0.3)
-    post = ssla.fit(model, (x.to(dtype), y), likelihood=likelihood, prior=prior, weights="all", mode=mode, **options)
+    post = ssla.fit(
+        model, (x.to(dtype), y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all", mode=mode, **options
+    )
     wide = {key: value.double() for key, value in model.state_dict().items()}
     new = inputs(2, 6)
 

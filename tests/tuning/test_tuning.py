@@ -93,7 +93,16 @@ SETTINGS = [
 def test_value_and_gradient_are_the_posteriors_own_evidence(structure, weights, per_layer, kind, likelihood):
     """At random precisions and noises: against Posterior.log_evidence, and against central differences of it."""
     y = Y if isinstance(likelihood, L.Gaussian) else COUNTS
-    post = quiet(ssla.fit, net(), (X, y), likelihood=likelihood, structure=structure, weights=weights)
+    post = quiet(
+        ssla.fit,
+        net(),
+        (X, y),
+        likelihood=likelihood,
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+        structure=structure,
+        weights=weights,
+    )
     space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
     evidence = evidence_of(space.problem)
     assert isinstance(evidence, kind)
@@ -116,7 +125,15 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(structure, weights, 
 @pytest.mark.parametrize(("structure", "weights", "per_layer", "kind"), SETTINGS)
 def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     """No better point is found by an independent search from where the tuning ended."""
-    post = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise="estimate"), structure=structure, weights=weights)
+    post = quiet(
+        ssla.fit,
+        net(),
+        (X, Y),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=priors.Gaussian(),
+        structure=structure,
+        weights=weights,
+    )
     tuned = quiet(post.tune, per_layer=per_layer)
     assert tuned.tuning_history.converged
     assert tuned.log_evidence() >= post.log_evidence()
@@ -139,7 +156,7 @@ def test_noise_and_precision_are_recovered_from_noisy_linear_data():
     x = torch.randn(3000, 40, dtype=torch.float64, generator=generator)
     w = torch.randn(40, dtype=torch.float64, generator=generator) / math.sqrt(5.0)
     y = x @ w + 0.7 * torch.randn(3000, dtype=torch.float64, generator=generator)
-    post = ssla.fit(nn.Linear(40, 1, bias=False).double(), (x, y), likelihood=L.Gaussian(noise=3.0))
+    post = ssla.fit(nn.Linear(40, 1, bias=False).double(), (x, y), likelihood=L.Gaussian(noise=3.0), prior=priors.Gaussian())
     tuned = post.tune()
     assert abs(tuned.likelihood.noise / 0.7 - 1) < 0.05
     assert abs(math.log(tuned.prior.precision / 5.0)) < 0.6
@@ -151,14 +168,14 @@ def test_noise_and_precision_are_recovered_from_noisy_linear_data():
 def test_several_outputs_share_one_factor_on_their_noises():
     y = torch.stack([Y, 2 * Y.flip(0)], 1)
     likelihood = L.Gaussian(noise=torch.tensor([0.6, 1.2], dtype=torch.float64))
-    post = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=likelihood)
+    post = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace")
     tuned = post.tune()
     ratio = tuned.likelihood.noise / likelihood.noise
     assert abs(float(ratio[0] - ratio[1])) < 1e-12
     fresh = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=tuned.likelihood, prior=tuned.prior)
     assert abs(tuned.log_evidence() - fresh.log_evidence()) < 1e-8
     sigma = torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)
-    full = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=L.Gaussian(covariance=sigma)).tune()
+    full = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=L.Gaussian(covariance=sigma), prior=priors.Gaussian()).tune()
     again = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=full.likelihood, prior=full.prior)
     assert abs(full.log_evidence() - again.log_evidence()) < 1e-8
     assert abs(float(full.tuning_history.values[-1]) - full.log_evidence()) < 1e-8
@@ -176,7 +193,7 @@ def test_a_pattern_of_precisions_and_means_is_kept():
 
 
 def test_counts_have_no_noise_and_the_trace_says_so():
-    post = quiet(ssla.fit, net(), (X, COUNTS), likelihood=L.Poisson())
+    post = quiet(ssla.fit, net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
     tuned = quiet(post.tune)
     assert "has no noise to tune" in str(tuned.tuning_history)
     assert "θ̂ was kept" in str(tuned.report)
@@ -189,7 +206,7 @@ def test_counts_have_no_noise_and_the_trace_says_so():
 def test_a_solution_at_the_edge_is_reported():
     """Targets orthogonal to every feature: the evidence grows with the precision for ever."""
     y = Y - X @ torch.linalg.lstsq(X, Y[:, None]).solution.squeeze(1)
-    post = ssla.fit(nn.Linear(4, 1, bias=False).double(), (X, y), likelihood=L.Gaussian(noise=1.0))
+    post = ssla.fit(nn.Linear(4, 1, bias=False).double(), (X, y), likelihood=L.Gaussian(noise=1.0), prior=priors.Gaussian())
     with pytest.warns(UserWarning, match="edge of its range for precision of network"):
         tuned = post.tune()
     assert tuned.tuning_history.at_bound == ("precision of network",)
@@ -254,10 +271,12 @@ def test_folds_are_scored_as_if_each_had_been_fitted():
 def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
     new = torch.poisson(torch.exp(0.5 + 0.4 * NEW_X[:, 0]), generator=torch.Generator().manual_seed(0))
     data = (NEW_X[:40], new[:40]) if folds is None else [(X[:20], COUNTS[:20]), (X[20:40], COUNTS[20:40])]
-    last = quiet(ssla.fit, net(), (X[:40], COUNTS[:40]), likelihood=L.Poisson())
+    last = quiet(ssla.fit, net(), (X[:40], COUNTS[:40]), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
     tuned = quiet(last.tune, "nll", data=data, folds=folds)
     assert float(tuned.tuning_history.values[-1]) >= float(tuned.tuning_history.values[0])
-    everything = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), weights="all", structure="diag")
+    everything = quiet(
+        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure="diag"
+    )
     rows = (NEW_X, NEW_Y) if folds is None else (X, Y)
     both = quiet(everything.tune, "crps", data=rows, folds=folds, per_layer=False)
     assert float(both.tuning_history.values[-1]) >= float(both.tuning_history.values[0])
@@ -268,9 +287,13 @@ def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
 
 
 def test_another_noise_rescales_the_sums_exactly():
-    post = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), weights="all", structure="kfac")
+    post = quiet(
+        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure="kfac"
+    )
     other = post.state.at_noise(1.7)
-    fresh = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.85), weights="all", structure="kfac")
+    fresh = quiet(
+        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.85), prior=priors.Gaussian(), weights="all", structure="kfac"
+    )
     assert abs(other.statistics.log_likelihood - fresh.statistics.log_likelihood) < 1e-9
     assert (other.statistics.gradient - fresh.statistics.gradient).abs().max() < 1e-9
     assert abs(other.log_evidence() - fresh.log_evidence()) < 1e-9
@@ -364,7 +387,7 @@ def split_scores(x, y, seed):
             if error < best:
                 best, kept = error, {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(kept)
-    post = quiet(ssla.fit, model.eval(), (x[:a], y[:a]), likelihood=L.Gaussian(noise=1.0))
+    post = quiet(ssla.fit, model.eval(), (x[:a], y[:a]), likelihood=L.Gaussian(noise=1.0), prior=priors.Gaussian())
     tuned = quiet(post.tune)
     assert tuned.tuning_history.converged
     return [float(ssla.metrics.nll(p.predict(x[b:]), y[b:])) for p in (post, tuned)]

@@ -116,7 +116,15 @@ def ours(seed: int, fresh: int, every: bool = True) -> Record:
 
     def posterior(net: nn.Module, weights: str, structure: str) -> ssla.Posterior:
         likelihood = ssla.likelihoods.HeteroscedasticGaussian()
-        return ssla.fit(net, at.data.known, likelihood=likelihood, weights=weights, structure=structure).tune()
+        return ssla.fit(
+            net,
+            at.data.known,
+            likelihood=likelihood,
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+            weights=weights,
+            structure=structure,
+        ).tune()
 
     def asked(of: ssla.Posterior, refit: str) -> Ask:
         return lambda rows: of.predict(at.new[rows], refit=refit)

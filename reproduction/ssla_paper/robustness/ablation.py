@@ -89,6 +89,7 @@ class Case:
             (self.x[rows], self.y[rows]),
             likelihood=self.likelihood,
             prior=ssla.priors.Gaussian(variant.tuned if isinstance(variant.tuned, float) else 1.0),
+            gaussian="laplace",
             weights=variant.weights,
             structure=variant.structure,
             mode=variant.mode,

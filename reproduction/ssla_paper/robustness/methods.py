@@ -84,7 +84,9 @@ class Methods:
     def posterior(self, member: int = 0) -> ssla.Posterior:
         """A last layer, dense, polished, the prior by the evidence."""
         with quiet():
-            return ssla.fit(self.modules[member], (self.x, self.y), likelihood=Categorical()).tune()
+            return ssla.fit(
+                self.modules[member], (self.x, self.y), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+            ).tune()
 
     @cached_property
     def posteriors(self) -> tuple[ssla.Posterior, ...]:
@@ -99,9 +101,13 @@ class Methods:
         """The first network's, polished under the prior of its training; then the precision by the held-out rows, θ̂ kept."""
         out, module = self.held_out[0], self.modules[0]
         with quiet():
-            part = ssla.fit(module, (self.x[~out], self.y[~out]), likelihood=Categorical())
+            part = ssla.fit(
+                module, (self.x[~out], self.y[~out]), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+            )
             prior = part.tune(objective="nll", data=(self.x[out], self.y[out]), per_layer=False).prior
-            return ssla.fit(module, (self.x, self.y), likelihood=Categorical()).with_prior(prior)
+            return ssla.fit(
+                module, (self.x, self.y), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+            ).with_prior(prior)
 
     @cached_property
     def temperature(self) -> float:
