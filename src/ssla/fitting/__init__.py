@@ -71,7 +71,7 @@ def checked_job(
             "Use gaussian='laplace', or a likelihood on the logarithmic scale."
         )
     own = None if prior is None else as_prior(prior)
-    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian or LAPLACE)
+    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian)
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:

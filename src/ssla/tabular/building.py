@@ -18,8 +18,10 @@ from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, E
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.scaling import scaling_of
 from ssla.tabular.training import Architecture, Rows, folds, train
+from ssla.tuning import tune
 
-PRIOR_GRID = tuple(10.0 ** (k / 2) for k in range(-6, 9))
+PRECISIONS = (1e-3, 1e3)  # of priors that held-out rows choose; inputs and targets are standardised
+DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 
 
@@ -104,7 +106,7 @@ class _Work:
     def posteriors(self, module: nn.Module, held: Tensor) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise."""
         if self.likelihood is not None:
-            return [(self._tuned(self._fit(module, None, self.likelihood)), 1.0)]
+            return [(self._by_held_out_rows(module, held, self.likelihood), 1.0)]
         if not bool(held.any()):
             return [(self._tuned(self._fit(module, None, Gaussian(noise="estimate"))), 1.0)]
         noise = self._noise(module, held)
@@ -130,6 +132,15 @@ class _Work:
         residuals = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
         inside = (w[:, None] * residuals**2).sum(0) / w.sum()
         return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
+
+    def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior:
+        """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
+        if not (self.settings.tune and bool(held.any())):
+            return self._tuned(self._fit(module, None, likelihood))
+        z, y, _ = self.data.of(held)
+        others = self._fit(module, ~held, likelihood).state
+        chosen = tune(others, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+        return self._fit(module, None, likelihood, chosen.prior)
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """The posterior with the prior precision of the highest evidence."""

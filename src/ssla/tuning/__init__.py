@@ -30,7 +30,7 @@ from ssla.structures import Dense, Kfac, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
-from ssla.tuning.space import NOISE, PRIOR, Space
+from ssla.tuning.space import NOISE, PRECISIONS, PRIOR, Space
 
 __all__ = ["choose_prior", "tune"]
 
@@ -52,8 +52,16 @@ def tune(
     per_layer: bool,
     folds: int | None,
     per_output: bool = False,
+    within: tuple[float, float] = PRECISIONS,
+    doubt: float = math.inf,
+    quiet: bool = False,
 ) -> State:
-    """See Posterior.tune. per_output: one precision for each output of a last layer."""
+    """See Posterior.tune.
+
+    per_output: one precision for each output of a last layer. within: the range of precisions. doubt: the standard deviation of
+    a log precision around that of the posterior at hand, which keeps few held-out rows from choosing an extreme one. quiet: a
+    poor solution is noted in the report only.
+    """
     one_of("objective", objective, (EVIDENCE, NLL, CRPS))
     chosen = (over,) if isinstance(over, str) else tuple(over)
     for name in chosen:
@@ -70,6 +78,7 @@ def tune(
             "'evidence'."
         )
     space, notes = Space.of(posterior, chosen, per_layer, per_output)
+    space = replace(space, within=within, home=space.levels if doubt < math.inf else None, doubt=doubt)
     if not space.names:
         raise ValueError(f"There is nothing to tune: over={chosen!r}, and {notes[0] if notes else 'it is empty'}.")
 
@@ -82,8 +91,8 @@ def tune(
 
     if posterior.variational is None:
         best = climb(space)
-        return _finished(space.posterior_at(best.point), _history(objective, space, best, notes))
-    return _alternate(space, climb, objective, notes, again(posterior))
+        return _finished(space.posterior_at(best.point), _history(objective, space, best, notes), quiet)
+    return _alternate(space, climb, objective, notes, again(posterior), quiet)
 
 
 def choose_prior(posterior: State, job: Job) -> State:
@@ -192,20 +201,23 @@ def _climb_evidence(space: Space) -> Maximum:
     return best
 
 
-def _climb_scores(space: Space, score: HeldOut) -> Maximum:
+def _climb_scores(space: Space, held: HeldOut) -> Maximum:
     """By central differences: 2d scores a gradient."""
+
+    def score(point: Tensor) -> float:
+        return held(space, point) + space.expected(point) / held.rows
 
     def function(point: Tensor) -> tuple[float, Tensor]:
         steps = DIFFERENCE * torch.eye(len(point), dtype=torch.float64)
-        slope = [(score(space, point + h) - score(space, point - h)) / (2 * DIFFERENCE) for h in steps]
-        return score(space, point), torch.tensor(slope, dtype=torch.float64)
+        slope = [(score(point + h) - score(point - h)) / (2 * DIFFERENCE) for h in steps]
+        return score(point), torch.tensor(slope, dtype=torch.float64)
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
     tuned = (space.free < len(space.labels)).double()
     scan = SCAN[:, None] * min(1.0, space.reach / float(SCAN.max()))
     starts = torch.cat([start[None], start + scan * tuned]) if bool(tuned.any()) else start[None]
-    heights = torch.tensor([score(space, point.clamp(low, high)) for point in starts])
+    heights = torch.tensor([score(point.clamp(low, high)) for point in starts])
     scale = torch.ones(len(space.free), dtype=torch.float64)
     best = maximise(function, starts[int(heights.argmax())], low, high, scale, tolerance=1e-6, rounds=100)
     if not torch.equal(best.points[0], start.clamp(low, high)):

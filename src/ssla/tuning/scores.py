@@ -71,6 +71,10 @@ class HeldOut:
             parts.append(Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves))
         return HeldOut(posterior, tuple(parts), score, notes)
 
+    @property
+    def rows(self) -> int:
+        return sum(len(part.y) for part in self.parts)
+
     def __call__(self, space: Space, point: Tensor) -> float:
         factor = math.exp(float(space.full(point)[-1]))
         precision, total, rows = space.precision(point), 0.0, 0

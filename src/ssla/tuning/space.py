@@ -32,6 +32,9 @@ class Space:
     labels: tuple[str, ...]  # one a group
     free: Tensor  # indices into (a_1 … a_G, t)
     reach: float = math.inf  # the largest change of a logarithm
+    within: tuple[float, float] = PRECISIONS  # of precisions
+    home: Tensor | None = None  # log precisions (G,) that are expected
+    doubt: float = math.inf  # standard deviation of a log precision around those
 
     @staticmethod
     def of(posterior: State, over: Sequence[str], per_layer: bool, per_output: bool = False) -> tuple[Space, list[str]]:
@@ -76,10 +79,21 @@ class Space:
     @property
     def box(self) -> tuple[Tensor, Tensor]:
         levels = [self.pattern[self.groups == g].log() for g in range(len(self.labels))]
-        low = [math.log(PRECISIONS[0]) - float(level.max()) for level in levels] + [math.log(NOISE_FACTORS[0])]
-        high = [math.log(PRECISIONS[1]) - float(level.min()) for level in levels] + [math.log(NOISE_FACTORS[1])]
+        low = [math.log(self.within[0]) - float(level.max()) for level in levels] + [math.log(NOISE_FACTORS[0])]
+        high = [math.log(self.within[1]) - float(level.min()) for level in levels] + [math.log(NOISE_FACTORS[1])]
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
+
+    @property
+    def levels(self) -> Tensor:
+        """Log precisions now, the mean of each group (G,)."""
+        return torch.stack([self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))])
+
+    def expected(self, point: Tensor) -> float:
+        """The log density of the precisions at a point, less its maximum, where some are expected."""
+        if self.home is None:
+            return 0.0
+        return -0.5 * float((((self.levels + self.full(point)[:-1] - self.home) / self.doubt) ** 2).sum())
 
     def moved(self, posterior: State) -> Space:
         """The same coordinates around another posterior."""
