@@ -164,8 +164,9 @@ class Posterior:
     ) -> Posterior:
         """The posterior with prior precisions and noise chosen by the data; `.tuning_history` shows how.
 
-        objective: "evidence" (from the statistics, no pass over data), or "nll" or "crps" of predictions for `data`: a
-        validation set, or the training data with folds=k. One factor on the precision for each layer (or for all with
+        objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the bound, by a few passes),
+        "loo" (leave-one-out log densities of the training rows), or "nll" or "crps" of predictions for `data`: a validation set,
+        or the training data with folds=k. One factor on the precision for each layer (or for all with
         per_layer=False), one on the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
 
         >>> tuned = post.tune(); print(tuned.tuning_history)      # doctest: +SKIP

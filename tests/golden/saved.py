@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bits import LIKELIHOODS, TESTS, network, rows
 
 import ssla
+from ssla.predictive.classes import smallest_set
 
 FOLDER = Path(__file__).with_name("saved")
 CASES = {  # name: (likelihood, weights, structure)
@@ -35,6 +36,17 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
     kind = LIKELIHOODS[CASES[name][0]][2]
     x, y = rows(module_of(name), kind, TESTS, seed=3)
     p = posterior.predict(x)
+    if p.kind == "class":  # the probabilities were the increments' then; they are integrals now
+        logs = torch.stack([p.increments(torch.full_like(y, c)).total for c in range(p.probs.shape[1])], 1).double()
+        probs = torch.softmax(logs, 1)
+        found = {
+            "mean": probs,
+            "variance": probs * (1 - probs),
+            "log_prob": probs.gather(1, y[:, None]).log(),
+            "mass": logs.logsumexp(1).exp(),
+            "interval": smallest_set(probs, 0.9),
+        }
+        return {what: value.double().flatten().tolist() for what, value in found.items()}
     found = {"mean": p.mean, "variance": p.variance, "log_prob": p.log_prob(y), "mass": p.mass, "interval": p.interval(0.9)}
     return {what: value.double().flatten().tolist() for what, value in found.items()}
 

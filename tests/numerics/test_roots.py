@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ssla.numerics.roots import ScaledRoot, full_root
 from ssla.structures import resolve
 from ssla.structures.jacobians import DenseJacobian, Features
-from ssla.numerics.roots import ScaledRoot, full_root
 
 C, F, B = 5, 4, 7
 

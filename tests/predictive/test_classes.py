@@ -13,8 +13,8 @@ import ssla.predictive.class_integrals as integrals
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.numerics.quadrature.logistic import logistic_normal
-from ssla.predictive import from_marginal
 from ssla.numerics.roots import FullRoot
+from ssla.predictive import from_marginal
 
 T = {"dtype": torch.float64}
 

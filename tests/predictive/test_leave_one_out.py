@@ -44,7 +44,7 @@ def _angle(y, f):
 
 def fitted(name, n=40, **options):
     law, x, y, outputs = problem(name, n)
-    return ssla.fit(mlp(outputs=outputs, width=4), (x, y), likelihood=law, **options)
+    return ssla.fit(mlp(outputs=outputs, width=4), (x, y), likelihood=law, **({"prior": ssla.priors.Gaussian()} | options))
 
 
 @cache
@@ -54,7 +54,9 @@ def brute_force(name, n, gaussian="laplace"):
     found = []
     for i in range(n):
         rest = torch.arange(n) != i
-        post = ssla.fit(mlp(outputs=outputs, width=4), (x[rest], y[rest]), likelihood=law, gaussian=gaussian)
+        post = ssla.fit(
+            mlp(outputs=outputs, width=4), (x[rest], y[rest]), likelihood=law, gaussian=gaussian, prior=ssla.priors.Gaussian()
+        )
         found.append(post.predict(x[i : i + 1]).log_prob(y[i : i + 1]))
     return torch.cat(found)
 
@@ -89,7 +91,7 @@ def test_a_row_without_features_changes_nothing():
     x = torch.cat([X, torch.zeros(1, 3, dtype=torch.float64)])
     y = torch.cat([Y, Y[:1]])
     model = torch.nn.Linear(3, 1, bias=False).double().eval()
-    post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=0.3))
+    post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
     assert float(post.loo().log_prob[-1]) == pytest.approx(float(post.predict(x[-1:]).log_prob(y[-1:])), abs=1e-12)
 
 
@@ -136,10 +138,12 @@ def test_refits_of_influential_rows_lower_the_error():
 def test_a_row_of_weight_two_is_two_equal_rows(name):
     law, x, y, outputs = problem(name, 30)
     model, twice = mlp(outputs=outputs, width=4), torch.arange(5)
-    doubled = ssla.fit(model, (torch.cat([x, x[twice]]), torch.cat([y, y[twice]])), likelihood=law).loo()
+    doubled = ssla.fit(
+        model, (torch.cat([x, x[twice]]), torch.cat([y, y[twice]])), likelihood=law, prior=ssla.priors.Gaussian()
+    ).loo()
     weights = torch.ones(30, dtype=torch.float64)
     weights[twice] = 2.0
-    found = ssla.fit(model, (x, y, weights), likelihood=law).loo()
+    found = ssla.fit(model, (x, y, weights), likelihood=law, prior=ssla.priors.Gaussian()).loo()
     torch.testing.assert_close(found.log_prob, doubled.log_prob[:30], atol=1e-8, rtol=0)
     assert torch.equal(found.refitted, doubled.refitted[:30])
     assert found.nll == pytest.approx(doubled.nll, abs=1e-8)
@@ -149,7 +153,7 @@ def test_a_row_of_weight_two_is_two_equal_rows(name):
 def test_rows_of_weight_zero_are_predicted_as_held_out_rows_and_count_for_nothing():
     weights = torch.ones(40, dtype=torch.float64)
     weights[::4] = 0.0
-    post = ssla.fit(mlp(), (X, Y, weights), likelihood=L.Gaussian(noise=0.3))
+    post = ssla.fit(mlp(), (X, Y, weights), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
     found = post.loo()
     torch.testing.assert_close(found.log_prob[::4], post.predict(X[::4]).log_prob(Y[::4]))
     assert found.nll == pytest.approx(-float(found.log_prob[weights > 0].mean()))
@@ -191,7 +195,7 @@ def test_pit_is_uniform_where_the_model_is_right(name):
     model = mlp(outputs=outputs, width=4)
     with torch.no_grad():
         y = law.sample(model(x), 1, torch.Generator().manual_seed(0))[0] if name != "angle" else problem(name, 400)[2]
-    found = ssla.fit(model, (x, y), likelihood=law).loo(refits=0)
+    found = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian()).loo(refits=0)
     pit = found.pit.sort().values
     steps = torch.arange(401, dtype=torch.float64) / 400
     distance = torch.maximum((steps[1:] - pit).abs(), (pit - steps[:-1]).abs()).max()
@@ -249,7 +253,14 @@ def test_chunks_and_little_memory_give_the_same(monkeypatch):
     whole = fitted("heteroscedastic", gaussian="variational")
     expected = whole.loo(refits=0)
     monkeypatch.setattr(loo, "ROWS_AT_ONCE", 7)
-    small = ssla.fit(mlp(outputs=2, width=4), (x, y), likelihood=law, gaussian="variational", memory_budget=16_000)
+    small = ssla.fit(
+        mlp(outputs=2, width=4),
+        (x, y),
+        likelihood=law,
+        gaussian="variational",
+        memory_budget=16_000,
+        prior=ssla.priors.Gaussian(),
+    )
     assert loo.collect(small.state).rows.kept is None
     found = small.loo([(x[:11], y[:11]), (x[11:], y[11:])])
     torch.testing.assert_close(found.log_prob, expected.log_prob, atol=1e-6, rtol=0)
@@ -259,7 +270,7 @@ def test_chunks_and_little_memory_give_the_same(monkeypatch):
 
 def test_single_precision():
     law, x, y, _ = problem("gaussian", 40)
-    post = ssla.fit(mlp(width=4, dtype=torch.float32), (x.float(), y.float()), likelihood=law)
+    post = ssla.fit(mlp(width=4, dtype=torch.float32), (x.float(), y.float()), likelihood=law, prior=ssla.priors.Gaussian())
     torch.testing.assert_close(post.loo().log_prob, brute_force("gaussian", 40), atol=1e-4, rtol=0)
 
 
@@ -293,7 +304,7 @@ def test_the_score_leaves_out_and_counts_rows_without_a_cavity(monkeypatch):
 
 def test_a_loaded_posterior_needs_its_data(tmp_path):
     model = mlp()
-    post = ssla.fit(model, (X, Y), likelihood=L.Gaussian(noise=0.3))
+    post = ssla.fit(model, (X, Y), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
     again = ssla.load(post.save(tmp_path / "posterior"), model)
     with pytest.raises(
         ValueError, match=r"loo\(\) needs the training data again.*loaded from a file.*posterior.loo\(data=\(X, y\)\)"
@@ -303,7 +314,7 @@ def test_a_loaded_posterior_needs_its_data(tmp_path):
 
 
 def test_other_data_and_generators_are_refused():
-    post = ssla.fit(mlp(), (X, Y), likelihood=L.Gaussian(noise=0.3))
+    post = ssla.fit(mlp(), (X, Y), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
     with pytest.raises(ValueError, match=r"The data have 39 rows, but the posterior was fitted on 40"):
         post.loo((X[1:], Y[1:]))
     with pytest.raises(ValueError, match=r"not those of the fit.*posterior.loo\(data=…\)"):
@@ -311,7 +322,10 @@ def test_other_data_and_generators_are_refused():
     with pytest.raises(ValueError, match="generator, which can be read only once"):
         post.loo(batch for batch in [(X, Y)])
     once = ssla.fit(
-        mlp(), Source(lambda: iter(()), True, 0).then(ssla.data.open_source((X, Y))), likelihood=L.Gaussian(noise=0.3)
+        mlp(),
+        Source(lambda: iter(()), True, 0).then(ssla.data.open_source((X, Y))),
+        likelihood=L.Gaussian(noise=0.3),
+        prior=ssla.priors.Gaussian(),
     )
     torch.testing.assert_close(once.loo().log_prob, post.loo().log_prob)
 

@@ -406,3 +406,47 @@ def test_the_evidence_beats_the_untuned_posterior_on_the_uci_sets():
         print(f"{name:24} untuned {untuned:7.3f}  tuned {tuned:7.3f}")
         wins.append(tuned < untuned)
     assert sum(wins) >= 7
+
+
+class TestLeaveOneOut:
+    """tune("loo") by a variational Gaussian for each prior that is tried."""
+
+    @staticmethod
+    def problem():
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(40, 3, dtype=torch.float64, generator=generator)
+        y = L.Poisson().sample(x @ torch.tensor([[0.6], [-0.4], [0.0]], dtype=torch.float64), 1, generator)[0].double()
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 1)).double().eval(), x, y
+
+    def test_it_finds_the_prior_of_the_best_score(self):
+        model, x, y = self.problem()
+        with pytest.warns(UserWarning, match="features were trained"):
+            tuned = ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=priors.Gaussian()).tune("loo")
+        best = float(tuned.bound_prior.scale_precision[0])
+
+        def score(factor):
+            prior = priors.Gaussian(best * factor)
+            return -ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=prior).loo(refits=0).nll
+
+        assert score(1.0) >= max(score(3.0), score(1 / 3)) - 1e-4
+        assert tuned.tuning_history.values[-1] == pytest.approx(score(1.0), abs=2e-3)
+
+    def test_held_out_rows_choose_as_a_grid_does(self):
+        model, x, y = self.problem()
+        train, held = (x[:25], y[:25]), (x[25:], y[25:])
+        post = ssla.fit(model, train, likelihood=L.Poisson(), prior=priors.Gaussian())
+        tuned = post.tune("nll", data=held)
+
+        def score(precision):
+            found = ssla.fit(model, train, likelihood=L.Poisson(), prior=priors.Gaussian(precision))
+            return float(found.predict(held[0]).log_prob(held[1]).mean())
+
+        best = float(tuned.bound_prior.scale_precision[0])
+        assert score(best) >= max(score(10.0**k) for k in range(-3, 4)) - 2e-3
+
+    def test_it_takes_no_data(self):
+        model, x, y = self.problem()
+        post = ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=priors.Gaussian())
+        with pytest.raises(ValueError, match="takes none"):
+            post.tune("loo", data=(x, y))

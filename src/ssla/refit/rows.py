@@ -12,6 +12,7 @@ from torch import Tensor
 from ssla.data import Batch, Inputs, Rows, Source, checked, leaves, map_inputs, open_source
 from ssla.priors import BoundGaussian, BoundPrior
 from ssla.state import State
+from ssla.structures import Operator
 
 
 class Purpose(NamedTuple):
@@ -85,13 +86,23 @@ def check_seen(posterior: State, n: int, gradient: Tensor, purpose: Purpose = RE
             f"them, in any order: {call}. If a loader drops or samples rows, take that out."
         )
     off = gradient - posterior.statistics.gradient
-    distance = float(off @ posterior.operator.solve(off)) ** 0.5
+    distance = float(off @ _by_data(posterior).solve(off)) ** 0.5
     if not distance <= 0.01 * len(off) ** 0.5:
         raise ValueError(
             f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs by {distance:.3g} "
             "posterior standard deviations. Likely causes: (a) other data, or other row weights; (b) a loader that augments at "
             f"random. Give the data of the fit: {call}."
         )
+
+
+def _by_data(posterior: State) -> Operator:
+    """H⁻¹ with a prior no stronger than the data on average: a strong prior would make every difference of data look small."""
+    precision = posterior.objective_prior.precision(posterior.theta)
+    v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()  # a direction that no symmetry of θ singles out
+    level = 2 * float(v @ posterior.statistics.curvature.push(v)) / len(v)
+    if precision.dim() == 2 or not 0 < level < float(precision.max()):
+        return posterior.operator
+    return posterior.statistics.curvature.with_prior(precision.clamp(max=level))
 
 
 def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

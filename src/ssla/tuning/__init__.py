@@ -2,6 +2,7 @@
 
   evidence      closed-form value and gradient from the sums (`ssla.tuning.evidence`): no pass over the data. Of a variational
                 Gaussian the bound, whose averages and prior are found in turn, by a few passes each
+  loo           leave-one-out log densities of the training rows (`ssla.predictive.leave_one_out`)
   nll, crps     of predictions for a validation set, read once; or by k folds of the training data, whose sums are taken once
                 and recombined, so that no fold is fitted again. The features were still learned from all rows: where they
                 overfit, a validation set that the network has not seen is the honest choice.
@@ -13,6 +14,7 @@ noise of a Gaussian likelihood by one factor. A solution at the edge of its rang
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +26,13 @@ from ssla._checks import one_of, warn
 from ssla.fitting import again
 from ssla.fitting.job import Job, outputs_apart
 from ssla.fitting.prior_change import described
+from ssla.fitting.variational import Climb
 from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, Kfac, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
-from ssla.tuning.scores import CRPS, EVIDENCE, NLL, HeldOut
+from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
 from ssla.tuning.space import NOISE, PRECISIONS, PRIOR, Space
 
 __all__ = ["choose_prior", "tune"]
@@ -39,6 +42,8 @@ SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to sc
 HALVINGS = 5
 ALTERNATIONS = 20  # of averages and prior
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
+STRIDE, FARTHEST, PARABOLAS = 1.5, 12.0, 3  # of a search in logarithms
+SEARCH_TOLERANCE = 1e-3  # nats a parameter, of the Gaussians on the way
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
@@ -62,7 +67,7 @@ def tune(
     a log precision around that of the posterior at hand, which keeps few held-out rows from choosing an extreme one. quiet: a
     poor solution is noted in the report only.
     """
-    one_of("objective", objective, (EVIDENCE, NLL, CRPS))
+    one_of("objective", objective, (EVIDENCE, NLL, CRPS, LOO))
     chosen = (over,) if isinstance(over, str) else tuple(over)
     for name in chosen:
         one_of("thing to tune over", name, (PRIOR, NOISE))
@@ -70,12 +75,22 @@ def tune(
         raise ValueError(
             f"Tuning needs the exact convention, but this posterior has {posterior.convention!r}: use with_prior(prior) first."
         )
-    if objective == EVIDENCE and (data is not None or folds is not None):
-        raise ValueError("objective='evidence' comes from the sums and takes no data. For held-out data use 'nll' or 'crps'.")
-    if objective != EVIDENCE and data is None:
+    own = objective in (EVIDENCE, LOO)
+    if own and (data is not None or folds is not None):
+        raise ValueError(
+            f"objective={objective!r} comes from the data of the fit and takes none. For held-out data use 'nll' or 'crps'."
+        )
+    if not own and data is None:
         raise ValueError(
             f"objective={objective!r} needs data=: a validation set, or the training data with folds=5. Without data use "
             "'evidence'."
+        )
+    if objective == LOO:
+        chosen = tuple(name for name in chosen if name != NOISE)  # the sites are those of one noise
+        warn(
+            "tune('loo') scores rows on which the network's features were trained, unless they were trained on other rows: it "
+            "then favours a prior that is too weak. tune('evidence') was better in our measurements; best is tune('nll', data=…) "
+            "with rows that the network has not seen."
         )
     space, notes = Space.of(posterior, chosen, per_layer, per_output)
     space = replace(space, within=within, home=space.levels if doubt < math.inf else None, doubt=doubt)
@@ -85,14 +100,28 @@ def tune(
     def climb(space: Space) -> Maximum:
         if objective == EVIDENCE:
             return _climb_evidence(space)
-        score = HeldOut.of(space.posterior, data, objective, folds)
+        score = LeftOut.of(space.posterior) if objective == LOO else HeldOut.of(space.posterior, data, objective, folds)
         notes.extend(note for note in score.notes if note not in notes)
         return _climb_scores(space, score)
 
     if posterior.variational is None:
         best = climb(space)
         return _finished(space.posterior_at(best.point), _history(objective, space, best, notes), quiet)
-    return _alternate(space, climb, objective, notes, again(posterior), quiet)
+    job = again(posterior)
+    if job is None:
+        notes.append("the data cannot be read again: the averages of the variational Gaussian were kept")
+        best = climb(space.moved(_positive(posterior)))
+        return _finished(_stepped(space, best.point)[0], _history(objective, space, best, notes), quiet)
+    if objective == EVIDENCE:
+        return _alternate(space, notes, job, quiet)
+
+    def score(state: State) -> float:
+        own = LeftOut.of(state) if objective == LOO else HeldOut.of(state, data, objective, folds)
+        notes.extend(note for note in own.notes if note not in notes)
+        nowhere = torch.zeros(len(space.free), dtype=torch.float64)
+        return own(space.moved(state), nowhere) + space.moved(state).expected(nowhere) / own.rows
+
+    return _search(space, score, objective, notes, job, quiet)
 
 
 def choose_prior(posterior: State, job: Job) -> State:
@@ -105,57 +134,116 @@ def choose_prior(posterior: State, job: Job) -> State:
     apart = not isinstance(posterior.sums.curvature, Kfac) and outputs_apart(posterior.network, posterior.likelihood) is not None
     space, notes = Space.of(posterior, (PRIOR, NOISE) if job.estimated else (PRIOR,), not dense, apart)
     if job.averages:
-        return _alternate(space, _climb_evidence, EVIDENCE, notes, job, quiet=True)
+        return _alternate(space, notes, job, quiet=True)
     best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
     return _finished(job.averaged(space.posterior_at(best.point)), _history(EVIDENCE, space, best, notes), quiet=True)
 
 
-def _alternate(
-    space: Space,
-    climb: Callable[[Space], Maximum],
-    objective: str,
-    notes: list[str],
-    job: Job | None,
-    quiet: bool = False,
-) -> State:
+def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     """Averages of the variational Gaussian and its prior in turn, until the prior stays where it is.
 
-    With the averages kept, the objective is that of a Gaussian model; where neither changes any more its gradient is the bound's.
+    With the averages kept, the evidence is that of a Gaussian model; where neither changes any more its gradient is the bound's.
     """
     points, values = [space.units(torch.zeros(1, len(space.free)).double())], []
     found: list[Maximum] = []
 
     def choose(state: State) -> Prior | None:
-        here = replace(space.moved(_positive(state)), reach=math.inf if job is None else REACH)
-        best = climb(here)
+        here = replace(space.moved(_positive(state)), reach=REACH)
+        best = _climb_evidence(here)
         chosen, point = _stepped(here, best.point)
         if not found:
-            values.append(state.log_evidence() if objective == EVIDENCE else float(best.values[0]))
+            values.append(state.log_evidence())
         found.append(best)
         points.append(here.units(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all()) or len(found) == ALTERNATIONS
         return None if still else chosen.prior
 
-    if job is None:
-        notes.append("the data cannot be read again: the averages of the variational Gaussian were kept")
-        choose(space.posterior)
-        end = space.moved(_positive(space.posterior)).posterior_at(found[-1].point)
-    else:
-        end = job.averaged(space.posterior, choose)
-    if objective == EVIDENCE:
-        values[-1] = end.log_evidence()
-    settled = job is None or len(found) < ALTERNATIONS
-    best = replace(
-        found[-1],
-        points=torch.zeros(len(points), len(space.free), dtype=torch.float64),
-        values=torch.tensor(values, dtype=torch.float64),
-        evaluations=sum(one.evaluations for one in found),
-        converged=settled and found[-1].converged,
+    end = job.averaged(space.posterior, choose)
+    values[-1] = end.log_evidence()
+    best = replace(found[-1], evaluations=sum(one.evaluations for one in found))
+    return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, len(found) < ALTERNATIONS)
+
+
+def _search(space: Space, score: Callable[[State], float], objective: str, notes: list[str], job: Job, quiet: bool) -> State:
+    """The prior of the best score, by a variational Gaussian for each that is tried: all precisions together, then each."""
+    average = job.average(space.posterior.theta)
+    low, high = space.box
+    here, there = space.posterior, torch.zeros(len(space.free), dtype=torch.float64)
+    tried = {0.0: score(here)}
+    points, values, evaluations = [there], [tried[0.0]], 1
+
+    def climb(direction: Tensor) -> None:
+        """Along one direction from the best point so far: outwards while the score rises, then by parabolas."""
+        nonlocal here, there, evaluations
+        base, seen = there, {0.0: values[-1]}
+
+        def at(t: float) -> float:
+            nonlocal here, there, evaluations
+            point = (base + t * direction).clamp(low, high)
+            state, _ = _stepped(space.moved(_positive(here)), point - there)
+            state = Climb(state, average, tolerance=SEARCH_TOLERANCE).run()
+            value = score(state)
+            evaluations += 1
+            seen[t] = value
+            if value > values[-1]:
+                here, there = state, point
+                points.append(point)
+                values.append(value)
+            return value
+
+        for sign in (1.0, -1.0):
+            t = sign * STRIDE
+            while abs(t) <= FARTHEST and at(t) >= seen[t - sign * STRIDE]:
+                t += sign * STRIDE
+        for _ in range(PARABOLAS):
+            middle = max(seen, key=lambda t: seen[t])
+            left, right = (max((t for t in seen if t < middle), default=None), min((t for t in seen if t > middle), default=None))
+            if left is None or right is None or right - left < SETTLED:
+                break
+            at(_top(left, middle, right, seen[left], seen[middle], seen[right]))
+
+    with warnings.catch_warnings():  # far from the best, Gaussians may be rough
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        climb(torch.ones_like(there))
+        if len(there) > 1:
+            for direction in torch.eye(len(there), dtype=torch.float64):
+                climb(direction)
+    end = Climb(here, average).run()
+    units = [space.units(point[None]) for point in points]
+    at_edge = (there <= low) | (there >= high)
+    best = Maximum(
+        there, values[-1], torch.zeros_like(there), at_edge, True, torch.stack(points), torch.tensor(values), evaluations
     )
-    trace = replace(_history(objective, space, best, notes), points=torch.cat(points))
-    if job is not None and end.network.linear and end.follows_prior:
-        end = job.polished(end)
+    return _ended(space, end, best, objective, notes, job, quiet, units, values, True)
+
+
+def _top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float:
+    """Where the parabola through three points is highest; off the middle by at least a tenth of the wider side."""
+    up, down = (b - a) * (fb - fc), (b - c) * (fb - fa)
+    t = b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down) if up != down else b
+    wider = c - b if c - b > b - a else a - b
+    return t if abs(t - b) > 0.1 * abs(wider) and a < t < c else b + 0.3 * wider
+
+
+def _ended(
+    space: Space,
+    end: State,
+    best: Maximum,
+    objective: str,
+    notes: list[str],
+    job: Job,
+    quiet: bool,
+    points: list[Tensor],
+    values: list[float],
+    settled: bool,
+) -> State:
+    """The tuned variational posterior: θ̂ follows the prior to its mode, and the history shows the way."""
+    heights = torch.tensor(values, dtype=torch.float64)
+    whole = replace(best, points=torch.zeros(len(points), len(space.free)).double(), values=heights)
+    trace = replace(_history(objective, space, whole, notes), points=torch.cat(points), converged=settled and best.converged)
+    end = job.polished(end) if end.network.linear and end.follows_prior else end
     return _finished(end, trace, quiet)
 
 
@@ -201,7 +289,7 @@ def _climb_evidence(space: Space) -> Maximum:
     return best
 
 
-def _climb_scores(space: Space, held: HeldOut) -> Maximum:
+def _climb_scores(space: Space, held: HeldOut | LeftOut) -> Maximum:
     """By central differences: 2d scores a gradient."""
 
     def score(point: Tensor) -> float:
@@ -229,7 +317,7 @@ def _climb_scores(space: Space, held: HeldOut) -> Maximum:
 def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> TuningHistory:
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
-    label = "log evidence" if objective == EVIDENCE else f"held-out −{objective}"
+    label = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}.get(objective, f"held-out −{objective}")
     return TuningHistory(
         label,
         names,

@@ -16,11 +16,14 @@ from ssla import metrics
 from ssla.data import Batch, Inputs, column, leaves, map_inputs, open_source
 from ssla.fitting import collect
 from ssla.predictive import GaussianLaw, Predictive, from_marginal
+from ssla.predictive.leave_one_out import Sites
+from ssla.predictive.leave_one_out import collect as collect_sites
+from ssla.predictive.leave_one_out import score as left_out_score
 from ssla.state import POLISH, State, Statistics
 from ssla.structures.jacobians import Jacobian
 from ssla.tuning.space import Space
 
-EVIDENCE, NLL, CRPS = "evidence", "nll", "crps"
+EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
 
 
 class Part(NamedTuple):
@@ -92,6 +95,32 @@ class HeldOut:
             total += float(self.score(predictive, part.y).double().sum())
             rows += len(part.y)
         return -total / rows
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """The mean leave-one-out log density of the training rows, at any precision, with the sites of the rows kept."""
+
+    posterior: State
+    sites: Sites
+    notes: list[str]
+
+    @staticmethod
+    def of(posterior: State) -> LeftOut:
+        note = "leave-one-out is optimistic where the network's features were trained on the same rows"
+        return LeftOut(posterior, collect_sites(posterior), [note])
+
+    @property
+    def rows(self) -> int:
+        return self.posterior.sums.n
+
+    def __call__(self, space: Space, point: Tensor) -> float:
+        precision, sums = space.precision(point), self.posterior.sums
+        operator = sums.curvature.with_prior(precision)
+        step = torch.zeros_like(self.posterior.mean)
+        if space.moves:
+            step = operator.solve(sums.gradient - precision * (self.posterior.mean - space.bound.mean))
+        return left_out_score(self.sites, self.posterior.mean + step, operator).mean_log_prob
 
 
 def negative_log_density(predictive: Predictive, y: Tensor) -> Tensor:
