@@ -10,8 +10,8 @@ from scipy import special, stats
 import ssla
 from ssla import likelihoods as L
 from ssla import metrics
-from ssla.fitting import job
-from ssla.fitting.job import MOST_TRIALS
+from ssla.fitting import mode
+from ssla.fitting.mode import MOST_TRIALS
 from ssla.numerics.quadrature import Tail
 from ssla.predictive import affine, from_marginal
 from ssla.refit import on_marginal, resolve
@@ -295,7 +295,7 @@ def test_a_likelihood_with_curvature_in_one_output_alone_is_tilted():
 
 @pytest.mark.parametrize("most", [5, MOST_TRIALS])
 def test_polish_over_kinks_with_a_little_curvature_ends_and_warns(most, monkeypatch):
-    monkeypatch.setattr(job, "MOST_TRIALS", most)
+    monkeypatch.setattr(mode, "MOST_TRIALS", most)
     counted = Counted(lambda y, f: laplace(y, f) - 0.01 * (y - f[..., 0]) ** 2)
     likelihood = L.custom(counted, fisher=lambda f: torch.ones_like(f)[..., None])
     with pytest.warns(RuntimeWarning, match="polish (did not reach the mode|stopped after .* a log density with kinks)"):

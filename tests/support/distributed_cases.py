@@ -20,6 +20,9 @@ CASES = {
     "low_rank": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": LowRank(tail=0.1, columns=2), **LAPLACE},
     "rows": {"likelihood": L.Gaussian(noise="estimate"), "weights": "all", **LAPLACE},
     "classes": {"likelihood": L.Categorical(), "weights": "all", "structure": "dense", **LAPLACE, "prior": priors.Gaussian(0.5)},
+    "averages": {"likelihood": L.Poisson(), "prior": priors.Gaussian()},
+    "chosen prior": {"likelihood": L.Poisson()},
+    "averages of classes": {"likelihood": L.Categorical(), "structure": "kfac", "prior": priors.Gaussian()},
 }
 
 
@@ -34,7 +37,7 @@ def rows(n, name="polished"):
 
 def model(name):
     torch.manual_seed(0)
-    outputs, width = (3, 5) if name == "classes" else (1, 40 if name == "rows" else 6)
+    outputs, width = (3, 5) if "classes" in name else (1, 40 if name == "rows" else 6)
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
+from ssla.fitting.mode import Polish
+from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
-from ssla.fitting.sums import Sums, climbing, residual
+from ssla.fitting.sums import Sums, residual
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
@@ -30,28 +32,14 @@ from ssla.state import (
     Report,
     State,
     Statistics,
-    prior_share,
 )
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
-RUNAWAY = (
-    "polish diverges: after {steps} Newton steps the curvature of the log posterior is no longer positive definite. "
-    "Likely cause: there is no mode nearby, for example because a variance that the network predicts can go to zero on few "
-    "rows. Use a stronger prior, for example prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
-)
-MOST_NEWTON_STEPS = 200
-MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass over the data each
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "
     "has, so Newton steps do not lead to the mode"
 )
 NOISE_ROUNDS = 10
-# polish ends when it is this many posterior standard deviations from the mode: Newton converges quadratically for a
-# last layer; for other weights the Gauss–Newton steps converge linearly
-DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
-NEARLY = 0.3  # standard deviations a parameter
-VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
-TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
 
 
 @dataclass(eq=False)
@@ -93,11 +81,11 @@ class Job:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
         theta, steps = network.theta, 0
         if estimate:
-            sums, self.likelihood = self._estimate_noise(sums, bound, polish=mode == POLISH)
+            sums, self.likelihood = estimate_noise(network, sums, bound, mode == POLISH, self._at_noise)
         start, start_fit = sums.statistics, sums
         before = residual(sums, bound, theta)
         if mode == POLISH:
-            theta, sums, steps = self._polish(theta, sums, bound, nearly=self.prior is None and self._variational)
+            theta, sums, steps = self._polish.run(theta, sums, bound, nearly=self.prior is None and self._variational)
             if estimate and not (network.linear and isinstance(bound, BoundGaussian)):
                 theta, sums, steps = self._settle_noise(theta, sums, steps, bound)
             self._compare_fit(start_fit, sums, theta, network.theta)
@@ -160,7 +148,7 @@ class Job:
         """
         if posterior.variational is not None:
             return from_there(posterior, self.average(posterior.theta))
-        theta, sums, _ = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        theta, sums, _ = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
         return replace(posterior, theta=theta, statistics=sums.statistics)
 
     def average(self, theta: Tensor) -> Average:
@@ -244,8 +232,8 @@ class Job:
         for _ in range(NOISE_ROUNDS):
             before = sums.reference
             self.likelihood = Gaussian(noise=1.0)
-            sums, self.likelihood = self._estimate_noise(self._collect(theta), bound, polish=False, theta=theta)
-            theta, sums, more = self._polish(theta, sums, bound)
+            sums, self.likelihood = estimate_noise(self._network, self._collect(theta), bound, False, self._at_noise, theta)
+            theta, sums, more = self._polish.run(theta, sums, bound)
             steps += more
             if bool(((sums.reference / before - 1).abs() <= 1e-4).all()):
                 return theta, sums, steps
@@ -276,7 +264,7 @@ class Job:
     def polished(self, posterior: State) -> State:
         """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start."""
         self.mode = POLISH
-        theta, sums, steps = self._polish(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        theta, sums, steps = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
         moved = replace(posterior, theta=theta, statistics=sums.statistics, mode=POLISH)
         report = replace(posterior.report, mode=POLISH, residual_after=moved.residual, steps=posterior.report.steps + steps)
         return replace(moved, report=report)
@@ -334,6 +322,14 @@ class Job:
         """One pass: the sums at θ (the trained one if None)."""
         return self._read(theta)[0]
 
+    def _at_noise(self, likelihood: Gaussian, theta: Tensor | None) -> Sums:
+        self.likelihood = likelihood
+        return self._collect(theta)
+
+    @property
+    def _polish(self) -> Polish:
+        return Polish(self._collect, self._network.linear, isinstance(self.likelihood, Gaussian), self.notes)
+
     def _order(self, theta: Tensor | None) -> Order:
         return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational)
 
@@ -345,126 +341,6 @@ class Job:
         if found.sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
         return found.sums, found.target
-
-    # --- the noise -------------------------------------------------------------------------
-
-    def _estimate_noise(self, sums: Sums, bound: BoundPrior, polish: bool, theta: Tensor | None = None) -> tuple[Sums, Gaussian]:
-        """σ_d² = RSS_d / (n − γ_d), γ_d = tr(S H⁻¹)_d the degrees of freedom that output d's weights use up.
-
-        For a last layer (or one output) everything follows from the sums at unit noise, by a fixed point. Several
-        outputs with all weights: one more pass at the raw residual scale, then a common correction.
-        """
-        network = self._network
-        outputs = network.outputs
-        raw = (sums.squares / sums.statistics.weight).sqrt()
-        self._check_residuals(raw, sums)
-        if not network.linear and outputs > 1:
-            self.likelihood = Gaussian(noise=raw)
-            sums = self._collect(theta)
-            unit, groups = torch.ones(1, dtype=torch.float64), torch.zeros(network.layout.size, dtype=torch.long)
-            squares = torch.tensor([sums.statistics.weight * outputs], dtype=torch.float64)
-            rows = sums.statistics.weight * outputs
-            polish = False
-        else:
-            unit, squares, rows = raw, sums.squares, sums.statistics.weight
-            groups = torch.arange(outputs).repeat_interleave(network.layout.size // outputs)
-        noise = unit.clone()
-        at = network.theta if theta is None else theta
-        for _ in range(200):
-            scaled = sums.at_noise(noise[groups])
-            precision = bound.precision(at)
-            operator = climbing(scaled.newton_curvature, precision)
-            used = torch.zeros_like(unit).index_add(0, groups, 1 - prior_share(operator, precision))
-            rss = squares
-            if polish:
-                step = operator.solve(scaled.statistics.gradient + bound.gradient(at))
-                unit_gradient = sums.statistics.gradient
-                change = step * (sums.newton_curvature.push(step) - 2 * unit_gradient)
-                rss = squares + torch.zeros_like(unit).index_add(0, groups, change)
-            free = rows - used
-            if bool((free <= 1e-8 * rows).any()):
-                self._refuse_noise(f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted parameters")
-            new = (rss.clamp_min(0) / free).sqrt()
-            if bool((new < 1e-8 * unit).any()):
-                self._refuse_noise("the residuals vanish: the free parameters reproduce every target, or the target is constant")
-            done = bool(((new - noise).abs() <= 1e-10 * noise).all())
-            noise = new
-            if done:
-                break
-        else:
-            self._refuse_noise("the estimate does not settle")
-        final = sums.at_noise(noise[groups])
-        value = noise if unit.numel() == outputs else noise * raw
-        return final, Gaussian(noise=float(value) if outputs == 1 else value)
-
-    def _check_residuals(self, raw: Tensor, sums: Sums) -> None:
-        if sums.statistics.n < 2:
-            self._refuse_noise("there is only one row")
-        if bool((raw <= 1e-10 * sums.largest).any()):
-            self._refuse_noise("the residuals are zero: the network reproduces the targets exactly, or the target is constant")
-
-    def _refuse_noise(self, why: str) -> None:
-        raise ValueError(f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…).")
-
-    # --- the mode --------------------------------------------------------------------------
-
-    def _polish(self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False) -> tuple[Tensor, Sums, int]:
-        """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where the prior is still to be chosen."""
-        enough = DECREMENT_LINEAR if self._network.linear else DECREMENT_OTHER
-        enough = NEARLY * math.sqrt(len(theta)) if nearly else enough
-        quadratic = self._network.linear and isinstance(self.likelihood, Gaussian) and isinstance(sums.newton_curvature, Dense)
-        height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
-        trials = 0
-        for step_count in range(MOST_NEWTON_STEPS):
-            gradient = sums.statistics.gradient + bound.gradient(theta)
-            try:
-                step = sums.newton_step(gradient, bound.precision(theta))
-            except ValueError as error:
-                if step_count == 0:
-                    raise
-                raise ValueError(RUNAWAY.format(steps=step_count)) from error
-            decrement = float(gradient @ step)
-            rounding = 1e-22 if quadratic else 1e-15  # sums that are moved know small gains, sums over n do not
-            if decrement <= enough**2 or decrement <= rounding * abs(height):
-                return theta, sums, step_count
-            if quadratic and isinstance(bound, BoundGaussian):
-                return theta + step, sums.moved(step), 1
-            trusted = self._network.linear and decrement <= TRUSTED_DECREMENT**2
-            size = 1.0
-            while True:
-                if trials == MOST_TRIALS:
-                    return theta, sums, self._not_converged(step_count)
-                trials += 1
-                there = theta + size * step
-                trial = sums.moved(size * step) if quadratic else self._collect(there)
-                new = trial.statistics.log_likelihood + float(bound.log_prob(there))
-                if new >= height + 1e-4 * size * decrement - 1e-13 * abs(height) or trusted:
-                    break
-                size /= 2
-                if size < 1e-8:
-                    self._stopped(f"polish stopped after {step_count} steps: no smaller step raises the log posterior", decrement)
-                    return theta, sums, step_count
-            theta, sums, height = there, trial, new
-        return theta, sums, self._not_converged(MOST_NEWTON_STEPS)
-
-    def _stopped(self, note: str, decrement: float) -> None:
-        self.notes.append(note)
-        if decrement > VISIBLE_DECREMENT**2:
-            warn(
-                f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations from a mode by its gradient. "
-                "Likely causes: (a) a log density with kinks; (b) a network in single precision, whose rounding hides the gain. "
-                "Use mode='tilt', a smooth log density, or model.double().",
-                RuntimeWarning,
-            )
-
-    def _not_converged(self, steps: int) -> int:
-        self.notes.append(f"polish did not converge in {steps} Newton steps")
-        warn(
-            f"polish did not reach the mode in {steps} Newton steps (see posterior.report). Train the network "
-            "further, use a stronger prior, or mode='tilt'.",
-            RuntimeWarning,
-        )
-        return steps
 
 
 def outputs_apart(network: Network, likelihood: Likelihood) -> Tensor | None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HERMITE_NODES = {1: 64, 2: 12}  # an axis, by dimension
+HERMITE_NODES = {1: 32, 2: 12}  # an axis, by dimension
 PAIRS = 64  # points of the low-discrepancy set, each with its mirror image
 
 
