@@ -18,7 +18,8 @@ of distribution (OOD), as mean ± standard deviation over seeds:
                           that, and values just below zero, are not resolved.
 
 OOD: digits with permuted pixels; digits 5 to 9 for a network of digits 0 to 4; inputs outside the training range for the
-others. `passes` are those over the data that fit reports. Seconds are of the processor, on one thread. Needs numpyro.
+others. `passes` of fit are those over the data or over stored features: one, one for each Newton step, one for each round.
+Seconds are of the processor, on one thread. Needs numpyro.
 """
 
 from __future__ import annotations
@@ -281,7 +282,7 @@ def one(name: str, seed: int, gaussians: list[str], options: argparse.Namespace)
         predictive = post.predict(new)
         log_q = predictive.log_prob(y)
         times = {"fit seconds": middle - start, "predict seconds": time.process_time() - middle, "inputs": len(new)}
-        add(f"{gaussian}, output", log_q, **times, passes=post.report.passes)
+        add(f"{gaussian}, output", log_q, **times, passes=1 + post.report.steps + post.report.rounds)
         add(f"{gaussian}, integral", integral(law, *post.marginal(new), y))
         if options.weights:
             rows = torch.cat([torch.arange(len(new))[part][: options.weights] for part in places.values()])

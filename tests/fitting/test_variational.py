@@ -324,6 +324,15 @@ class TestInput:
         with pytest.raises(ValueError, match="several times"):
             ssla.fit(model, batches(), gaussian="variational", **options)  # type: ignore[arg-type]
 
+    def test_very_many_outputs_get_the_gaussian_at_the_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ssla.fitting.job.MANY_OUTPUTS", 3)
+        model, x, y = problem(Categorical())
+        post = ssla.fit(model, (x, y), likelihood=Categorical())
+        assert post.gaussian == "laplace"
+        assert "more than 3 outputs" in str(post.report)
+        assert post.tuning_history is not None
+        assert ssla.fit(model, (x, y), likelihood=Categorical(), gaussian="variational").gaussian == "variational"
+
     def test_names(self) -> None:
         model, x, y = problem(Bernoulli())
         with pytest.raises(ValueError, match="variational"):
