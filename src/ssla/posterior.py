@@ -150,8 +150,9 @@ class Posterior:
 
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode from the statistics alone (the
         noise stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data`
-        (the training data) it is polished again. A variational Gaussian moves, with its averages over the data kept; with `data` it is
-        fitted again. The conventions "paper" and "additive" are defined at the mode, and take the Gaussian there.
+        (the training data) it is polished again.
+
+        A variational Gaussian moves, with its averages over the data kept; with `data` it is fitted again. The conventions "paper" and "additive" are defined at the mode, and take the Gaussian there.
         """
         return Posterior(prior_change.with_prior(self.state, prior, convention, data))
 
