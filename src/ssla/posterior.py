@@ -152,7 +152,8 @@ class Posterior:
         noise stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data`
         (the training data) it is polished again.
 
-        A variational Gaussian moves, with its averages over the data kept; with `data` it is fitted again. The conventions "paper" and "additive" are defined at the mode, and take the Gaussian there.
+        A variational Gaussian moves, with its averages over the data kept; with `data` it is fitted again. The conventions
+        "paper" and "additive" are defined at the mode, and take the Gaussian there.
         """
         return Posterior(prior_change.with_prior(self.state, prior, convention, data))
 
