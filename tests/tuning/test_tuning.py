@@ -318,7 +318,7 @@ def test_the_ascent_stays_inside_its_box_and_finds_the_corner():
         (lambda p: p.tune("evidnce"), "Unknown objective 'evidnce'. Did you mean 'evidence'"),
         (lambda p: p.tune(over=("nois",)), "Unknown thing to tune over 'nois'. Did you mean 'noise'"),
         (lambda p: p.tune("nll"), "objective='nll' needs data=.*folds=5"),
-        (lambda p: p.tune(data=(X, Y)), "takes no data"),
+        (lambda p: p.tune(data=(X, Y)), "takes none"),
         (lambda p: p.tune("nll", data=(X, Y), folds=1), "folds must be a whole number from 2 to the number of rows"),
         (lambda p: p.tune("nll", data=(NEW_X, NEW_Y), folds=3), "120 rows were fitted, but 80 came"),
         (lambda p: p.tune(over=()), "nothing to tune"),
