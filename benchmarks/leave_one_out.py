@@ -1,6 +1,6 @@
 """`posterior.loo()` against fits without each row, for three last layers.
 
-    python benchmarks/leave_one_out.py [--every 4]
+    python benchmarks/leave_one_out.py [--every 4] [--gaussian variational laplace]
 
 Prints the mean absolute difference of the log densities, by cavities alone (refits=0) and with refits of influential rows, the
 mean log densities, and the time of loo() and of the fits without a row. `--every k` fits without every k-th row only.
@@ -59,7 +59,7 @@ def without(model: nn.Module, x: Tensor, y: Tensor, law: L.Likelihood, gaussian:
     found = []
     for i in rows.tolist():
         rest = torch.arange(len(y)) != i
-        post = ssla.fit(model, (x[rest], y[rest]), likelihood=law, gaussian=gaussian)
+        post = ssla.fit(model, (x[rest], y[rest]), likelihood=law, prior=ssla.priors.Gaussian(), gaussian=gaussian)
         found.append(post.predict(x[i : i + 1]).log_prob(y[i : i + 1]))
     return torch.cat(found)
 
@@ -67,12 +67,14 @@ def without(model: nn.Module, x: Tensor, y: Tensor, law: L.Likelihood, gaussian:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1)
-    every = parser.parse_args().every
+    parser.add_argument("--gaussian", nargs="+", default=["variational", "laplace"])
+    options = parser.parse_args()
+    every = options.every
     print(f"{'last layer':44} {'gaussian':12} {'cavities':>9} {'refits':>9} {'rows':>5} {'in-sample':>10} {'loo':>8} {'true':>8}")
     for name, model, x, y, law in cases():
         rows = torch.arange(0, len(y), every)
-        for gaussian in ("variational", "laplace"):
-            post = ssla.fit(model, (x, y), likelihood=law, gaussian=gaussian)
+        for gaussian in options.gaussian:
+            post = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian=gaussian)
             start = time.perf_counter()
             found = post.loo()
             quick = time.perf_counter() - start
