@@ -12,6 +12,7 @@ from ssla.network.opening import ALL, LAST_LAYER, trainable
 from ssla.structures import Extent, LowRank, Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
 
+ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -91,11 +92,12 @@ def estimate_cost(
         )
     if not head:
         passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
+        passes += "" if gaussian else f"; {ROUNDS}, over Jacobians kept if they fit in memory"
     else:
         passes = (
             "1"
             if gaussian
-            else "1, and one for each Newton step of polish (about 5 to 10), over features kept if they fit in memory"
+            else f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over features kept if they fit in memory"
         )
     if isinstance(kind, LowRank) and kind.rank is None:
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
