@@ -237,7 +237,8 @@ def fit(
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
         Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions distribution. If not given, a
-        Gaussian with one precision for each layer, that of the highest evidence; biases are centred on their trained values.
+        Gaussian with one precision for each layer, by the evidence and the scale of the trained weights; biases are centred on
+        their trained values.
     weights:
         "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
         where all are frozen, all are taken), a module's name, or a list of parameter names.

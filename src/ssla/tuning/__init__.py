@@ -44,6 +44,7 @@ ALTERNATIONS = 20  # of averages and prior
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 STRIDE, FARTHEST, PARABOLAS = 1.5, 12.0, 3  # of a search in logarithms
 SEARCH_TOLERANCE = 1e-3  # nats a parameter, of the Gaussians on the way
+DOUBT = 1.0  # standard deviation of a log precision around the trained weights' scale, for a prior that nobody gave
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
@@ -125,14 +126,17 @@ def tune(
 
 
 def choose_prior(posterior: State, job: Job) -> State:
-    """The posterior of a fit without a prior: from the trained weights' scale to the precisions of the highest evidence.
+    """The posterior of a fit without a prior: with the precisions of the highest evidence around the trained weights' scale.
 
-    One precision for each layer, or for each output of a last layer whose outputs are of different kinds. The noise goes with
-    them where the fit estimated it.
+    One precision for each layer, or for each output of a last layer whose outputs are of different kinds; its logarithm has
+    standard deviation DOUBT around that of the trained weights. Features that separate all training rows leave the evidence with
+    almost no preference between priors, and a weak one makes predictions too sure. The noise goes with the precisions where the
+    fit estimated it.
     """
     dense = isinstance(posterior.sums.curvature, Dense | LowRank) and posterior.theta.numel() > SCAN_LIMIT
     apart = not isinstance(posterior.sums.curvature, Kfac) and outputs_apart(posterior.network, posterior.likelihood) is not None
     space, notes = Space.of(posterior, (PRIOR, NOISE) if job.estimated else (PRIOR,), not dense, apart)
+    space = replace(space, home=space.levels, doubt=DOUBT)
     if job.averages:
         return _alternate(space, notes, job, quiet=True)
     best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
@@ -273,7 +277,7 @@ def _climb_evidence(space: Space) -> Maximum:
             value, gradient = evidence(space.full(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
             return -math.inf, torch.zeros_like(point)
-        return value, gradient[space.free]
+        return value + space.expected(point), gradient[space.free] + space.expected_slope(point)
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)

@@ -93,7 +93,18 @@ class Space:
         """The log density of the precisions at a point, less its maximum, where some are expected."""
         if self.home is None:
             return 0.0
-        return -0.5 * float((((self.levels + self.full(point)[:-1] - self.home) / self.doubt) ** 2).sum())
+        return -0.5 * float((self._surprise(point) ** 2).sum())
+
+    def expected_slope(self, point: Tensor) -> Tensor:
+        """The gradient of `expected` in the free coordinates."""
+        if self.home is None:
+            return torch.zeros_like(point)
+        return torch.cat([-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)])[self.free]
+
+    def _surprise(self, point: Tensor) -> Tensor:
+        """How far the log precisions (G,) are from those that are expected, in standard deviations."""
+        assert self.home is not None
+        return (self.levels + self.full(point)[:-1] - self.home) / self.doubt
 
     def moved(self, posterior: State) -> Space:
         """The same coordinates around another posterior."""
