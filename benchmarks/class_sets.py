@@ -16,6 +16,7 @@ far from the centre as the training rows are (wine, breast cancer, moons; standa
     --prior default       what ssla.fit takes without prior=
             1.0, …        a number: this precision
             bound         posterior.tune()
+            loo           posterior.tune("loo"): leave-one-out of the training rows, which the features saw
             held_out      posterior.tune("nll", data=the early-stopping rows), which the features never saw. Where tune keeps
                           the mode (Laplace), a large precision means "no uncertainty", and is no prior for another fit.
             held_out_all  the precision of 1e-3, 1e-2 … 1e2 with the lowest log-loss on the early-stopping rows (each with its
@@ -60,7 +61,7 @@ try:
 except ImportError:
     laplace_torch = None
 
-PRIORS = ("default", "1.0", "bound", "held_out", "held_out_all", "grid")
+PRIORS = ("default", "1.0", "bound", "loo", "held_out", "held_out_all", "grid")
 GRID = tuple(10.0**k for k in range(-3, 3))
 SCORES = ("log-loss", "ECE", "accuracy", "AUROC")
 CONVOLUTIONAL = "cnn"
@@ -113,6 +114,9 @@ def posterior(model: nn.Module, split: Split, gaussian: str, prior: str) -> ssla
         return networks.fit(model, x, y, law, gaussian)
     if prior == "bound":
         return networks.fit(model, x, y, law, gaussian).tune()
+    if prior == "loo":
+        with networks.quiet():
+            return networks.fit(model, x, y, law, gaussian).tune("loo")
     if prior == "held_out":
         return networks.fit(model, x, y, law, gaussian).tune("nll", data=(split.x_held, split.y_held))
     if prior == "held_out_all":
