@@ -401,6 +401,14 @@ class TestWithoutAPrior:
 
         assert height(best) > max(height(best * 1.5), height(best / 1.5)) - 1e-3
 
+    def test_a_layer_at_zero_still_learns(self) -> None:
+        model, x, y = problem(Categorical(), n=200)
+        with torch.no_grad():
+            model[0].weight.zero_()
+            model[0].bias.zero_()
+        found = ssla.fit(model, (x, y), likelihood=Categorical()).predict(x)
+        assert float(found.log_prob(y).mean()) > math.log(1 / 4) + 0.1
+
     def test_a_bias_is_centred_on_its_trained_value(self) -> None:
         model, x, y = problem(Gaussian(noise=1.0))
         with torch.no_grad():

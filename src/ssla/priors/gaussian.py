@@ -12,7 +12,7 @@ from ssla._checks import finite, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
-LEAST_SQUARE = 1e-8  # of trained weights, for the scale of a prior
+LEAST_SQUARE = 1e-20  # of trained weights: smaller ones (a layer at zero) have no scale, and 1 is taken
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def trained_scale(layout: Layout, theta: Tensor, rows: Tensor | None = None) -> 
     for group in groups.unique():
         own = groups == group
         square = float((theta[own & free] ** 2).mean()) if bool((own & free).any()) else 1.0
-        precision[own] = 1 / min(max(square, LEAST_SQUARE), 1 / LEAST_SQUARE)
+        precision[own] = 1 / min(square, 1 / LEAST_SQUARE) if square > LEAST_SQUARE else 1.0
     named = {name: precision[index] for name, index in layout.positions.items()}
     return Gaussian(
         {name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v for name, v in named.items()},
