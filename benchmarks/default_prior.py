@@ -1,6 +1,6 @@
 """Which prior serves a user who gives none: last layers on the UCI tables and on sets of classes, in raw and standardised units.
 
-    SSLA_DATA=… SSLA_TABLES=… python benchmarks/default_prior.py [--seeds 3] [--quick] [--json FILE]
+    SSLA_DATA=… SSLA_TABLES=… python benchmarks/default_prior.py [--seeds 3] [--doubt 1.0] [--quick] [--json FILE]
 
 One network of 2 × 50 units for each table and seed, trained with early stopping on standardised targets. In raw units its last
 layer is rescaled, so that the point predictions are the same. Candidates, all Gaussian, by the rows of the fit alone:
@@ -42,6 +42,7 @@ from networks import (
 from torch import Tensor, nn
 
 import ssla
+from ssla import tuning
 from ssla.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from ssla.tuning import tune
 
@@ -135,8 +136,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2000, help="the most rows of a table")
     parser.add_argument("--quick", action="store_true", help="one seed, four sets, 600 rows")
+    parser.add_argument(
+        "--doubt", type=float, default=None, help="sd of a log precision around the trained scale, of the default"
+    )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
+    tuning.DOUBT = options.doubt or tuning.DOUBT
     torch.set_num_threads(1)
     seeds, rows = (1, 600) if options.quick else (options.seeds, options.rows)
     uci, tables = (Path(os.environ[name]) for name in ("SSLA_DATA", "SSLA_TABLES"))

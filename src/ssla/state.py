@@ -246,10 +246,14 @@ class State:
         return self.sums.curvature.with_prior(self.bound_prior.precision(self.mean))
 
     @property
+    def tilted(self) -> bool:
+        """Whether θ̂ counts as the mode, though it is not one. A variational Gaussian keeps what it was fitted with."""
+        return self.mode != POLISH if self.variational is None else self.variational.tilted
+
+    @property
     def tilt(self) -> Tensor:
         """The gradient of the log posterior at θ̂ that is subtracted from the objective (P,): zero at a mode."""
-        tilted = self.mode != POLISH if self.variational is None else self.variational.tilted
-        if not tilted:
+        if not self.tilted:
             return torch.zeros_like(self.theta)
         return self.statistics.gradient + self.bound_prior.gradient(self.theta)
 

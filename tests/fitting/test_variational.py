@@ -401,6 +401,23 @@ class TestWithoutAPrior:
 
         assert height(best) > max(height(best * 1.5), height(best / 1.5)) - 1e-3
 
+    def test_the_report_says_what_was_tuned_and_that_the_mode_followed(self) -> None:
+        model, x, y = problem(Bernoulli(), n=100)
+        notes = " ".join(ssla.fit(model, (x, y), likelihood=Bernoulli()).report.notes)
+        assert "prior: precision was tuned" in notes
+        assert "θ̂ was kept" not in notes
+
+    def test_a_gaussian_that_never_comes_near_its_best_keeps_the_first_prior(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-4, 1))
+        model, x, y = problem(Categorical(), n=100)
+        with pytest.warns(RuntimeWarning, match="did not converge"):
+            post = ssla.fit(model, (x, y), likelihood=Categorical())
+        assert post.tuning_history is not None
+        assert not post.tuning_history.converged
+        own = 1 / float((model[0].weight.detach() ** 2).mean())
+        assert float(post.bound_prior.scale_precision[0]) == pytest.approx(own)
+        assert post.tuning_history.points.shape == (1, 1)
+
     def test_a_layer_at_zero_still_learns(self) -> None:
         model, x, y = problem(Categorical(), n=200)
         with torch.no_grad():

@@ -23,7 +23,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.sums import Sums, climbing
 from ssla.priors import Prior
-from ssla.state import FIT, POLISH, VARIATIONAL, Note, State, Variational, evidence_bound
+from ssla.state import FIT, VARIATIONAL, Note, State, Variational, evidence_bound
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
@@ -146,10 +146,8 @@ class Climb:
         return self._place(mean, curvature, covariance)
 
     def _state_at(self, here: Place) -> State:
-        old = self.state.variational
-        tilted = self.state.mode != POLISH if old is None else old.tilted
         statistics = replace(here.averages.statistics, curvature=here.curvature)
-        return replace(self.state, variational=Variational(here.mean, statistics, tilted))
+        return replace(self.state, variational=Variational(here.mean, statistics, self.state.tilted))
 
     def _finished(self, here: Place, rounds: int, converged: bool) -> State:
         report = replace(self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds)

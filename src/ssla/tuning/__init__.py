@@ -45,6 +45,7 @@ REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 STRIDE, FARTHEST, PARABOLAS = 1.5, 12.0, 3  # of a search in logarithms
 SEARCH_TOLERANCE = 1e-3  # nats a parameter, of the Gaussians on the way
 DOUBT = 1.0  # standard deviation of a log precision around the trained weights' scale, for a prior that nobody gave
+AT_MODE = 1e-4  # posterior standard deviations
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
@@ -164,9 +165,15 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
         return None if still else chosen.prior
 
     end = job.averaged(space.posterior, choose)
+    settled = bool(found) and len(found) < ALTERNATIONS
+    if not found:  # the Gaussian never came near its best, so that no prior was chosen
+        nowhere, height = torch.zeros(len(space.free), dtype=torch.float64), end.log_evidence()
+        at_edge = torch.zeros_like(nowhere, dtype=torch.bool)
+        found.append(Maximum(nowhere, height, nowhere, at_edge, False, nowhere[None], torch.tensor([height]), 0))
+        values.append(height)
     values[-1] = end.log_evidence()
     best = replace(found[-1], evaluations=sum(one.evaluations for one in found))
-    return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, len(found) < ALTERNATIONS)
+    return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, settled)
 
 
 def _search(space: Space, score: Callable[[State], float], objective: str, notes: list[str], job: Job, quiet: bool) -> State:
@@ -174,8 +181,7 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
     average = job.average(space.posterior.theta)
     low, high = space.box
     here, there = space.posterior, torch.zeros(len(space.free), dtype=torch.float64)
-    tried = {0.0: score(here)}
-    points, values, evaluations = [there], [tried[0.0]], 1
+    points, values, evaluations = [there], [score(here)], 1
 
     def climb(direction: Tensor) -> None:
         """Along one direction from the best point so far: outwards while the score rises, then by parabolas."""
@@ -184,8 +190,8 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
 
         def at(t: float) -> float:
             nonlocal here, there, evaluations
-            point = (base + t * direction).clamp(low, high)
-            state, _ = _stepped(space.moved(_positive(here)), point - there)
+            state, step = _stepped(space.moved(_positive(here)), (base + t * direction).clamp(low, high) - there)
+            point = there + step
             state = Climb(state, average, tolerance=SEARCH_TOLERANCE).run()
             value = score(state)
             evaluations += 1
@@ -345,8 +351,10 @@ def _finished(posterior: State, history: TuningHistory, quiet: bool = False) -> 
     if not history.converged and not quiet:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
     summary = "tuned by " + str(history).replace("\n", "; ")
-    kept = "" if posterior.follows_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
-    found = described(posterior, kept + "precision and noise were tuned", posterior.mode)
+    moved = posterior.follows_mode or posterior.residual <= AT_MODE
+    kept = "" if moved else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
+    what = "noise was" if history.names == (NOISE,) else "precision and noise were" if NOISE in history.names else "precision was"
+    found = described(posterior, f"{kept}{what} tuned", posterior.mode)
     return replace(
         found,
         tuning_history=history,
