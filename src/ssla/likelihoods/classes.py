@@ -109,20 +109,20 @@ class Categorical:
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         # column y as Σ_{c≠y} p_c: 1 − p_y would cancel for p_y near 1
-        p = torch.softmax(f, -1)
-        hit = torch.nn.functional.one_hot(y.long(), f.shape[-1]).bool()
-        others = torch.where(hit, torch.zeros_like(p), p)
-        return torch.where(hit, others.sum(-1, keepdim=True), -others)
+        hit = torch.nn.functional.one_hot(y.long(), f.shape[-1]).to(f.dtype)
+        others = _softmax(f) * (1 - hit)
+        return hit * others.sum(-1, keepdim=True) - others
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
         return self.fisher(f).expand(*shape, -1, -1)
 
     def fisher(self, f: Tensor) -> Tensor:
-        p = torch.softmax(f, -1)
-        outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
-        diagonal = -(outer.sum(-1) - outer.diagonal(dim1=-2, dim2=-1))  # rows sum to zero exactly
-        return outer - torch.diag_embed(outer.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(diagonal)
+        p = _softmax(f).movedim(-1, 0)
+        outer = -p.unsqueeze(0) * p.unsqueeze(1)  # component-major: products over many rows read it fastest
+        diagonal = outer.diagonal(dim1=0, dim2=1).zero_()
+        diagonal.sub_(outer.sum(0).movedim(0, -1))  # −Σ of the others: rows sum to zero exactly
+        return outer.movedim((0, 1), (-2, -1))
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
@@ -138,3 +138,8 @@ class Categorical:
         p = torch.softmax(f, -1)
         draws = torch.multinomial(p.reshape(-1, p.shape[-1]), n, replacement=True, generator=generator)
         return draws.mT.reshape(n, *f.shape[:-1])
+
+
+def _softmax(f: Tensor) -> Tensor:
+    """Over the last dimension, without a copy where f is stored component-major."""
+    return torch.softmax(f.movedim(-1, 0), 0).movedim(0, -1) if f.stride(-1) != 1 else torch.softmax(f, -1)

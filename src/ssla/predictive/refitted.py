@@ -48,7 +48,7 @@ def refitted(weights: WeightLogDensity, output: Predictive, name: str, reasons: 
         flags = _diagnostics(output.diagnostics, name, rungs, reasons, None)
         return Predictive(GaussianLaw(weights, output.law.noise, False), weights.like, flags)
     if isinstance(support, Classes):
-        return _classes(weights, output, support.count, chosen, name, reasons)
+        return _classes(weights, output, chosen, name, reasons)
     log_density, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
     flags = Diagnostics(
         name,
@@ -90,21 +90,22 @@ def _resolved(
     return log_density, made
 
 
-def _classes(
-    weights: WeightLogDensity, output: Predictive, count: int, chosen: Tensor, name: str, reasons: list[str] | None
-) -> Predictive:
-    """One refit for each class of each chosen row. A row in which one fails has the output rung's answer."""
+def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name: str, reasons: list[str] | None) -> Predictive:
+    """A refit for each class of each chosen row that is not rare. A row in which one fails has the output rung's answer."""
     assert isinstance(output.law, ClassLaw)
-    logs, rows = output.law.log_weights.clone(), chosen.nonzero().squeeze(-1)
+    logs, likely = output.law.log_weights.clone(), output.law.probs >= weights.refit.rare
+    rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
     if rows.numel():
-        density = weights.at(torch.arange(count, dtype=torch.float64).expand(len(rows), -1), rows)
-        good = density.converged.all(1)
-        logs[rows[good]], fallback[rows], failed[rows] = density.log[good], density.fallback.any(1), ~good
+        density = weights.at(y.double(), rows)
+        failed[rows[~density.converged]], fallback[chosen] = True, False
+        fallback[rows[density.fallback]] = True
+        good = ~failed[rows]
+        logs[rows[good], y[good]] = density.log[good]
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    refits = torch.where(chosen, 0 if weights.stopped else count, 0)
+    refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
     law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.share)
     return Predictive(law, weights.like, flags)

@@ -12,7 +12,7 @@ order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum of smal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.refit.anderson import SHARED_STEPS, Found, Progress, ascend, finished
 from ssla.refit.increments import FISHER, OBSERVED
-from ssla.refit.last_layer_group import Base, Group, congruent, squared
+from ssla.refit.last_layer_group import Base, Group, congruent, pairs, squared
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.refit.solved import Options, Solved
 from ssla.state import State
@@ -31,7 +31,8 @@ from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
 from ssla.structures.structure import no_factor
 
-CACHE_ELEMENTS = 1 << 18  # rows × tasks worked on together: larger arrays do not fit the processor's cache
+STEERED = 5e-5  # posterior standard deviations: nearer to the mode, single precision steers badly
+CACHE_ELEMENTS = 1 << 19  # rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ class LastLayerRefit:
         if self.rows.kept is None:  # a pass is expensive: as many tasks as the memory holds
             return max(size // 2 // state, 1)
         largest = max(block.f.shape[0] for block in self.rows)
-        return max(min(CACHE_ELEMENTS // largest, size // 2 // state), 8)
+        return max(min(CACHE_ELEMENTS // (largest * self.outputs), size // 2 // state), 8)
 
     @cached_property
     def prior(self) -> PriorChange:
@@ -99,13 +100,29 @@ class LastLayerRefit:
                 self._memo[id(block), what] = known
         return known
 
+    def in_kind(self, block: Block, kind: torch.dtype) -> Block:
+        """A block in single or double precision."""
+        if kind == torch.float64:
+            return block
+
+        def cast(what: str, value: Tensor) -> Tensor:
+            return self._remember(block, f"{what} {kind}", lambda: value.to(kind)) if value.is_floating_point() else value
+
+        weights = None if block.weights is None else cast("weights", block.weights)
+        return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
+
     def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
         """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
-        return self._remember(block, str(dtype), lambda: squared(block.x).to(dtype))
+        return self._remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
 
     def covariances(self, block: Block, base: Base) -> Tensor:
-        """K = J H⁻¹ Jᵀ at a block's rows (b, C, C)."""
-        return self._remember(block, base.kind, lambda: DenseOperator(base.factor).covariance(Features(block.x, self.outputs)))
+        """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice (pairs, b)."""
+
+        def compute() -> Tensor:
+            K = DenseOperator(base.factor).covariance(Features(block.x, self.outputs))
+            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(self.outputs)])
+
+        return self._remember(block, base.kind, compute)
 
     # --- one group of tasks ----------------------------------------------------------------
 
@@ -132,10 +149,18 @@ class LastLayerRefit:
         return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
 
     def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
-        """With the shared preconditioner; tasks that have not converged continue with their own Hessians."""
+        """With the shared preconditioner, first in single precision where the rows are in memory; tasks that have not converged
+        continue with their own Hessians."""
         o = self.options
+        start, spent = group.start(), torch.zeros(len(group.y), dtype=torch.long)
+        if self.rows.kept is not None:
+            rough = max(o.tolerance / 2, STEERED)
+            near = ascend(group.evaluate, start.float(), tolerance=rough, max_steps=SHARED_STEPS, memory=o.memory)
+            finite = torch.isfinite(near.point).all(-1, keepdim=True)
+            start, spent = torch.where(finite, near.point.double(), start), near.steps
         first = min(o.max_steps, SHARED_STEPS)
-        found = ascend(group.evaluate, group.start(), tolerance=o.tolerance, max_steps=first, memory=o.memory, progress=progress)
+        found = ascend(group.evaluate, start, tolerance=o.tolerance, max_steps=first, memory=o.memory, progress=progress)
+        found = replace(found, steps=found.steps + spent)
         left = o.max_steps - first
         return finished(
             found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, progress=progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,17 @@ from ssla.refit.increments import FISHER, at_mode
 from ssla.refit.rows import Block
 from ssla.refit.solved import FROZEN, at_once, own_increment, own_pull
 from ssla.state import AS_IS
+from ssla.structures.dense import DenseOperator
+from ssla.structures.jacobians import Features
 
 if TYPE_CHECKING:
     from ssla.refit.last_layer import LastLayerRefit
 
+SHORTER = 0.5  # of the linearised step (measured: fewest gradients)
 MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
 LARGE_CHANGE = 10.0
+SINGLE_TOLERANCE = 1e-6  # from this tolerance on determinants may be in single precision
+SMALL_ERROR = 1e-5  # in log density: of the trace alone, where ΔH is small
 CACHE_BYTES = 1 << 20  # of matrices factorised together: more fall out of the processor's cache
 
 
@@ -38,6 +43,17 @@ class Base:
         return self.factor @ self.factor.mT
 
     @cached_property
+    def single_inverse(self) -> Tensor:
+        """H⁻¹ in single precision: it steers steps."""
+        return torch.cholesky_inverse(self.factor).float()
+
+    def solve(self, values: Tensor) -> Tensor:
+        """H⁻¹ of each row (m, P), in its precision."""
+        if values.dtype == torch.float32:
+            return values @ self.single_inverse
+        return torch.cholesky_solve(values.mT, self.factor).mT
+
+    @cached_property
     def least(self) -> float:
         """The smallest eigenvalue of H."""
         return float(torch.linalg.eigvalsh(self.matrix)[0])
@@ -47,13 +63,20 @@ class Base:
         """H⁻¹ (pairs · v,) so that its product with a packed ΔH is tr H⁻¹ΔH."""
         C, F = self.outputs, self.factor.shape[0] // self.outputs
         blocks = torch.cholesky_inverse(self.factor).reshape(C, F, C, F)
-        upper = torch.triu_indices(F, F)
-        twice = torch.where(upper[0] == upper[1], 1.0, 2.0)
+        triangle = torch.triu_indices(F, F)
+        twice = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
         rows = []
         for a, b in pairs(C):
             block = (blocks[a, :, b, :] + blocks[a, :, b, :].mT) / 2
-            rows.append((1 + (a != b)) * twice * block[upper[0], upper[1]])
+            rows.append((1 + (a != b)) * twice * block[triangle[0], triangle[1]])
         return torch.cat(rows)
+
+
+class Change(NamedTuple):
+    """ΔH of m tasks: of each the upper triangles of its pairs a ≤ b of outputs (m, pairs · v); and tr H⁻¹ΔH (m,)."""
+
+    packed: Tensor
+    trace: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +89,12 @@ class Group:
     y: Tensor
 
     def take(self, rows: Tensor) -> Group:
-        return Group(self.refit, self.base, self.where[rows], self.y[rows])
+        """Some of the tasks, with what was computed of them."""
+        if len(rows) == len(self.y):
+            return self
+        part = Group(self.refit, self.base, self.where[rows], self.y[rows])
+        part.__dict__.update({name: self.__dict__[name][rows] for name in ("phi", "f", "root") if name in self.__dict__})
+        return part
 
     @cached_property
     def phi(self) -> Tensor:
@@ -76,65 +104,56 @@ class Group:
     def f(self) -> Tensor:
         return self.refit.f[self.where]
 
-    @cached_property
-    def pulled(self) -> Tensor:
-        """H⁻¹Jᵀ of each task's input (m, P, C)."""
-        C = self.refit.outputs
-        places, index = self.where.unique(return_inverse=True)
-        phi = self.refit.features[places]
-        right = torch.einsum("nf,ac->afnc", phi, torch.eye(C, dtype=phi.dtype)).reshape(-1, len(places) * C)
-        solved = torch.cholesky_solve(right, self.base.factor).reshape(-1, len(places), C)
-        return solved.movedim(0, 1)[index]
-
     def push(self, point: Tensor) -> Tensor:
         """J δ at each task's own input (m, C)."""
-        return torch.einsum("mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi)
+        return torch.einsum("mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi.to(point.dtype))
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Jᵀu at each task's own input (m, P)."""
+        return (u.unsqueeze(-1) * self.phi.to(u.dtype).unsqueeze(1)).flatten(1)
 
     @cached_property
     def root(self) -> Tensor:
         """R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C)."""
-        m, C = self.f.shape
-        K = torch.einsum("mafc,mf->mac", self.pulled.reshape(m, C, -1, C), self.phi)
-        return linalg.root((K + K.mT) / 2)
+        places, index = self.where.unique(return_inverse=True)
+        K = DenseOperator(self.base.factor).covariance(Features(self.refit.features[places], self.refit.outputs))
+        return linalg.root((K + K.mT) / 2)[index]
 
     def start(self) -> Tensor:
-        """The refit of the linearised model, θ̂ + H⁻¹Jᵀu, with the curvature of these data."""
+        """SHORTER times the step to the refit of the linearised model, H⁻¹Jᵀu: on the way there the curvature mostly grows."""
         if not self.refit.law.linear_domain:
             return torch.zeros(len(self.y), self.refit.gradient.numel(), dtype=torch.float64)
-        pull = at_mode(self.refit.law, self.y, self.f, self.root).pull
-        return (self.pulled @ pull.unsqueeze(-1)).squeeze(-1)
+        return SHORTER * self.base.solve(self.pull(at_mode(self.refit.law, self.y, self.f, self.root).pull))
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
         """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), by differences from θ̂ row by row; and (H + JᵀΛJ)⁻¹ of it."""
-        group = self if len(tasks) == len(self.y) else self.take(tasks)
-        return group._evaluate(point)
+        return self.take(tasks)._evaluate(point)
 
     def _evaluate(self, point: Tensor) -> Slope:
-        refit, law = self.refit, self.refit.law
+        """In the precision of `point`."""
+        refit, law, kind = self.refit, self.refit.law, point.dtype
         m, C = self.f.shape
         likelihood = refit.posterior.likelihood
-        total = torch.zeros(C, m, self.phi.shape[1], dtype=torch.float64)
+        total = torch.zeros(C, m, self.phi.shape[1], dtype=kind)
         outside = torch.zeros(m, dtype=torch.bool)
-        for block, f in self._blocks(point):
+        for _, block, f in self._blocks(point):
             score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
-            total += block.weighted(score).movedim(-1, 0).mT @ block.x
-        own = self.f + self.push(point)
-        score = law.score(self.y, own)
-        total += score.mT.unsqueeze(-1) * self.phi
-        gradient = total.movedim(0, 1).reshape(m, -1)
-        gradient = gradient + refit.to_basis(refit.prior.gradient(refit.original(point)))
+            total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x
+        y, own = _of_kind(self.y, kind), self.f.to(kind) + self.push(point)
+        gradient = total.movedim(0, 1).reshape(m, -1) + self.pull(law.score(y, own).to(kind))
+        gradient = gradient + refit.to_basis(refit.prior.gradient(refit.original(point.double()))).to(kind)
         if refit.posterior.mode == AS_IS:
-            gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0))
+            gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(kind)
         if not law.linear_domain:
-            outside |= ~torch.isfinite(law.log_prob(self.y, own))
+            outside |= ~torch.isfinite(law.log_prob(y, own))
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
-        return Slope(gradient, self._step(gradient, own))
+        return Slope(gradient, self._step(gradient, y, own))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
         """The gradient, and each task's own H̃(θ)⁻¹ of it: Newton, for those that the shared H brings on too slowly."""
-        group = self if len(tasks) == len(self.y) else self.take(tasks)
+        group = self.take(tasks)
         size = at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [group.take(rows)._newton(point[rows]) for rows in torch.arange(len(point)).split(size)]
         return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -155,17 +174,19 @@ class Group:
             steps.append(torch.where(good.unsqueeze(-1), step, shared))
         return Slope(now.gradient, torch.cat(steps))
 
-    def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
+    def _step(self, gradient: Tensor, y: Tensor, own: Tensor) -> Tensor:
         """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g."""
-        z = torch.cholesky_solve(gradient.mT, self.base.factor).mT
-        u = own_pull(self.refit.law, self.y, own, self.root, self.push(z))
-        return z - (self.pulled @ u.unsqueeze(-1)).squeeze(-1)
+        z = self.base.solve(gradient)
+        u = own_pull(self.refit.law, y, own, self.root.to(gradient.dtype), self.push(z))
+        return z - self.base.solve(self.pull(u))
 
-    def _blocks(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Each block of training rows with the outputs of all tasks on it: (b, m, C), stored component-major."""
+    def _blocks(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
+        """Each block of training rows, also in the precision of `point`, with the outputs of all tasks on it: (b, m, C), stored
+        component-major."""
         step = point.reshape(len(point), self.refit.outputs, -1).permute(1, 2, 0).contiguous()  # (C, F, m)
-        for block in self.refit.rows:
-            yield block, (block.f.mT.unsqueeze(-1) + block.x @ step).movedim(0, -1)
+        for whole in self.refit.rows:
+            block = self.refit.in_kind(whole, point.dtype)
+            yield whole, block, (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
 
     def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Likelihood and prior increments (m,), the former with the tilt."""
@@ -173,7 +194,7 @@ class Group:
         likelihood = refit.posterior.likelihood
         step = refit.original(point)
         total = refit.law.log_prob(self.y, self.f + self.push(point))
-        for block, f in self._blocks(point):
+        for _, block, f in self._blocks(point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
             total = total + block.weighted(change).sum(0)
         if refit.posterior.mode != AS_IS:
@@ -194,69 +215,100 @@ class Group:
         """By Cholesky of H + ΔH + JᵀΛJ. With many features ΔH, a product over all rows, is formed in single precision and its
         trace with H⁻¹, to which the log determinant is proportional to first order, in double; the rest is off by less than
         1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (measured: 2e-10). Where ‖ΔH‖ > 10 λ, double precision throughout.
+
+        A tolerance that single precision meets has all of it in single precision, but for the trace's sum, and no more than the
+        trace where that is enough.
         """
         if self.phi.shape[1] < MANY_FEATURES:
-            change, trace = self._change(point, base, torch.float64)
-            half, positive = self._half_logdet(change, point, precision, base)
+            half, positive = self._half_logdet(self._change(point, base, torch.float64).packed, point, precision, base)
             return -half, positive
-        single, trace = self._change(point, base, torch.float32)
-        large = ((2 * single.square().sum(-1)).sqrt() > LARGE_CHANGE * base.least).nonzero().squeeze(-1)
-        change = single.double()
+        if self.refit.options.tolerance >= SINGLE_TOLERANCE:
+            return self._in_single(point, precision, base)
+        change, trace = self._change(point, base, torch.float32)
+        large = ((2 * change.square().sum(-1)).sqrt() > LARGE_CHANGE * base.least).nonzero().squeeze(-1)
+        change = change.double()
         if large.numel():
             change[large], trace[large] = self.take(large)._change(point[large], base, torch.float64)
-        missing = trace - change @ base.packed_inverse
-        half, positive = self._half_logdet(change, point, precision, base)
+        return self._with_trace(Change(change, trace), point, precision, base)
+
+    def _in_single(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+        single = point.float()
+        trace, bound = self._first_order(single, base)
+        value, positive = own_increment(self.root, precision)
+        value = value - 0.5 * trace
+        rest = (~positive | (bound.square() > 4 * SMALL_ERROR)).nonzero().squeeze(-1)
+        if rest.numel() and not self.refit.prior.gaussian:
+            rest = torch.arange(len(point))
+        if rest.numel():
+            part = self.take(rest)
+            change = part._change(single[rest], base, torch.float32)
+            value[rest], positive[rest] = part._with_trace(change, point[rest], precision[rest], base)
+        return value, positive
+
+    def _with_trace(self, change: Change, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+        missing = change.trace - change.packed.double() @ base.packed_inverse
+        half, positive = self._half_logdet(change.packed, point, precision, base)
         return -half - 0.5 * missing, positive
 
     def _half_logdet(self, change: Tensor, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        """½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,) by ratios of pivots; and where it is positive definite."""
+        """½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,) by ratios of pivots, in the precision of ΔH; and where it is positive definite."""
         pivots, infos = [], []
         for H in self._matrices(change, point, precision, base):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
-        return (torch.cat(pivots) / base.factor.diagonal()).log().sum(-1), torch.cat(infos) == 0
+        return (torch.cat(pivots).double() / base.factor.diagonal()).log().sum(-1), torch.cat(infos) == 0
 
     @property
     def _matrices_at_once(self) -> int:
         return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
 
     def _matrices(self, change: Tensor, point: Tensor, precision: Tensor, base: Base) -> Iterator[Tensor]:
-        """H + ΔH + JᵀΛJ of some tasks after others (k, P, P)."""
+        """H + ΔH + JᵀΛJ of some tasks after others (k, P, P), in the precision of ΔH."""
         m, C = self.f.shape
-        F = self.phi.shape[1]
+        F, kind = self.phi.shape[1], change.dtype
         own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(self.phi).unsqueeze(1)
-        packed, prior_precision = own.flatten(1) + change, self.refit.prior.precision(self.refit.original(point))
+        packed, prior_precision = own.flatten(1).to(kind) + change, self.refit.prior.precision(self.refit.original(point))
         for part in torch.arange(m).split(self._matrices_at_once):
-            H = packed[part].index_select(1, places(C, F)).reshape(-1, C * F, C * F).add_(base.matrix)
+            H = packed[part].index_select(1, places(C, F)).reshape(-1, C * F, C * F).add_(base.matrix.to(kind))
             if prior_precision is not None:
-                H += congruent(prior_precision[part], self.refit.basis)
+                H += congruent(prior_precision[part], self.refit.basis).to(kind)
             yield H
 
-    def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ, packed: of each task the upper triangles for its pairs a ≤ b (m, pairs · v).
-
-        A product of the tasks' ΔΛ with the rows' shared vech(φφᵀ). Also tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i (m,), in double precision.
-        """
-        m, C = self.f.shape
-        F, count = self.phi.shape[1], len(pairs(C))
-        total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
-        trace = torch.zeros(m, dtype=torch.float64)
+    def _changes(self, point: Tensor, base: Base) -> Iterator[tuple[Block, Tensor]]:
+        """Each block with Λ(f̃_i) − Λ(f̂_i) of its rows under all tasks: of the pairs a ≤ b (pairs, b, m)."""
         likelihood = self.refit.posterior.likelihood
-        for block, f in self._blocks(point):
+        for whole, block, f in self._blocks(point):
             if base.kind == FISHER:
                 change = likelihood.fisher(f) - likelihood.fisher(block.f).unsqueeze(1)
             else:
                 change = likelihood.precision(block.targets, f) - likelihood.precision(block.y, block.f).unsqueeze(1)
-            if not bool(change.any()):
-                continue
-            change = block.weighted(change)
-            K = self.refit.covariances(block, base)
-            parts = [change[..., a, b] for a, b in pairs(C)]
-            for (a, b), part in zip(pairs(C), parts, strict=True):
-                trace += (1 + (a != b)) * (K[:, a, b] @ part)
-            total.addmm_(torch.stack(parts, -1).to(dtype).flatten(1).mT, self.refit.squares(block, dtype))
-        return total.reshape(m, -1), trace
+            if bool(change.any()):
+                yield whole, block.weighted(change).movedim((-2, -1), (0, 1)).flatten(0, 1)[upper(self.refit.outputs)]
+
+    def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> Change:
+        """ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ: a product of the tasks' ΔΛ with the rows' shared vech(φφᵀ)."""
+        m, F, count = len(point), self.phi.shape[1], len(pairs(self.refit.outputs))
+        total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
+        trace = torch.zeros(m, dtype=torch.float64)
+        for block, change in self._changes(point, base):
+            trace += torch.einsum("pb,pbm->m", self.refit.covariances(block, base).to(change.dtype), change)
+            total.addmm_(change.to(dtype).movedim(-1, 0).reshape(m * count, -1), self.refit.squares(block, dtype))
+        return Change(total.reshape(m, -1), trace)
+
+    def _first_order(self, point: Tensor, base: Base) -> tuple[Tensor, Tensor]:
+        """tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i (m,), and Σ_i Σ_ab |K_i||ΔΛ_i| (m,), which bounds the norm of H⁻¹ΔH."""
+        trace, bound = torch.zeros(len(point), dtype=torch.float64), torch.zeros(len(point), dtype=torch.float64)
+        for block, change in self._changes(point, base):
+            K = self.refit.covariances(block, base).to(change.dtype)
+            trace += torch.einsum("pb,pbm->m", K, change)
+            bound += torch.einsum("pb,pbm->m", K.abs(), change.abs())
+        return trace, bound
+
+
+def _of_kind(y: Tensor, kind: torch.dtype) -> Tensor:
+    """y in a precision; whole numbers (classes) as they are."""
+    return y.to(kind) if y.is_floating_point() else y
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
@@ -264,21 +316,27 @@ def pairs(size: int) -> list[tuple[int, int]]:
     return [(a, b) for a in range(size) for b in range(a, size)]
 
 
+@lru_cache(maxsize=8)
+def upper(size: int) -> Tensor:
+    """Where the pairs sit in a flat size × size matrix."""
+    return torch.tensor([a * size + b for a, b in pairs(size)])
+
+
 def squared(phi: Tensor) -> Tensor:
     """vech(φφᵀ), upper triangles by rows: (b, F) -> (b, F(F + 1)/2)."""
-    upper = torch.triu_indices(phi.shape[1], phi.shape[1])
-    return phi[:, upper[0]] * phi[:, upper[1]]
+    triangle = torch.triu_indices(phi.shape[1], phi.shape[1])
+    return phi[:, triangle[0]] * phi[:, triangle[1]]
 
 
 @lru_cache(maxsize=8)
 def places(outputs: int, size: int) -> Tensor:
     """Where each entry of a P×P matrix of symmetric blocks sits among the packed triangles of its pairs of outputs (P²,)."""
-    upper = torch.triu_indices(size, size)
+    triangle = torch.triu_indices(size, size)
     place = torch.empty(size, size, dtype=torch.long)
-    place[upper[0], upper[1]] = place[upper[1], upper[0]] = torch.arange(upper.shape[1])
+    place[triangle[0], triangle[1]] = place[triangle[1], triangle[0]] = torch.arange(triangle.shape[1])
     whole = torch.empty(outputs, size, outputs, size, dtype=torch.long)
     for k, (a, b) in enumerate(pairs(outputs)):
-        whole[a, :, b, :] = whole[b, :, a, :] = k * upper.shape[1] + place
+        whole[a, :, b, :] = whole[b, :, a, :] = k * triangle.shape[1] + place
     return whole.flatten()
 
 

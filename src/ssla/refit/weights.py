@@ -47,7 +47,11 @@ class WeightRefit:
     Parameters
     ----------
     tolerance:
-        A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it.
+        A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it. Default: 1e-8,
+        for classes 1e-4 (log probabilities are then off by about 1e-4).
+    rare:
+        Classes that the output refit gives a smaller probability keep that probability in a predictive: most classes of an input
+        are such, and no refit of them changes an answer. 0 refits every class.
     max_steps:
         Gradient evaluations for each task before it counts as failed.
     curvature:
@@ -70,7 +74,8 @@ class WeightRefit:
         Show a bar over the tasks, with the gradients taken so far (needs tqdm).
     """
 
-    tolerance: float = 1e-8
+    tolerance: float | None = None
+    rare: float = 1e-4
     max_steps: int = 100
     curvature: str | None = None
     logdet: str | None = None
@@ -82,8 +87,10 @@ class WeightRefit:
     name = "weights"
 
     def __post_init__(self) -> None:
+        if isinstance(self.rare, bool | str) or not 0 <= self.rare < 1:
+            raise ValueError(f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}.")
         for what, value in (("tolerance", self.tolerance), ("interpolation", self.interpolation)):
-            if isinstance(value, bool | str) or not 0 < value < 1:
+            if value is not None and (isinstance(value, bool | str) or not 0 < value < 1):
                 raise ValueError(f"{what} must be a number between 0 and 1, for example 1e-8, but is {value!r}.")
         if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 1:
             raise ValueError(f"max_steps must be a whole number from 1, but is {self.max_steps!r}.")
@@ -109,6 +116,11 @@ class WeightRefit:
             return open_last_layer(posterior, x, self._last_layer(posterior), self.data)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
 
+    def _tolerance(self, posterior: State) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        return 1e-4 if posterior.likelihood.support_for(posterior.network.outputs).kind == "class" else 1e-8
+
     def _last_layer(self, posterior: State) -> Options:
         if self.logdet == STRUCTURE:
             raise ValueError(
@@ -118,7 +130,7 @@ class WeightRefit:
         assert curvature is not None
         size = posterior.theta.numel()
         _within_budget(f"A refit of a last layer with {size:,} parameters", 8 * 6 * size**2, posterior, "refit='output'")
-        return Options(self.tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=2)
+        return Options(self._tolerance(posterior), self.max_steps, curvature, self.logdet or EXACT, memory=4)
 
     def _all_weights(self, posterior: State) -> Options:
         size = posterior.theta.numel()
@@ -137,7 +149,7 @@ class WeightRefit:
             )
         if size > SMALL and logdet == EXACT:
             _within_budget(f"logdet='exact' for {size:,} weights", bytes_needed(posterior), posterior, "logdet='frozen'")
-        return Options(self.tolerance, self.max_steps, curvature, logdet, memory=12)
+        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=12)
 
 
 def _within_budget(what: str, need: int, posterior: State, instead: str) -> None:
