@@ -452,7 +452,7 @@ def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
     assert set(mixed.diagnostics.rung) == {"output", "weights"}
     for i, rung in enumerate(mixed.diagnostics.rung):
         other = weights if rung == "weights" else lenient
-        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-12
+        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-9  # refits end within 1e-8 of their modes, in any company
         assert bool(mixed.diagnostics.reason[i]) == (rung == "weights")
     y = mixed.mean
     assert torch.isfinite(mixed.increments(y).total).all()

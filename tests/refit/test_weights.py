@@ -44,7 +44,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
     def log_joint(theta):
         return outputs(theta, x).log_softmax(1)[torch.arange(90), y].sum() - 0.01 * (theta @ theta)
 
-    log_density = ssla.WeightRefit()(post.state, new)
+    log_density = ssla.WeightRefit(tolerance=1e-8)(post.state, new)
     solved = log_density.solve(classes)
     assert solved.converged.all()
     totals = log_density(classes).total
@@ -282,3 +282,46 @@ def test_last_layer_refits_that_fall_back_are_counted_aloud(name, refit):
     with pytest.warns(RuntimeWarning, match=rf"{len(new)} of {len(new)} refits of the weights did not converge and use") as seen:
         ssla.ssla(post, new, y, few)
     assert seen[0].filename == __file__
+
+
+def wide_classes():
+    """A last layer of four classes with 30 features, where determinants may be in single precision."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 29), nn.Tanh(), nn.Linear(29, 4)).double()
+    x = inputs(150, 5, width=5)
+    y = (x[:, 0] > 0).long() + 2 * (x[:, 1] + 0.3 * x[:, 2] > 0).long()
+    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.3), gaussian="laplace")
+    return post, 1.5 * inputs(12, 6, width=5), torch.arange(4).double().expand(12, -1)
+
+
+def test_classes_are_by_default_within_1e_3_of_refits_to_the_end():
+    post, new, y = wide_classes()
+    exact = ssla.WeightRefit(tolerance=1e-9)(post.state, new).solve(y)
+    quick = ssla.WeightRefit()(post.state, new).solve(y)
+    assert exact.converged.all()
+    assert quick.converged.all()
+    assert (quick.total - exact.total).abs().max() < 1e-3
+    assert (quick.curvature - exact.curvature).abs().max() < 1e-3
+    assert exact.curvature.abs().max() > 0.3  # determinants that change
+    assert quick.steps.double().mean() < exact.steps.double().mean()
+
+
+def test_rare_classes_keep_the_probability_of_the_output_refit():
+    post, new, _ = wide_classes()
+    output = post.predict(new).probs
+    rare = output < 0.02
+    assert rare.any(1).any()
+    some = post.predict(new, refit=ssla.WeightRefit(rare=0.02))
+    every = post.predict(new, refit=ssla.WeightRefit(rare=0))
+    assert torch.equal(some.diagnostics.refits, (~rare).sum(1))
+    assert (every.diagnostics.refits == 4).all()
+    assert set(some.diagnostics.rung) == {"weights"}
+    before_normalising = some.probs * some.mass.unsqueeze(1)
+    assert torch.allclose(before_normalising[rare], output[rare])
+    assert torch.allclose(before_normalising[~rare], (every.probs * every.mass.unsqueeze(1))[~rare], atol=1e-4)
+
+
+@pytest.mark.parametrize("rare", [-0.1, 1.0, "few", True])
+def test_rare_is_a_probability(rare):
+    with pytest.raises(ValueError, match="rare must be a number from 0 and below 1"):
+        ssla.WeightRefit(rare=rare)

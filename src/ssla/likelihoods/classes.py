@@ -128,7 +128,7 @@ class Categorical:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
 
     def mean(self, f: Tensor) -> Tensor:
-        return torch.softmax(f, -1)
+        return _softmax(f)
 
     def variance(self, f: Tensor) -> Tensor:
         p = torch.softmax(f, -1)

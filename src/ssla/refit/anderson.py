@@ -39,6 +39,12 @@ class Found:
     steps: Tensor
     converged: Tensor
 
+    @staticmethod
+    def nowhere(point: Tensor) -> Found:
+        """Before the first evaluation."""
+        no = torch.zeros(len(point), dtype=torch.bool)
+        return Found(point, torch.full((len(point),), torch.inf, dtype=point.dtype), no.long(), no)
+
     def followed_by(self, rows: Tensor, later: Found) -> Found:
         """With the results of a later ascent of some tasks."""
         point, norm, steps, converged = self.point.clone(), self.norm.clone(), self.steps.clone(), self.converged.clone()

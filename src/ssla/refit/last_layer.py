@@ -31,7 +31,7 @@ from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
 from ssla.structures.structure import no_factor
 
-STEERED = 5e-5  # posterior standard deviations: nearer to the mode, single precision steers badly
+SINGLE_MODE = 1e-4  # posterior standard deviations from the mode: single precision finds it that well
 CACHE_ELEMENTS = 1 << 19  # rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
 
 
@@ -150,21 +150,25 @@ class LastLayerRefit:
 
     def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
         """With the shared preconditioner, first in single precision where the rows are in memory; tasks that have not converged
-        continue with their own Hessians."""
+        continue with their own Hessians. Classes (targets without rounding) may end in single precision."""
         o = self.options
-        start, spent = group.start(), torch.zeros(len(group.y), dtype=torch.long)
+        point = group.start()
+        found, rest, left = Found.nowhere(point), torch.arange(len(point)), o.max_steps
         if self.rows.kept is not None:
-            rough = max(o.tolerance / 2, STEERED)
-            near = ascend(group.evaluate, start.float(), tolerance=rough, max_steps=SHARED_STEPS, memory=o.memory)
-            finite = torch.isfinite(near.point).all(-1, keepdim=True)
-            start, spent = torch.where(finite, near.point.double(), start), near.steps
-        first = min(o.max_steps, SHARED_STEPS)
-        found = ascend(group.evaluate, start, tolerance=o.tolerance, max_steps=first, memory=o.memory, progress=progress)
-        found = replace(found, steps=found.steps + spent)
-        left = o.max_steps - first
-        return finished(
-            found, lambda rest: group.take(rest).evaluate_newton, tolerance=o.tolerance, max_steps=left, progress=progress
-        )
+            ends = o.tolerance >= SINGLE_MODE and not group.y.is_floating_point()
+            rough, most = max(o.tolerance, SINGLE_MODE), min(SHARED_STEPS, left // 2)
+            seen = progress if ends else None
+            near = ascend(group.evaluate, point.float(), tolerance=rough, max_steps=most, memory=o.memory, progress=seen)
+            point = torch.where(torch.isfinite(near.point), near.point.double(), point)
+            found, left = replace(near, point=point, norm=near.norm.double()), left - most
+            rest = (~found.converged).nonzero().squeeze(-1) if ends else rest
+        if rest.numel():
+            most, part = min(SHARED_STEPS, left), group.take(rest)
+            start = found.point[rest]
+            later = ascend(part.evaluate, start, tolerance=o.tolerance, max_steps=most, memory=o.memory, progress=progress)
+            found, left = found.followed_by(rest, later), left - most
+        newton = lambda tasks: group.take(tasks).evaluate_newton  # noqa: E731
+        return finished(found, newton, tolerance=o.tolerance, max_steps=left, progress=progress)
 
 
 def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> LastLayerRefit:

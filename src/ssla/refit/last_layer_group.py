@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla.likelihoods import Categorical
 from ssla.numerics import linalg
 from ssla.refit.anderson import Slope
 from ssla.refit.increments import FISHER, at_mode
@@ -22,10 +23,12 @@ from ssla.structures.jacobians import Features
 if TYPE_CHECKING:
     from ssla.refit.last_layer import LastLayerRefit
 
-SHORTER = 0.5  # of the linearised step (measured: fewest gradients)
+SHORTER = 0.7  # of the linearised step (measured: fewest gradients)
 MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
 LARGE_CHANGE = 10.0
 SINGLE_TOLERANCE = 1e-6  # from this tolerance on determinants may be in single precision
+SMALL_STEP = 0.2  # posterior standard deviations
+CACHED_TASKS = 8  # whose ΔΛ are formed together
 SMALL_ERROR = 1e-5  # in log density: of the trace alone, where ΔH is small
 CACHE_BYTES = 1 << 20  # of matrices factorised together: more fall out of the processor's cache
 
@@ -137,7 +140,10 @@ class Group:
         total = torch.zeros(C, m, self.phi.shape[1], dtype=kind)
         outside = torch.zeros(m, dtype=torch.bool)
         for _, block, f in self._blocks(point):
-            score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
+            if isinstance(likelihood, Categorical):  # y cancels
+                score = likelihood.mean(block.f).unsqueeze(1) - likelihood.mean(f)
+            else:
+                score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x
@@ -232,14 +238,14 @@ class Group:
         return self._with_trace(Change(change, trace), point, precision, base)
 
     def _in_single(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        single = point.float()
-        trace, bound = self._first_order(single, base)
-        value, positive = own_increment(self.root, precision)
-        value = value - 0.5 * trace
-        rest = (~positive | (bound.square() > 4 * SMALL_ERROR)).nonzero().squeeze(-1)
-        if rest.numel() and not self.refit.prior.gaussian:
-            rest = torch.arange(len(point))
-        if rest.numel():
+        single, few = point.float(), (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
+        value, positive = torch.empty(len(point), dtype=torch.float64), torch.zeros(len(point), dtype=torch.bool)
+        if few.numel() and self.refit.prior.gaussian:
+            part = self.take(few)
+            trace, bound = part._first_order(single[few], base)
+            own, good = own_increment(part.root, precision[few])
+            value[few], positive[few] = own - 0.5 * trace, good & (bound.square() <= 4 * SMALL_ERROR)
+        for rest in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             part = self.take(rest)
             change = part._change(single[rest], base, torch.float32)
             value[rest], positive[rest] = part._with_trace(change, point[rest], precision[rest], base)
