@@ -143,7 +143,7 @@ class AllWeightsRefit:
             converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         if self.interrupted.asked:
             warn(
-                f"Refits of the weights were interrupted: {int(converged.sum()):,} of the {len(where):,} under way were finished. "
+                f"Refits of the weights were interrupted: {int(converged.sum()):,} of {len(where):,} under way were finished. "
                 "The others, and all that had not started, count as not converged.",
                 RuntimeWarning,
             )

@@ -21,7 +21,7 @@ SHORTEST = 2.0**-24
 RIDGE = 1e-14
 SINGLE_RIDGE = 1e-7  # in single precision
 SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task continues with its own Hessian
-FARTHEST = 10.0  # a mixed step may be this many times as long as the plain one
+FARTHEST = 1000.0  # a mixed step may be this many times as long as the plain one: as weak as a direction of H may be beside P
 
 
 class Slope(NamedTuple):
