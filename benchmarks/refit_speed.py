@@ -1,6 +1,9 @@
 """Refits of the weights: thousands together, beside one-by-one Newton and beside a fresh optimiser for each.
 
-    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200]
+    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only all_weights]
+
+--against: another checkout of this repository. Its refits of all weights run in a process of their own, in turn with ours, and
+processor times are compared (a busy machine changes them less than elapsed times).
 
 Every ratio comes from the same run: the jobs alternate. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
 and is timed on a part of the tasks. "The authors' way" retrains a copy of the network on the data and (x, y) for each y: a
@@ -11,9 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -121,13 +128,13 @@ def last_layer(rounds: int, singles: int) -> None:
 
     many = torch.randn(1000, 8, dtype=torch.float64)
     jobs: dict[str, Callable[[], object]] = {
-        "together": lambda: refit(post, new).solve(grid),
+        "together": lambda: refit(post.state, new).solve(grid),
         "one by one": singly,
         "predict output": lambda: post.predict(many).mass,
         "predict weights": lambda: post.predict(many, refit="weights").mass,
     }
     times = timed(jobs, rounds)
-    solved, single = refit(post, new).solve(grid), singly()
+    solved, single = refit(post.state, new).solve(grid), singly()
     worst = max(abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True))
     print(f"Last layer: n = 1,000, 51 features, 2 outputs, {grid.numel():,} refits at 1e-8, {torch.get_num_threads()} threads")
     print(f"  together        {min(times['together']):8.2f} s, {float(solved.steps.double().mean()):.1f} gradients for each task")
@@ -140,8 +147,8 @@ def last_layer(rounds: int, singles: int) -> None:
           f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of OutputRefit\n")  # fmt: skip
 
 
-def all_weights(rounds: int) -> None:
-    """n = 300, about 3,000 weights, Gaussian noise, the determinant frozen: 10 points × 10 y."""
+def network_at_its_mode() -> tuple[nn.Module, Tensor, Tensor, ssla.Posterior, Tensor, Tensor]:
+    """n = 300, about 3,000 weights, Gaussian noise: the network, its data, its posterior, 10 points × 10 y."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).double()
     x = torch.randn(300, 4, dtype=torch.float64)
@@ -165,35 +172,77 @@ def all_weights(rounds: int) -> None:
 
     optimiser.step(closure)
     new = torch.randn(10, 4, dtype=torch.float64)
-    retrained = 3
-    for structure in ("dense",):
-        post = ssla.fit(
-            model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all", structure=structure
+    post = ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all")
+    return model, x, y, post, new, post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64))
+
+
+def processor_times() -> None:
+    """Print seconds of processor time of the refits of all weights to 1e-3 and 1e-5: what `--against` compares."""
+    _, _, _, post, new, grid = network_at_its_mode()
+    ssla.WeightRefit(tolerance=0.1)(post.state, new).solve(grid)  # imports and caches
+    for tolerance in (1e-3, 1e-5):
+        start = time.process_time()
+        solved = ssla.WeightRefit(tolerance=tolerance)(post.state, new).solve(grid)
+        print(time.process_time() - start, float(solved.steps.double().mean()), int(solved.converged.sum()))
+
+
+def against(other: Path, rounds: int) -> None:
+    """The refits of all weights of this checkout and of another one, in turn."""
+    found: dict[str, list[list[list[float]]]] = {"this": [], "other": []}
+    for _ in range(rounds):
+        for name, root in (("other", other), ("this", Path(__file__).parents[1])):
+            command = [sys.executable, __file__, "--only", "processor_times"]
+            environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+            text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            found[name].append([[float(part) for part in line.split()] for line in text.splitlines()])
+    for k, tolerance in enumerate((1e-3, 1e-5)):
+        times = {name: [run[k][0] for run in runs] for name, runs in found.items()}
+        ratios = [a / b for a, b in zip(times["other"], times["this"], strict=True)]
+        last = {name: runs[-1][k] for name, runs in found.items()}
+        print(
+            f"All weights, 100 refits at {tolerance:g}, processor time: {min(times['other']):.2f} s in {other}, "
+            f"{min(times['this']):.2f} s here, ratio {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}); "
+            f"gradients {last['other'][1]:.1f} and {last['this'][1]:.1f}, "
+            f"converged {last['other'][2]:.0f} and {last['this'][2]:.0f}"
         )
-        grid = post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64))
-        for tolerance in (1e-3, 1e-5):
-            refit = ssla.WeightRefit(tolerance=tolerance)
-            jobs: dict[str, Callable[[], object]] = {
-                "together": lambda r=refit, p=post, g=grid: r(p, new).solve(g),
-                "authors": lambda g=grid: [authors_way(model, x, y, new[i], g[i, 0]) for i in range(retrained)],
-            }
-            times = timed(jobs, rounds)
-            solved = refit(post, new).solve(grid)
-            faster = ratio(times, "authors", "together", retrained, grid.numel())
-            print(
-                f"All weights ({post.report.parameters:,}, {structure}), n = 300, {grid.numel()} refits at {tolerance:g}: "
-                f"{min(times['together']) / grid.numel() * 1e3:.1f} ms each, {float(solved.steps.double().mean()):.0f} steps, "
-                f"{int(solved.converged.sum())} converged; the authors' way takes {faster:.0f}x as long"
-            )
+
+
+def all_weights(rounds: int) -> None:
+    """n = 300, about 3,000 weights, Gaussian noise, the determinant frozen: 10 points × 10 y."""
+    model, x, y, post, new, grid = network_at_its_mode()
+    retrained = 3
+    for tolerance in (1e-3, 1e-5):
+        refit = ssla.WeightRefit(tolerance=tolerance)
+        jobs: dict[str, Callable[[], object]] = {
+            "together": lambda r=refit: r(post.state, new).solve(grid),
+            "authors": lambda: [authors_way(model, x, y, new[i], grid[i, 0]) for i in range(retrained)],
+        }
+        times = timed(jobs, rounds)
+        solved = refit(post.state, new).solve(grid)
+        faster = ratio(times, "authors", "together", retrained, grid.numel())
+        print(
+            f"All weights ({post.report.parameters:,}), n = 300, {grid.numel()} refits at {tolerance:g}: "
+            f"{min(times['together']) / grid.numel() * 1e3:.1f} ms each, {float(solved.steps.double().mean()):.0f} steps, "
+            f"{int(solved.converged.sum())} converged; the authors' way takes {faster:.0f}x as long"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-by-one", type=int, default=200)
+    parser.add_argument("--against", type=Path, help="another checkout: compare refits of all weights")
+    parser.add_argument("--only", choices=["last_layer", "all_weights", "processor_times"])
     options = parser.parse_args()
-    last_layer(options.rounds, options.one_by_one)
-    all_weights(options.rounds)
+    if options.only == "processor_times":
+        processor_times()
+        return
+    if options.only != "all_weights":
+        last_layer(options.rounds, options.one_by_one)
+    if options.only != "last_layer":
+        all_weights(options.rounds)
+        if options.against is not None:
+            against(options.against, options.rounds)
 
 
 if __name__ == "__main__":

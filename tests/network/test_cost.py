@@ -53,3 +53,13 @@ def test_mistakes_are_named():
         ssla.estimate_cost(mlp(), 10, weights=["0.wieght"])
     with pytest.raises(ValueError, match="it has none"):
         ssla.estimate_cost(nn.Conv1d(1, 1, 1), 10)
+
+
+def test_the_cost_of_refits_is_known_before_the_work():
+    cost = ssla.estimate_cost(mlp(), 300, weights="all", refits=100)
+    assert cost.gradients == (1500, 4000)
+    assert cost.refit_memory <= cost.budget
+    assert "100: 1,500 to 4,000 gradients over all rows (15 to 40 for each)" in str(cost)
+    assert "refits" not in str(ssla.estimate_cost(mlp(), 300, weights="all"))
+    with pytest.raises(ValueError, match="whole number from 0, but is -1"):
+        ssla.estimate_cost(mlp(), 300, refits=-1)

@@ -1,4 +1,4 @@
-"""Memory and passes of a fit before it starts, from the module's shapes, without a forward pass."""
+"""Memory and passes of a fit, and gradients of refits, before they start, from the module's shapes, without a forward pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from ssla.structures import Extent, LowRank, Structure, resolve
 from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
+GRADIENTS = {True: (4, 20), False: (15, 40)}  # of one refit, by whether it is of a last layer: usual, and for a y far out
+HISTORY = 64  # vectors of P numbers that a refit of all weights holds
+TASKS = 256  # refits that are solved together
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -29,6 +32,9 @@ class Cost:
     passes: str
     budget: int
     instead: str  # structures that fit
+    refits: int = 0  # refits of the weights, one for each (x, y)
+    gradients: tuple[int, int] = (0, 0)  # passes over the rows of all refits together: usual, and if every y is far out
+    refit_memory: int = 0  # bytes of the refits that are solved together
 
     @property
     def fits(self) -> bool:
@@ -44,6 +50,13 @@ class Cost:
             f"each row      {in_words(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
         ]
+        if self.refits:
+            few, many = self.gradients
+            lines.append(
+                f"refits        {self.refits:,}: {few:,} to {many:,} gradients over all rows ({few // self.refits} to "
+                f"{many // self.refits} for each), about {_operations(6 * few * self.rows * self.parameters)} to "
+                f"{_operations(6 * many * self.rows * self.parameters)}, in {in_words(self.refit_memory)}"
+            )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
         return "\n".join(lines)
@@ -58,12 +71,15 @@ def estimate_cost(
     gaussian: bool = True,
     output: Output = None,
     memory_budget: int | None = None,
+    refits: int = 0,
 ) -> Cost:
     """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
     The last layer is assumed to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
     the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. output: as in `fit`; the
-    estimate does not depend on it.
+    estimate does not depend on it. refits: how many refits of the weights are planned, one for each pair (x, y); a whole
+    predictive takes about 10 to 20 for each x. Their operations do not include determinants, and assume that a row uses each
+    weight once.
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
@@ -103,7 +119,33 @@ def estimate_cost(
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     instead = alternatives(kind.name, extent, budget)
-    return Cost(n, parameters, outputs, kind.name, statistics, per_row, passes, budget, instead)
+    if isinstance(refits, bool) or not isinstance(refits, int) or refits < 0:
+        raise ValueError(f"refits must be a whole number from 0, but is {refits!r}.")
+    few, many = GRADIENTS[head]
+    each = 8 * parameters * (6 * parameters if head else HISTORY)
+    memory = min(max(each, min(each * min(refits, TASKS), budget // 2)), each * refits)
+    return Cost(
+        n,
+        parameters,
+        outputs,
+        kind.name,
+        statistics,
+        per_row,
+        passes,
+        budget,
+        instead,
+        refits,
+        (few * refits, many * refits),
+        memory,
+    )
+
+
+def _operations(count: int) -> str:
+    """3.2e+12 -> "3 TFlop"."""
+    for size, word in ((10**15, "PFlop"), (10**12, "TFlop"), (10**9, "GFlop")):
+        if count >= size:
+            return f"{count / size:,.0f} {word}"
+    return f"{count / 10**6:,.0f} MFlop"
 
 
 def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:

@@ -19,8 +19,9 @@ from torch import Tensor
 OVERSHOOT = 0.5  # a step may end where the slope along it has turned to at most minus this part of what it was
 SHORTEST = 2.0**-24
 RIDGE = 1e-14
+SINGLE_RIDGE = 1e-7  # in single precision
 SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task continues with its own Hessian
-FARTHEST = 10.0  # a mixed step may be this many times as long as the plain one
+FARTHEST = 1000.0  # a mixed step may be this many times as long as the plain one: as weak as a direction of H may be beside P
 
 
 class Slope(NamedTuple):
@@ -38,6 +39,7 @@ class Found:
     norm: Tensor
     steps: Tensor
     converged: Tensor
+    history: History | None = None  # of the last rounds of each task, for an ascent that continues this one
 
     @staticmethod
     def nowhere(point: Tensor) -> Found:
@@ -68,58 +70,62 @@ def ascend(
     memory: int,
     toward: Tensor | None = None,
     progress: Progress | None = None,
+    earlier: Found | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Found:
     """Preconditioned ascent with Anderson mixing over `memory` rounds; a task that has converged is not evaluated again.
 
     A trial is taken where the slope along it is still above −½ of what it was, and halved otherwise. All tasks advance in
-    the same round, those that halve and those that go on, so no task waits for another's line search.
+    the same round, those that halve and those that go on, so no task waits for another's line search. Works in the dtype of
+    `start`.
 
     toward: a first direction from `start` in place of the preconditioned gradient, for a guess that may be too far.
     progress: called with the number of tasks that converged (see `Progress`).
+    earlier: an ascent of the same tasks, which this one continues; its evaluations count towards max_steps.
+    stop: asked before each round; the ascent ends where it is when the answer is yes.
 
     Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step helps.
     """
     count = start.shape[0]
     point, norm = start.clone(), torch.full((count,), torch.inf, dtype=start.dtype)
-    steps = torch.zeros(count, dtype=torch.long)
+    steps = torch.zeros(count, dtype=torch.long) if earlier is None else earlier.steps.clone()
     rows = torch.arange(count)
     now = evaluate(start, rows)
-    state = _State(start, now.gradient, now.step, [])
+    state = _State(start, now.gradient, now.step)
     alive = _finite(now)
     norm[:] = torch.where(alive, state.norm, norm)
     steps += 1
-    keep = (alive & (norm > tolerance)).nonzero().squeeze(-1)
+    keep = (alive & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
     if progress is not None:
         progress(int((norm <= tolerance).sum()))
     rows, state = rows[keep], state.take(keep)
-    direction, slope = state.mixed()
+    past = _Past(None if earlier is None else earlier.history, rows, count, memory, state)
+    direction, slope = past.mixed(rows, state)
     if toward is not None:
         guess = toward[keep]
         rise = (state.gradient * guess).sum(-1)
         uphill = torch.isfinite(rise) & (rise > 0)
         direction, slope = torch.where(uphill.unsqueeze(-1), guess, direction), torch.where(uphill, rise, slope)
     factor = torch.ones_like(slope)
-    for _ in range(max_steps - 1):
-        if not rows.numel():
-            break
-        move = factor.unsqueeze(-1) * direction
-        trial = state.point + move
+    while rows.numel() and not (stop is not None and stop()):
+        trial = state.point + factor.unsqueeze(-1) * direction
         there = evaluate(trial, rows)
         steps[rows] += 1
         new_slope = (there.gradient * direction).sum(-1)
         good = _finite(there) & (new_slope >= -OVERSHOOT * slope)
-        state = state.advance(trial, there, good, memory)
+        state, change = state.advance(trial, there, good)
+        past.push(rows, change)
         factor = torch.where(good, torch.ones_like(factor), factor / 2)
         point[rows], norm[rows] = state.point, state.norm
-        keep = ((state.norm > tolerance) & (factor >= SHORTEST)).nonzero().squeeze(-1)
+        keep = ((state.norm > tolerance) & (factor >= SHORTEST) & (steps[rows] < max_steps)).nonzero().squeeze(-1)
         if progress is not None:
             progress(int((state.norm <= tolerance).sum()))
         rows, state, factor = rows[keep], state.take(keep), factor[keep]
-        fresh, fresh_slope = state.mixed()
+        fresh, fresh_slope = past.mixed(rows, state)
         again = good[keep]
         direction = torch.where(again.unsqueeze(-1), fresh, direction[keep])
         slope = torch.where(again, fresh_slope, slope[keep])
-    return Found(point, norm, steps, norm <= tolerance)
+    return Found(point, norm, steps, norm <= tolerance, past.finished())
 
 
 def finished(
@@ -150,12 +156,11 @@ def _finite(slope: Slope) -> Tensor:
 
 @dataclass(frozen=True)
 class _State:
-    """Accepted points with their gradients and steps, and how these changed over the last rounds."""
+    """Accepted points with their gradients and steps."""
 
     point: Tensor
     gradient: Tensor
     step: Tensor
-    history: list[tuple[Tensor, Tensor, Tensor]]
 
     @property
     def norm(self) -> Tensor:
@@ -164,43 +169,123 @@ class _State:
     def take(self, keep: Tensor) -> _State:
         if keep.numel() == self.point.shape[0]:
             return self
-        history = [(a[keep], b[keep], c[keep]) for a, b, c in self.history]
-        return _State(self.point[keep], self.gradient[keep], self.step[keep], history)
+        return _State(self.point[keep], self.gradient[keep], self.step[keep])
 
-    def advance(self, trial: Tensor, there: Slope, good: Tensor, memory: int) -> _State:
-        """The trials where they are good; elsewhere nothing changes, and that round counts for nothing in the history."""
-        if bool(good.all()):
-            point, gradient, step = trial, there.gradient, there.step
-        else:
+    def advance(self, trial: Tensor, there: Slope, good: Tensor) -> tuple[_State, _State]:
+        """The trials where they are good; elsewhere nothing changes. And by how much it changed."""
+        new = _State(trial, there.gradient, there.step)
+        if not bool(good.all()):
             taken = good.unsqueeze(-1)
-            point = torch.where(taken, trial, self.point)
-            gradient = torch.where(taken, there.gradient, self.gradient)
-            step = torch.where(taken, there.step, self.step)
-        change = (point - self.point, gradient - self.gradient, step - self.step)
-        return _State(point, gradient, step, [change, *self.history][:memory])
+            new = _State(
+                torch.where(taken, trial, self.point),
+                torch.where(taken, there.gradient, self.gradient),
+                torch.where(taken, there.step, self.step),
+            )
+        return new, _State(new.point - self.point, new.gradient - self.gradient, new.step - self.step)
 
-    def mixed(self) -> tuple[Tensor, Tensor]:
+
+@dataclass(eq=False)
+class History:
+    """How points and steps of M tasks changed over the last k rounds. A round without a change is zero and counts for nothing."""
+
+    mixes: Tensor  # Δθ + Δs (M, k, P)
+    changes: Tensor  # Δs (M, k, P)
+    gram: Tensor  # Δsᵀ Δg (M, k, k), in float64
+    round: int = 0
+
+    @staticmethod
+    def empty(count: int, memory: int, size: int, dtype: torch.dtype) -> History:
+        past = torch.zeros(count, memory, size, dtype=dtype)
+        return History(past, past.clone(), torch.zeros(count, memory, memory, dtype=torch.float64))
+
+    def take(self, tasks: Tensor, dtype: torch.dtype) -> History:
+        return History(self.mixes[tasks].to(dtype), self.changes[tasks].to(dtype), self.gram[tasks], self.round)
+
+    def put(self, tasks: Tensor, part: History) -> None:
+        self.mixes[tasks], self.changes[tasks], self.gram[tasks] = part.mixes, part.changes, part.gram
+        self.round = part.round
+
+
+class _Past:
+    """The history of the tasks still under way. It is copied only when a quarter of the tasks in it have ended."""
+
+    whole: History | None
+    part: History
+
+    def __init__(self, earlier: History | None, rows: Tensor, count: int, memory: int, like: _State) -> None:
+        """Of the tasks `rows` out of `count`."""
+        size, dtype = like.point.shape[1], like.point.dtype
+        if earlier is not None:
+            self.part, self.stored = earlier.take(rows, dtype), rows
+            self.whole = None
+        else:
+            self.whole = self.part = History.empty(count, memory, size, dtype)
+            self.stored = torch.arange(count)  # tasks in `part`
+
+    def push(self, rows: Tensor, change: _State) -> None:
+        part, memory = self.part, self.part.gram.shape[-1]
+        if not memory:
+            return
+        place, j = self._places(rows), part.round % memory
+        part.round += 1
+        part.mixes[place, j] = change.point + change.step
+        part.changes[place, j] = change.step
+        along = self._along(place, change.gradient)
+        part.gram[place, j] = along
+        part.gram[place, :, j] = along
+
+    def mixed(self, rows: Tensor, state: _State) -> tuple[Tensor, Tensor]:
         """Anderson: d = s − Σ γ_j (Δθ_j + Δs_j), γ minimising ‖s − Σ γ_j Δs_j‖ in the metric of P (⟨s, s'⟩ = sᵀg').
 
         The plain step where d does not point uphill.  -> (d, its slope).
         """
-        plain = (self.gradient * self.step).sum(-1)
-        if not self.history:
-            return self.step, plain
-        gram = torch.stack([torch.stack([(s * g).sum(-1) for _, g, _ in self.history], -1) for _, _, s in self.history], -2)
-        gram = (gram + gram.mT) / 2
-        right = torch.stack([(s * self.gradient).sum(-1) for _, _, s in self.history], -1)
+        plain = (state.gradient * state.step).sum(-1)
+        if not self.part.round or not self.part.gram.shape[-1] or not rows.numel():
+            return state.step, plain
+        if len(rows) <= 0.75 * len(self.stored):
+            self._shrink(rows)
+        place = self._places(rows)
+        gram, right = self.part.gram[place], self._along(place, state.gradient)
         size = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-        size = torch.where(size > 0, size, torch.ones_like(size))
+        idle = size <= 0  # rounds without a change
+        size = torch.where(idle, torch.ones_like(size), size)
         scaled = gram / size.unsqueeze(-1) / size.unsqueeze(-2)
-        eye = torch.eye(len(self.history), dtype=gram.dtype)
-        idle = (gram.diagonal(dim1=-2, dim2=-1) <= 0).to(gram.dtype)  # rounds without a change
-        gamma, _ = torch.linalg.solve_ex(scaled + RIDGE * eye + torch.diag_embed(idle), (right / size).unsqueeze(-1))
-        gamma = gamma.squeeze(-1) / size
-        mixed = self.step.clone()
-        for j, (moved, _, changed) in enumerate(self.history):
-            mixed -= gamma[:, j, None] * (moved + changed)
-        slope = (self.gradient * mixed).sum(-1)
-        near = mixed.norm(dim=-1) <= FARTHEST * self.step.norm(dim=-1)  # else the history describes another place
+        scaled = torch.where(idle.unsqueeze(-1) | idle.unsqueeze(-2), torch.zeros_like(scaled), scaled)
+        ridge = RIDGE if state.step.dtype == torch.float64 else SINGLE_RIDGE
+        solved, _ = torch.linalg.solve_ex(scaled + torch.diag_embed(idle + ridge), (right / size).unsqueeze(-1))
+        gamma = (solved.squeeze(-1) / size).to(state.step.dtype)
+        mixed = state.step - self._combined(place, gamma)
+        slope = (state.gradient * mixed).sum(-1)
+        near = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(dim=-1)  # else the history describes another place
         uphill = torch.isfinite(slope) & (slope > 0.01 * plain) & near
-        return torch.where(uphill.unsqueeze(-1), mixed, self.step), torch.where(uphill, slope, plain)
+        return torch.where(uphill.unsqueeze(-1), mixed, state.step), torch.where(uphill, slope, plain)
+
+    def finished(self) -> History | None:
+        """Of all tasks; None where this continues an earlier history."""
+        if self.whole is not None and self.part is not self.whole:
+            self.whole.put(self.stored, self.part)
+        return self.whole
+
+    def _places(self, rows: Tensor) -> Tensor:
+        return torch.searchsorted(self.stored, rows)
+
+    def _shrink(self, rows: Tensor) -> None:
+        place = self._places(rows)
+        self.finished()
+        self.part, self.stored = self.part.take(place, self.part.mixes.dtype), rows
+
+    def _along(self, place: Tensor, gradient: Tensor) -> Tensor:
+        """Δs_jᵀ g of some tasks: (m, k), in float64."""
+        changes = self.part.changes
+        return (changes @ self._spread(place, gradient).unsqueeze(-1)).squeeze(-1)[place].double()
+
+    def _combined(self, place: Tensor, gamma: Tensor) -> Tensor:
+        """Σ γ_j (Δθ_j + Δs_j) (m, P)."""
+        return (self._spread(place, gamma).unsqueeze(1) @ self.part.mixes).squeeze(1)[place]
+
+    def _spread(self, place: Tensor, values: Tensor) -> Tensor:
+        if len(place) == len(self.stored):
+            return values
+        whole = values.new_zeros(len(self.stored), values.shape[1])
+        whole[place] = values
+        return whole

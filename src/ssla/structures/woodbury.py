@@ -61,6 +61,11 @@ class WoodburyOperator:
         N = self._directions
         return v / self.prior - N @ (self._learned * (N.mT @ v))
 
+    def solve_many(self, v: Tensor) -> Tensor:
+        """H⁻¹ on the rows of v (m, P)."""
+        N = self._directions
+        return v / self.prior - ((v @ N) * self._learned) @ N.mT
+
     def variances(self) -> Tensor:
         return (1 - self.basis**2 @ self._learned) / self.prior
 

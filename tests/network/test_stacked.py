@@ -1,0 +1,62 @@
+"""Many weight vectors by batched products, against the network itself for each."""
+
+import pytest
+import torch
+from torch import nn
+
+import ssla
+from ssla import likelihoods as L
+from ssla.network.stacked import stacked
+
+CHAINS = {
+    "tanh": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+    "nested, no bias": lambda: nn.Sequential(
+        nn.Sequential(nn.Linear(3, 5, bias=False), nn.SiLU()), nn.Dropout(), nn.Linear(5, 2)
+    ),
+}
+
+
+def opened(net, weights="all"):
+    net = net.double().eval()
+    x = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.stack([x[:, 0], x[:, 1]], 1)[:, 0]
+    law = L.HeteroscedasticGaussian()
+    with torch.no_grad():
+        assert net(x).shape == (20, 2)
+    post = ssla.fit(net, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), weights=weights, gaussian="laplace").state
+    return post, x
+
+
+@pytest.mark.filterwarnings("ignore:The network is")
+@pytest.mark.parametrize("weights", ["all", ["0.weight"]])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
+    net = CHAINS[name]()
+    if weights != "all" and name != "tanh":
+        weights = ["0.0.weight"]
+    post, x = opened(net, weights)
+    chain = stacked(post.network, x, post.theta)
+    assert chain is not None
+    thetas = post.theta + 0.3 * torch.randn(4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    f, gradient = chain.outputs_and_gradient(thetas, x, torch.cos)
+    for theta, found, slope in zip(thetas, f, gradient, strict=True):
+        free = theta.clone().requires_grad_(True)
+        expected = post.network.run(post.network.layout.unpack(free), x)
+        (own,) = torch.autograd.grad(expected, free, expected.detach().cos())
+        assert torch.allclose(found, expected.detach(), atol=1e-12)
+        assert torch.allclose(slope, own, atol=1e-12)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.two(x + self.one(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:The network is")
+def test_other_networks_are_no_chain():
+    post, x = opened(Residual())
+    assert stacked(post.network, x, post.theta) is None
