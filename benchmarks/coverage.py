@@ -1,6 +1,6 @@
 """Coverage of SSLARegressor(likelihood="heteroscedastic", members=5) on the eight UCI tables.
 
-    SSLA_DATA=…/uci python benchmarks/coverage.py [--sets auto_mpg,…] [--splits 2] [--rows 4000] [--members 5] [--out FILE]
+    SSLA_DATA=…/uci python benchmarks/coverage.py [--sets auto_mpg,…] [--splits 2] [--rows 2000] [--members 5] [--out FILE]
 
 Ninety per cent of the rows for training, at most --rows rows of each table. Prints the share of test rows inside the central
 intervals at levels of 50, 90 and 95%, and NLL in units of the target's standard deviation. All columns have the same networks:
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", type=int, default=2)
     parser.add_argument("--first", type=int, default=100, help="seed of the first split; 0 to 4 were used to choose the defaults")
-    parser.add_argument("--rows", type=int, default=4000, help="of a table at most")
+    parser.add_argument("--rows", type=int, default=2000, help="of a table at most")
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="JSON lines, one for each split")
     options = parser.parse_args()

@@ -121,8 +121,10 @@ class Categorical:
     def fisher(self, f: Tensor) -> Tensor:
         p = torch.softmax(f, -1)
         outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
-        diagonal = -(outer.sum(-1) - outer.diagonal(dim1=-2, dim2=-1))  # rows sum to zero exactly
-        return outer - torch.diag_embed(outer.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(diagonal)
+        diagonal = outer.diagonal(dim1=-2, dim2=-1)
+        others = -(outer.sum(-1) - diagonal)
+        diagonal.copy_(others)  # rows sum to zero exactly
+        return outer
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
