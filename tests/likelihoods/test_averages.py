@@ -10,6 +10,7 @@ from scipy import integrate, stats
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
+    Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
     NegativeBinomial,
@@ -17,7 +18,7 @@ from ssla.likelihoods import (
     StudentT,
     Tempered,
 )
-from ssla.likelihoods.averages import averages, concave
+from ssla.likelihoods.averages import averages, concave, pooled_fisher
 from ssla.numerics.roots import FullRoot, full_root
 
 ONE_OUTPUT = [
@@ -116,3 +117,21 @@ def test_which_likelihoods_are_concave() -> None:
     assert concave(Tempered(Poisson(), 0.5))
     assert not concave(StudentT(df=4.0, scale=1.0))
     assert not concave(HeteroscedasticGaussian())
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Tempered(Categorical(), 0.5), Gaussian(noise=0.7)], ids=repr)
+def test_pooled_rows_have_the_sum_of_the_precisions(likelihood: Likelihood, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(6, 5, dtype=torch.float64, generator=generator)
+    half = torch.randn(6, 5, 5, dtype=torch.float64, generator=generator)
+    y = f if isinstance(likelihood, Gaussian) else torch.arange(6) % 5
+    pool = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 3.0], dtype=torch.float64)
+    root = full_root(half @ half.mT)
+    each = averages(likelihood, y, f, root)
+    for numbers in (1 << 22, 1):
+        monkeypatch.setattr("ssla.likelihoods.averages.NUMBERS_AT_ONCE", numbers)
+        found = averages(likelihood, y, f, root, pool=pool)
+        expected = (pool[:, None, None] * each.precision).sum(0, keepdim=True)
+        torch.testing.assert_close(found, each._replace(precision=expected), rtol=1e-12, atol=1e-14)
+        fisher = (pool[:, None, None] * likelihood.fisher(f)).sum(0, keepdim=True)
+        torch.testing.assert_close(pooled_fisher(likelihood, f, pool), fisher, rtol=1e-12, atol=1e-14)

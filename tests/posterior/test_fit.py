@@ -1,6 +1,7 @@
 """From a module and data to a Posterior: scopes, sources, modes, noise, and nothing touched."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -412,3 +413,12 @@ def test_polish_that_runs_away_says_so():
     with pytest.raises(ValueError, match=r"polish diverges: after \d+ Newton steps.*mode='tilt'"):
         ssla.fit(net, (x, y), likelihood=noise, prior=weak, gaussian="laplace")
     assert ssla.fit(net, (x, y), likelihood=noise, prior=weak, gaussian="laplace", mode="tilt").statistics.n == 150
+    with pytest.raises(ValueError, match="polish diverges"):
+        ssla.fit(net, (x, y), likelihood=noise, prior=weak, mode="polish")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it may need more passes than it has
+        post = ssla.fit(net, (x, y), likelihood=noise, prior=weak)  # variational: it needs no mode
+    assert post.gaussian == "variational"
+    assert any("no mode nearby" in note for note in post.report.notes)
+    assert torch.equal(post.theta, post.network.theta)
+    assert bool((post.predict(x).interval(0.9).diff(dim=-1) > 0).all())

@@ -8,6 +8,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.structures import Kfac, LowRank
+from ssla.structures.jacobians import Features
 from support.oracles import jacobian
 
 DOUBLE = torch.float64
@@ -251,3 +252,16 @@ def test_a_prior_that_varies_inside_a_layer_is_refused():
     prior = priors.Gaussian(precision={"0": 1.0, "2.weight": 2.0, "2.bias": 3.0})
     with pytest.raises(ValueError, match="one prior precision for each layer"):
         ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=prior, gaussian="laplace")
+
+
+def test_a_last_layer_needs_only_the_sum_of_the_precisions():
+    generator = torch.Generator().manual_seed(0)
+    J = Features(torch.randn(7, 4, dtype=torch.float64, generator=generator), 3, True)
+    half = torch.randn(7, 3, 3, dtype=torch.float64, generator=generator)
+    weights = torch.rand(7, dtype=torch.float64, generator=generator)
+    precision = weights[:, None, None] * (half @ half.mT)
+    for w in (weights, None):
+        (each,), (pooled,) = (Kfac().zero(15).add(J, part, w).layers for part in (precision, precision.sum(0, keepdim=True)))
+        for name in ("A", "G"):
+            torch.testing.assert_close(getattr(pooled, name), getattr(each, name), rtol=1e-13, atol=1e-13)
+        assert pooled.count == each.count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.mode import Polish
+from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
@@ -86,7 +86,7 @@ class Job:
         start, start_fit = sums.statistics, sums
         before = residual(sums, bound, theta)
         if mode == POLISH:
-            theta, sums, steps = self._polish.run(theta, sums, bound, nearly=self.prior is None and self._variational)
+            theta, sums, steps = self._to_mode(theta, sums, bound)
             if estimate and not (network.linear and isinstance(bound, BoundGaussian)):
                 theta, sums, steps = self._settle_noise(theta, sums, steps, bound)
             self._compare_fit(start_fit, sums, theta, network.theta)
@@ -192,6 +192,16 @@ class Job:
             message += "which reads the data several times"
             warn(f"{message}: these can be read only once. Give a DataLoader or arrays, or gaussian='laplace'.")
         return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(message))))
+
+    def _to_mode(self, theta: Tensor, sums: Sums, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
+        """θ at the mode. A variational Gaussian needs none: by default it starts from the trained weights where there is none."""
+        try:
+            return self._polish.run(theta, sums, bound, nearly=self.prior is None and self._variational)
+        except NoModeError:
+            if self.mode == POLISH or not self.averages:
+                raise
+            self.notes.append("the log posterior has no mode nearby: θ̂ stays, and the variational Gaussian starts from there")
+            return theta, sums, 0
 
     def _without_polish(self, mode: str) -> str:
         """The mode of the fit for a likelihood with kinks: as asked for, or "tilt" in place of the default."""

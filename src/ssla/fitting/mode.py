@@ -28,6 +28,10 @@ VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish 
 TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
 
 
+class NoModeError(ValueError):
+    """Newton steps ran to where the curvature cannot be factorised."""
+
+
 @dataclass(frozen=True, eq=False)
 class Polish:
     """Newton steps to the mode."""
@@ -51,7 +55,7 @@ class Polish:
             except ValueError as error:
                 if step_count == 0:
                     raise
-                raise ValueError(RUNAWAY.format(steps=step_count)) from error
+                raise NoModeError(RUNAWAY.format(steps=step_count)) from error
             decrement = float(gradient @ step)
             rounding = 1e-22 if quadratic else 1e-15  # sums that are moved know small gains, sums over n do not
             if decrement <= enough**2 or decrement <= rounding * abs(height):

@@ -14,8 +14,10 @@ from ssla.fitting.sums import Sums
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
+from ssla.network.frozen import rows_within
+from ssla.network.last_layer import PRECISIONS
 from ssla.state import POLISH, TILT
-from ssla.structures import Dense, Extent, Operator, Structure
+from ssla.structures import Dense, Extent, Kfac, Operator, Structure
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
@@ -205,7 +207,7 @@ class Reader:
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
         if self.opened is None:
             self.opened = self._open(batch, order)
-        return self.opened.rows_at_once(self.budget)
+        return rows_within(self.budget, bytes_per_row(self.opened, order, self.budget))
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
@@ -235,6 +237,12 @@ def extent_of(network: Network, rows: int | None = None) -> Extent:
     return Extent(network.layout.size, network.outputs, network.layer_shapes, rows)
 
 
+def bytes_per_row(network: Network, order: Order, budget: int) -> int:
+    """Of intermediate results. A last layer with Kronecker factors needs no C×C matrices for each row."""
+    pooled = network.linear and isinstance(order.structure, Kfac) and not order.newton(network, budget)
+    return network.bytes_per_row - (PRECISIONS * 8 * network.outputs**2 if pooled else 0)
+
+
 def open_within(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
@@ -247,7 +255,7 @@ def open_within(
     """The network, unless what it asks for is beyond the budget."""
     network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
     order.likelihood.support_for(network.outputs)
-    refuse_beyond_budget(order.structure, extent_of(network, rows), network.bytes_per_row, budget)
+    refuse_beyond_budget(order.structure, extent_of(network, rows), bytes_per_row(network, order, budget), budget)
     return network
 
 

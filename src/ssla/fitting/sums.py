@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import averages
+from ssla.likelihoods.averages import averages, pooled_fisher
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
 from ssla.structures.jacobians import Jacobian
+from ssla.structures.kfac import pools
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +59,14 @@ class Sums:
     def add(self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Sums:
         finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
         likelihood.check_outputs(f)
-        log_prob, score, precision = likelihood.log_prob(y, f), likelihood.score(y, f), likelihood.fisher(f)
+        pool = self._pool(f, J, weights)
+        log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
+        precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool)
         observed = likelihood.precision(y, f) if self.newton is not None else None
         finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
-            precision = precision * weights[:, None, None]
+            precision = precision * weights[:, None, None] if pool is None else precision
             observed = None if observed is None else observed * weights[:, None, None]
         squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
         if isinstance(likelihood, Gaussian):
@@ -97,10 +100,11 @@ class Sums:
         fisher: bool,
     ) -> Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher)
+        pool = self._pool(f, J, weights) if self.newton is None else None
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher, pool)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
-            precision = precision * weights[:, None, None]
+            precision = precision * weights[:, None, None] if pool is None else precision
         s = self.statistics
         total = float(log_prob.sum())
         sound = math.isfinite(total) and bool(torch.isfinite(score).all()) and bool(torch.isfinite(precision).all())
@@ -115,6 +119,12 @@ class Sums:
         )
         newton = None if self.newton is None else self.newton.add(J, precision)
         return replace(self, statistics=statistics, newton=newton)
+
+    def _pool(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
+        """The row weights (B,) where the sum of the rows' precisions is enough."""
+        if not pools(self.statistics.curvature, J):
+            return None
+        return torch.ones(len(f), dtype=torch.float64) if weights is None else weights
 
     def merge(self, other: Sums) -> Sums:
         """The sums over both data sets, taken at the same θ and noise."""

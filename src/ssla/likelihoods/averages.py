@@ -1,6 +1,7 @@
 """E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
 
-By fixed nodes (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time.
+By fixed nodes (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the
+weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row.
 """
 
 from __future__ import annotations
@@ -24,20 +25,37 @@ NUMBERS_AT_ONCE = 1 << 22
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 
 
-def averages(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool = False) -> Derivatives:
+def averages(
+    likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool = False, pool: Tensor | None = None
+) -> Derivatives:
     """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never indefinite, for E Λ."""
     B, C = f.shape
     nodes, weights = normal_nodes(C, next(pairs for most, pairs in PAIRS if most >= C))
     z = nodes.mT.contiguous()
-    fast = isinstance(likelihood, Categorical) or (isinstance(likelihood, Tempered) and isinstance(likelihood.base, Categorical))
-    each = len(nodes) * C * (1 if fast else C) + C * C
+    fast = _classes(likelihood)
+    each = len(nodes) * C * (1 if fast else C) + (0 if fast and pool is not None else C * C)
     size = max(NUMBERS_AT_ONCE // each, 1)
-    parts = []
+    parts: list[Derivatives] = []
     for start in range(0, max(B, 1), size):
         rows = slice(start, start + size)
         points = f[rows].unsqueeze(1) + root.take(rows).times(z).mT  # (b, J, C)
-        parts.append((_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher))
-    return Derivatives(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        share = None if pool is None else pool[rows]
+        found = (_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher, share)
+        if pool is not None and parts:
+            found = found._replace(precision=parts[0].precision.add_(found.precision))
+        parts.append(found)
+    log_prob, score = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+    return Derivatives(log_prob, score, parts[0].precision if pool is not None else torch.cat([p.precision for p in parts]))
+
+
+def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor) -> Tensor:
+    """Σ_i w_i E_y Λ(f_i) (1, C, C)."""
+    if _classes(likelihood):
+        p = torch.softmax(f, -1)
+        return _from_outer((p * pool[:, None]).mT @ p).mul_(_beta(likelihood)).unsqueeze(0)
+    size = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
+    blocks = [slice(start, start + size) for start in range(0, max(len(f), 1), size)]
+    return torch.stack([torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]).sum(0, keepdim=True)
 
 
 def concave(likelihood: Likelihood) -> bool:
@@ -46,24 +64,49 @@ def concave(likelihood: Likelihood) -> bool:
     return isinstance(law, Bernoulli | Categorical | Gaussian | NegativeBinomial | Poisson)
 
 
-def _of_nodes(likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool) -> Derivatives:
+def _classes(likelihood: Likelihood) -> bool:
+    return isinstance(likelihood.base if isinstance(likelihood, Tempered) else likelihood, Categorical)
+
+
+def _beta(likelihood: Likelihood) -> float:
+    return likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+
+
+def _of_nodes(
+    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None = None
+) -> Derivatives:
     found = likelihood.derivatives(y.unsqueeze(1).expand(*f.shape[:2], *y.shape[1:]), f)
     if fisher:
         found = found._replace(precision=likelihood.fisher(f))
     log_prob, score, precision = (torch.tensordot(part, weights, dims=([1], [0])) for part in found)
+    if pool is not None:
+        precision = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return Derivatives(log_prob, score, (precision + precision.mT) / 2)
 
 
-def _of_classes(likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool) -> Derivatives:
+def _of_classes(
+    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None = None
+) -> Derivatives:
     """E Λ = diag(E p) − E p pᵀ, without a matrix for each node."""
-    beta = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+    beta = _beta(likelihood)
     log_sum = f.logsumexp(-1)
     hit = y.long()[:, None, None].expand(-1, f.shape[1], 1)
     log_prob = (f.gather(2, hit).squeeze(2) - log_sum) @ weights
     p = f.sub_(log_sum.unsqueeze(-1)).exp_()
     weighted = p * weights[:, None]
-    mean = weighted.sum(1)
-    outer = weighted.mT @ p
-    precision = torch.diag_embed(outer.sum(-1)) - outer  # rows sum to zero
-    score = torch.nn.functional.one_hot(y.long(), f.shape[-1]) - mean
-    return Derivatives(beta * log_prob, beta * score, beta * precision)
+    score = torch.nn.functional.one_hot(y.long(), f.shape[-1]) - weighted.sum(1)
+    if pool is None:
+        precision = beta * _from_outer(weighted.mT @ p)
+    else:  # one product over all rows and nodes
+        outer = weighted.mul_(pool[:, None, None]).flatten(0, 1).mT @ p.flatten(0, 1)
+        precision = _from_outer(outer).mul_(beta).unsqueeze(0)
+    return Derivatives(beta * log_prob, beta * score, precision)
+
+
+def _from_outer(outer: Tensor) -> Tensor:
+    """diag(E p) − E p pᵀ from E p pᵀ (..., C, C), in place: rows sum to zero."""
+    diagonal = outer.diagonal(dim1=-2, dim2=-1)
+    others = outer.sum(-1) - diagonal
+    outer.neg_()
+    diagonal.copy_(others)
+    return outer

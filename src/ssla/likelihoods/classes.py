@@ -118,11 +118,16 @@ class Categorical:
         return self.fisher(f).expand(*shape, -1, -1)
 
     def fisher(self, f: Tensor) -> Tensor:
-        p = _softmax(f).movedim(-1, 0)
-        outer = -p.unsqueeze(0) * p.unsqueeze(1)  # component-major: products over many rows read it fastest
-        diagonal = outer.diagonal(dim1=0, dim2=1).zero_()
-        diagonal.sub_(outer.sum(0).movedim(0, -1))  # −Σ of the others: rows sum to zero exactly
-        return outer.movedim((0, 1), (-2, -1))
+        p = _softmax(f)
+        if f.stride(-1) == 1:
+            outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
+        else:  # component-major as f: products over many rows read it fastest
+            p = p.movedim(-1, 0)
+            outer = (-p.unsqueeze(0) * p.unsqueeze(1)).movedim((0, 1), (-2, -1))
+        diagonal = outer.diagonal(dim1=-2, dim2=-1)
+        others = -(outer.sum(-1) - diagonal)
+        diagonal.copy_(others)  # rows sum to zero exactly
+        return outer
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))

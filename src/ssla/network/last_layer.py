@@ -14,6 +14,8 @@ from ssla.network.layout import Layout
 from ssla.network.watch import Inputs as SeenInputs
 from ssla.structures.jacobians import Features, Jacobian
 
+PRECISIONS = 4  # C×C matrices of a row, at most
+
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
@@ -52,7 +54,7 @@ class LastLayer:
     @property
     def bytes_per_row(self) -> int:
         width = self.layout.size // self.outputs
-        return self.frozen.bytes_per_row + 8 * (width * (self.outputs + 2) + 4 * self.outputs**2)
+        return self.frozen.bytes_per_row + 8 * (width * (self.outputs + 2) + PRECISIONS * self.outputs**2)
 
     def rows_at_once(self, budget: int) -> int:
         return rows_within(budget, self.bytes_per_row)

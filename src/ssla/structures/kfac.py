@@ -167,10 +167,12 @@ class Kfac:
         return Kfac(self.sharing, size)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
-        w = torch.ones(precision.shape[0], dtype=torch.float64) if weights is None else weights
+        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with the row weights."""
+        w = torch.ones(len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64)
+        w = w if weights is None else weights
         if isinstance(J, Features):  # δ = I
-            phi, total = J.double().phi, precision.sum(0)
-            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, (total + total.mT) / 2, float(w.sum()))
+            phi, total = J.double().phi, precision.sum(0) if len(precision) > 1 else precision[0]
+            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, (total + total.mT).div_(2), float(w.sum()))
             return self.merge(Kfac(self.sharing, J.size, (factors,)))
         layers = tuple(self._factors(block, precision, w) for block in layer_blocks(J))
         rest = rest_block(J)
@@ -266,6 +268,11 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
         yield from J.layers
     else:
         raise TypeError("structure='kfac' needs a Jacobian by layers, but got a plain one.")
+
+
+def pools(structure: Structure, J: Jacobian) -> bool:
+    """Whether `structure.add` needs no more of the precisions than their sum over rows: a last layer with Kronecker factors."""
+    return isinstance(structure, Kfac) and isinstance(J, Features)
 
 
 def _last(J: Features) -> Tensor:
