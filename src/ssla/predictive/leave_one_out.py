@@ -143,12 +143,12 @@ class Sites:
         return iter(self.rows)
 
 
-def collect(posterior: State, data: Any = None) -> Sites:
+def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE) -> Sites:
     """The sites of the training rows, in a pass; ValueError unless they are those of the fit."""
-    source = training_data(posterior, data, PURPOSE)
+    source = training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
-    fisher = _by_fisher(posterior)
+    fisher = by_fisher(posterior)
 
     def site(part: Batch) -> Site:
         _, y, weights = checked(part, support, network.outputs)
@@ -165,7 +165,7 @@ def collect(posterior: State, data: Any = None) -> Sites:
         n += len(one.f)
         at_theta = one.f - one.J.push(posterior.mean - posterior.theta)
         gradient += one.J.pull(likelihood.score(one.y, at_theta) * one.row_weights[:, None])
-    check_seen(posterior, n, gradient, PURPOSE)
+    check_seen(posterior, n, gradient, purpose)
     return Sites(rows, posterior.mean, likelihood)
 
 
@@ -173,7 +173,7 @@ def bytes_of_site(site: Site) -> int:
     return bytes_of(site.J) + sum(bytes_of(part) for part in (site.f, site.score, site.precision, site.y))
 
 
-def _by_fisher(posterior: State) -> bool:
+def by_fisher(posterior: State) -> bool:
     """Whether a variational Gaussian was fitted with the expected Fisher, because its structure takes no indefinite average."""
     curvature = posterior.sums.curvature
     return not concave(posterior.likelihood) and (
