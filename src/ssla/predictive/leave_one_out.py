@@ -341,12 +341,11 @@ def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
         with warnings.catch_warnings():  # inaccurate rows are counted
             warnings.simplefilter("ignore", UserWarning)
             predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
-        ranks = _ranks(predictive, y[rows])
-        parts.append(Answer(predictive.log_prob(y[rows]), *ranks, predictive.diagnostics.inaccurate))
+        parts.append(Answer(predictive.log_prob(y[rows]), *ranks(predictive, y[rows]), predictive.diagnostics.inaccurate))
     return Answer(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
+def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
     """`lower` and `upper` of LeaveOneOut."""
     if predictive.kind == "class":
         own = predictive.probs.gather(1, y.long()[:, None])
