@@ -321,7 +321,8 @@ def explain(
     """Why is the prediction at x unsure? Which training rows and inputs, and how much noise, doubt and prior. No refit.
 
     `influence` has the training rows that count most for each x: what each adds to the mean and to the variance of the outputs f.
-    It is exact for a linear model with Gaussian noise, and an approximation otherwise, poorest for the most influential rows.
+    It is exact for a linear model with Gaussian noise, and an approximation otherwise, poorest for the most influential rows and
+    better for gaussian="laplace" than for "variational".
     Features that were trained on the row are kept, so in a network the row's influence through them is not counted.
 
     `split` divides the variance of y: noise, doubt (epistemic), and the part of the doubt that the prior decides.

@@ -13,6 +13,10 @@ order this adds −aᵀJ_i S v to a variance cᵀSc (c a row of J_x), with v = �
 Labelling a row adds a site with the Fisher information Λ = L Lᵀ, for whatever y is observed, and takes X Q Xᵀ from K_x, with
 Q = L(I + LᵀKL)⁻¹Lᵀ. Mean, variance and label gains are exact for a linear model with Gaussian noise.
 
+A row also changes the widths over which a variational Gaussian averages the g and Λ of every row; this is not followed. Against
+refits of digits (300 rows, ten classes) the rank correlation is 0.997 (mean) and 0.98 (variance) for Laplace, 0.96 and 0.95 for
+variational, on average over inputs and outputs.
+
 X needs S J_xᵀ, one solve for each query and output, which every structure has. Queries are taken a few at a time, and training
 rows in chunks, by the memory budget.
 """
@@ -38,11 +42,13 @@ from ssla.priors import EXACT
 from ssla.refit.rows import Purpose, training_data
 from ssla.state import Marginal, State
 from ssla.structures import Operator
+from ssla.structures.jacobians import Jacobian
 
 PURPOSE = Purpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={})")
 MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
 STEP = 0.01  # of a standard deviation of f: for central differences of what autograd cannot follow
+ROWS_AT_ONCE = 1024  # training rows that meet several queries: fewer rows leave room for more queries in a pass
 VARIANTS = 4096  # inputs with one changed column that are evaluated together
 
 
@@ -164,8 +170,7 @@ def label_next(posterior: State, pool: Inputs, targets: Inputs = None) -> LabelG
         A = _slopes(posterior.likelihood.predictive, query.f, query.K)
         total += float(_spread(A, query.K).sum())
         start = 0
-        for f, J in posterior.linearised(pool):
-            f, J = f.double(), J.double()
+        for f, J in _in_chunks(posterior, pool):
             L = root(posterior.likelihood.fisher(f))
             eye = torch.eye(L.shape[-1], dtype=torch.float64)
             inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
@@ -175,6 +180,13 @@ def label_next(posterior: State, pool: Inputs, targets: Inputs = None) -> LabelG
             start += len(f)
     rows = row_count(aim)
     return LabelGains(gain / rows, total / rows)
+
+
+def _in_chunks(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
+    """f and J at x in float64, at most ROWS_AT_ONCE rows at a time."""
+    for start in range(0, row_count(x), ROWS_AT_ONCE):
+        for f, J in posterior.linearised(slice_inputs(x, slice(start, start + ROWS_AT_ONCE))):
+            yield f.double(), J.double()
 
 
 def _check(posterior: State, task: str) -> None:
@@ -201,7 +213,7 @@ class Query(NamedTuple):
 def _queries(posterior: State, x: Inputs, rows: int) -> Iterator[Query]:
     """x, a few inputs at a time, so that their products with `rows` other rows fit a share of the memory budget."""
     C, size = posterior.network.outputs, len(posterior.theta)
-    together = min(posterior.network.rows_at_once(posterior.memory_budget), rows)
+    together = min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
     some = max(posterior.memory_budget // 8 // (8 * C * (4 * size + 4 * together * C)), 1)  # V and S v; X, ΛX and t
     for start in range(0, row_count(x), some):
         for f, J in posterior.linearised(slice_inputs(x, slice(start, start + some))):
@@ -219,7 +231,7 @@ def _influence(posterior: State, x: Inputs, top: int | None, by: str, data: Any)
             f"The influence of {most:,} rows on {row_count(x):,} inputs takes {need / 2**20:,.0f} MiB, more than the memory "
             f"budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give a smaller top, or fewer inputs."
         )
-    sites = collect(posterior, data, PURPOSE)
+    sites = collect(posterior, data, PURPOSE, ROWS_AT_ONCE)
     found = []
     failed = torch.zeros(n, dtype=torch.bool)
     for query in _queries(posterior, x, n):

@@ -143,8 +143,8 @@ class Sites:
         return iter(self.rows)
 
 
-def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE) -> Sites:
-    """The sites of the training rows, in a pass; ValueError unless they are those of the fit."""
+def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None) -> Sites:
+    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless they are those of the fit."""
     source = training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
@@ -159,7 +159,8 @@ def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE) -> S
         _, score, precision = averages(likelihood, y, f, posterior.covariance.root(J), fisher)
         return Site(f, J, score, precision, y, weights)
 
-    rows = Rows(source, lambda _: network.rows_at_once(budget), site, bytes_of_site, budget // 4)
+    together = network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
+    rows = Rows(source, lambda _: together, site, bytes_of_site, budget // 4)
     n, gradient = 0, torch.zeros_like(posterior.theta)
     for one in rows:
         n += len(one.f)
