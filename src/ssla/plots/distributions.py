@@ -131,7 +131,8 @@ def p_box(credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60,
         ax.plot(y, bound, color=color.main, lw=1.6)
     a, b = credal.interval(level)[row].tolist()
     ax.plot([a, b], [-0.05, -0.05], color=color.other, lw=4, solid_capstyle="butt", label=f"{level:.0%} under every prior")
-    ax.set_ylim(-0.1, 1.02)
+    ax.set_ylim(-0.1, 1.32)  # room for the legend
+    ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
     ax.set(xlabel="y", ylabel="P(Y ≤ y)")
     legend(ax, loc="upper left")
     return ax
