@@ -103,7 +103,7 @@ def ranks(values):
 
 @pytest.mark.parametrize("gaussian", ["laplace", "variational"])
 def test_influence_ranks_rows_of_classes_as_refits_do(gaussian):
-    """Spearman's correlation over the rows, for each input and each difference of the outputs."""
+    """Spearman's correlation over the rows, for each input and each output."""
     y = (X[:, 0] + 0.5 * normal(40, seed=6) > 0).long() + (X[:, 1] > 0.5).long()
 
     def refit(rows):
