@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_the_code_of_the_page_on_models_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = executed("docs/models.md")
     assert torch.equal(names["again"].predict(names["x"]).interval(0.95), names["posterior"].predict(names["x"]).interval(0.95))
+
+
+def test_the_page_on_pictures_draws_every_picture_of_the_library(capsys):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    names = executed("docs/pictures.md")
+    names["plots"].pit(names["predictive"], names["y_test"]).figure.canvas.draw()
+    text = (ROOT / "docs" / "pictures.md").read_text()
+    assert not [name for name in ssla.plots.__all__ if name.islower() and f"plots.{name}(" not in text]
+    assert "of which the prior decides" in capsys.readouterr().out
+    import_module("matplotlib.pyplot").close("all")
 
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

@@ -36,7 +36,9 @@ _NAMES = {  # public name -> the module that defines it
     "conflict": "prior_sets",
     "credal": "prior_sets",
     "estimate_cost": "network.cost",
+    "explain": "posterior",
     "fit": "posterior",
+    "label_next": "posterior",
     "load": "posterior",
     "local_sensitivity": "prior_sets",
     "mixture": "predictive",
@@ -60,7 +62,9 @@ __all__ = [
     "credal",
     "distributed",
     "estimate_cost",
+    "explain",
     "fit",
+    "label_next",
     "likelihoods",
     "load",
     "local_sensitivity",
@@ -77,7 +81,7 @@ if TYPE_CHECKING:
     from ssla.explicit import ExplicitModel
     from ssla.network.cost import estimate_cost
     from ssla.persistence import FileError
-    from ssla.posterior import Posterior, assla, fit, load, ssla
+    from ssla.posterior import Posterior, assla, explain, fit, label_next, load, ssla
     from ssla.predictive import Predictive, mixture
     from ssla.prior_sets import conflict, credal, local_sensitivity, sensitivity
     from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit

@@ -130,7 +130,7 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
         label: posterior.predict(spot, refit=RUNGS[label]) for label in ("plug-in", "ASSLA (none)", "output refit")
     }
     plots.density(names, 0, ax=right)
-    right.set(xlabel="y", title=f"Density at x = {float(spot):g}, 90% highest-density region")
+    right.set_title(f"Density at x = {float(spot):g}", fontsize="medium")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     with new_file(out) as draft:

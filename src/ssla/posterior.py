@@ -1,4 +1,7 @@
-"""What users call: `fit`, `load`, `ssla`, `assla` and the methods of `Posterior`. Its values are in `ssla.state`."""
+"""What users call: `fit`, `load`, `ssla`, `assla`, `explain`, `label_next` and the methods of `Posterior`.
+
+The values are in `ssla.state` and the work is in the packages below: here are signatures and their documentation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from ssla.data import Inputs, Source, open_source
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
-from ssla.predictive import Predictive
+from ssla.predictive import Predictive, explanations
+from ssla.predictive.explanations import Explanation, LabelGains
 from ssla.predictive.leave_one_out import LeaveOneOut, leave_one_out
 from ssla.priors import EXACT, BoundPrior, Prior
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
@@ -309,6 +313,45 @@ def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None)
     With Gaussian noise it is the plug-in times a constant: it does not include the uncertainty of the network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
+
+
+def explain(
+    posterior: Posterior, x: Inputs, *, top: int | None = 10, by: str = "mean", reference: Any = None, data: Any = None
+) -> Explanation:
+    """Why is the prediction at x unsure? Which training rows and inputs, and how much noise, doubt and prior. No refit.
+
+    `influence` has the training rows that count most for each x: what each adds to the mean and to the variance of the outputs f.
+    It is exact for a linear model with Gaussian noise, and an approximation otherwise, poorest for the most influential rows and
+    better for gaussian="laplace" than for "variational".
+    Features that were trained on the row are kept, so in a network the row's influence through them is not counted.
+
+    `split` divides the variance of y: noise, doubt (epistemic), and the part of the doubt that the prior decides.
+
+    `inputs` has, for a table x (N, D), how much the doubt falls when one input is set to its `reference` and the others stay.
+    Inputs that act together share their effect in no particular way, the values need not add up to the doubt, and a row with one
+    changed value may be unlike any real row.
+
+    top: how many rows (None: all).  by: "mean" or "variance", what they are ranked by, in units of the outputs' own.
+    reference: a row (D,); the means of the training rows if not given.  data: the training data, where the posterior does not
+    hold them.
+
+    >>> print(ssla.explain(post, x))                         # doctest: +SKIP
+    """
+    return explanations.explain(_checked(posterior), x, top, by, reference, data)
+
+
+def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
+    """Which row of a pool to label next: by how much each label would reduce the mean doubt at the targets. No refit.
+
+    The doubt is the variance of E[y|f], summed over the outputs. Its reduction does not depend on the label for Gaussian noise,
+    where it is exact for a linear model. Otherwise it is what is expected to first order, with the Fisher information at f̂.
+    The gains of several rows do not add up: add the new row with `posterior.update`, and ask again.
+
+    targets: the inputs whose predictions should become surer; the pool itself if not given.
+
+    >>> ssla.label_next(post, pool).best                     # doctest: +SKIP
+    """
+    return explanations.label_next(_checked(posterior), pool, targets)
 
 
 def _checked(posterior: Posterior) -> State:

@@ -82,7 +82,7 @@ def kronecker_twin(J, A, precision):
 
 
 def check_against_dense(structure, J, precision, prior):
-    """K, logdet, solve, variances, response and samples of `structure` equal those of the matrix it stands for."""
+    """K, logdet, solves, variances, response and samples of `structure` equal those of the matrix it stands for."""
     statistics = structure.zero(J.size).add(J, precision)
     A = explicit(J)
     S = torch.einsum("bcp,bcd,bdq->pq", A, precision, A)
@@ -99,6 +99,8 @@ def check_against_dense(structure, J, precision, prior):
     assert torch.allclose(operator.response(J, prior), A @ inverse @ torch.diag(prior) @ inverse @ A.mT, rtol=1e-9)
     assert abs(operator.logdet() - float(torch.logdet(H))) < 1e-9
     assert torch.allclose(operator.solve(v), inverse @ v, rtol=1e-10)
+    several = _randn(10, J.size, 3)
+    assert torch.allclose(operator.solve_many(several), inverse @ several, rtol=1e-9)
     assert torch.allclose(operator.variances(), inverse.diagonal(), rtol=1e-10)
     draws = operator.sample(200_000, torch.Generator().manual_seed(0))
     assert (draws.T.cov() - inverse).abs().max() < 0.02 * inverse.abs().max()

@@ -143,12 +143,12 @@ class Sites:
         return iter(self.rows)
 
 
-def collect(posterior: State, data: Any = None) -> Sites:
-    """The sites of the training rows, in a pass; ValueError unless they are those of the fit."""
-    source = training_data(posterior, data, PURPOSE)
+def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None) -> Sites:
+    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless they are those of the fit."""
+    source = training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
-    fisher = _by_fisher(posterior)
+    fisher = by_fisher(posterior)
 
     def site(part: Batch) -> Site:
         _, y, weights = checked(part, support, network.outputs)
@@ -159,13 +159,14 @@ def collect(posterior: State, data: Any = None) -> Sites:
         _, score, precision = averages(likelihood, y, f, posterior.covariance.root(J), fisher)
         return Site(f, J, score, precision, y, weights)
 
-    rows = Rows(source, lambda _: network.rows_at_once(budget), site, bytes_of_site, budget // 4)
+    together = network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
+    rows = Rows(source, lambda _: together, site, bytes_of_site, budget // 4)
     n, gradient = 0, torch.zeros_like(posterior.theta)
     for one in rows:
         n += len(one.f)
         at_theta = one.f - one.J.push(posterior.mean - posterior.theta)
         gradient += one.J.pull(likelihood.score(one.y, at_theta) * one.row_weights[:, None])
-    check_seen(posterior, n, gradient, PURPOSE)
+    check_seen(posterior, n, gradient, purpose)
     return Sites(rows, posterior.mean, likelihood)
 
 
@@ -173,7 +174,7 @@ def bytes_of_site(site: Site) -> int:
     return bytes_of(site.J) + sum(bytes_of(part) for part in (site.f, site.score, site.precision, site.y))
 
 
-def _by_fisher(posterior: State) -> bool:
+def by_fisher(posterior: State) -> bool:
     """Whether a variational Gaussian was fitted with the expected Fisher, because its structure takes no indefinite average."""
     curvature = posterior.sums.curvature
     return not concave(posterior.likelihood) and (
@@ -341,12 +342,11 @@ def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
         with warnings.catch_warnings():  # inaccurate rows are counted
             warnings.simplefilter("ignore", UserWarning)
             predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
-        ranks = _ranks(predictive, y[rows])
-        parts.append(Answer(predictive.log_prob(y[rows]), *ranks, predictive.diagnostics.inaccurate))
+        parts.append(Answer(predictive.log_prob(y[rows]), *ranks(predictive, y[rows]), predictive.diagnostics.inaccurate))
     return Answer(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
+def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
     """`lower` and `upper` of LeaveOneOut."""
     if predictive.kind == "class":
         own = predictive.probs.gather(1, y.long()[:, None])

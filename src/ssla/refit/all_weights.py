@@ -390,7 +390,7 @@ def _in_single(posterior: State, factor: Tensor | None) -> Callable[[Tensor], Te
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):
         narrow = WoodburyOperator(operator.prior.float(), operator.basis.float(), operator.spectrum.float())
-        return lambda v: narrow.solve_many(v)
+        return lambda v: narrow.solve_many(v.mT).mT
     if factor is not None:
         half = factor.float()
         return lambda v: torch.cholesky_solve(v.mT, half).mT

@@ -53,6 +53,9 @@ class DenseOperator:
     def solve(self, v: Tensor) -> Tensor:
         return torch.cholesky_solve(v.unsqueeze(-1), self.factor).squeeze(-1)
 
+    def solve_many(self, V: Tensor) -> Tensor:
+        return torch.cholesky_solve(V, self.factor)
+
     def variances(self) -> Tensor:
         return (self._whitener**2).sum(0)
 

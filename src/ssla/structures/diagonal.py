@@ -36,6 +36,9 @@ class DiagonalOperator:
     def solve(self, v: Tensor) -> Tensor:
         return v / self.h
 
+    def solve_many(self, V: Tensor) -> Tensor:
+        return V / self.h[:, None]
+
     def variances(self) -> Tensor:
         return 1 / self.h
 

@@ -76,7 +76,7 @@ class LayerOperator:
         return (J.with_ones() @ self.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
-        """(out, in) -> (out, in)."""
+        """(…, out, in) -> (…, out, in)."""
         inside = self.basis_g.mT @ v @ self.basis_a
         return self.basis_g @ (inside / self.spectrum) @ self.basis_a.mT
 
@@ -129,6 +129,13 @@ class KfacOperator:
         for op in self.layers:
             out[op.positions] = op.solve(v[op.positions])
         out[self.rest_positions] = v[self.rest_positions] / self.rest
+        return out
+
+    def solve_many(self, V: Tensor) -> Tensor:
+        out = torch.zeros_like(V)
+        for op in self.layers:
+            out[op.positions] = op.solve(V[op.positions].movedim(-1, 0)).movedim(0, -1)
+        out[self.rest_positions] = V[self.rest_positions] / self.rest[:, None]
         return out
 
     def variances(self) -> Tensor:

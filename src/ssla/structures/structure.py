@@ -54,6 +54,10 @@ class Operator(Protocol):
         """H⁻¹ v.  (P,) -> (P,)."""
         ...
 
+    def solve_many(self, V: Tensor) -> Tensor:
+        """H⁻¹ V.  (P, k) -> (P, k)."""
+        ...
+
     def variances(self) -> Tensor:
         """The diagonal of H⁻¹ (P,)."""
         ...

@@ -61,10 +61,9 @@ class WoodburyOperator:
         N = self._directions
         return v / self.prior - N @ (self._learned * (N.mT @ v))
 
-    def solve_many(self, v: Tensor) -> Tensor:
-        """H⁻¹ on the rows of v (m, P)."""
+    def solve_many(self, V: Tensor) -> Tensor:
         N = self._directions
-        return v / self.prior - ((v @ N) * self._learned) @ N.mT
+        return V / self.prior[:, None] - N @ (self._learned[:, None] * (N.mT @ V))
 
     def variances(self) -> Tensor:
         return (1 - self.basis**2 @ self._learned) / self.prior

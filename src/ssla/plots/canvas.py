@@ -1,0 +1,78 @@
+"""Axes, colours and legends that all pictures share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BAND, OTHER = "#0072b2", "#d55e00"  # blue and vermillion of Okabe and Ito
+SKY, GREEN, PURPLE, ORANGE = "#56b4e9", "#009e73", "#cc79a7", "#e69f00"
+DARK_LIFT = 0.12  # a tint needs more colour to be seen on black
+
+Color = tuple[float, float, float]
+
+
+class Palette(NamedTuple):
+    """The colours of one Axes."""
+
+    ink: Color  # dots and reference lines: the colour of the labels
+    paper: Color  # the background
+    main: str
+    other: str
+
+    def tint(self, share: float, color: str | None = None) -> Color:
+        """A colour mixed with the background: opaque, so that a legend shows the same colour as overlapping bands."""
+        lift = DARK_LIFT if is_dark(self.paper) else 0.0
+        return _mixed(self.paper, rgb(color or self.main), min(share + lift, 1.0))
+
+    @property
+    def faint(self) -> Color:
+        """Grid lines and diagonals."""
+        return _mixed(self.paper, self.ink, 0.45)
+
+
+def axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
+    """The Axes to draw on, a new one if none is given, and its colours."""
+    if ax is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise ImportError("Plots need matplotlib: pip install 'ssla[plots]'.") from None
+        ax = plt.subplots(figsize=(5.4, 3.8), layout="constrained")[1]
+    if title:
+        ax.set_title(title, fontsize="medium")
+    paper = ax.get_facecolor()[:3]
+    main, other = (SKY, ORANGE) if is_dark(paper) else (BAND, OTHER)
+    return ax, Palette(rgb(ax.xaxis.label.get_color()), paper, main, other)
+
+
+def is_dark(color: Color) -> bool:
+    return float(np.dot(color, (0.2126, 0.7152, 0.0722))) < 0.4
+
+
+def log_axis(axis: Any, low: float, high: float) -> None:
+    """Few ticks on a logarithmic axis, as plain numbers: 1, 2 and 5 of each decade where there are few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def legend(ax: Any, **options: Any) -> None:
+    """A legend without a frame, in a small font."""
+    ax.legend(**({"frameon": False, "fontsize": "small", "handlelength": 1.5} | options))
+
+
+def rgb(color: Any) -> Color:
+    """Red, green and blue of any colour that matplotlib understands."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(color)
+    return red, green, blue
+
+
+def _mixed(paper: Color, color: Color, share: float) -> Color:
+    red, green, blue = ((1 - share) * p + share * c for p, c in zip(paper, color, strict=True))
+    return red, green, blue
