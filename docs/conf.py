@@ -1,0 +1,94 @@
+"""The documentation site: `make docs` builds it into build/site, offline, with warnings as errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+
+import latex2mathml.converter
+from docutils import nodes
+
+import ssla
+
+project = "ssla"
+author = "The ssla maintainers"
+copyright = "the ssla maintainers. MIT licence"
+release = ssla.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_gallery.gen_gallery"]
+exclude_patterns = ["gallery", "_made"]
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
+myst_heading_anchors = 3
+suppress_warnings = ["config.cache"]  # the gallery's order is a function
+
+html_theme = "furo"
+html_title = f"ssla {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {"navigation_with_keys": True}
+html_math_renderer = "mathml"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+python_use_unqualified_type_names = True
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "examples",
+    "filename_pattern": "plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "show_memory": False,
+    "show_signature": False,
+    "download_all_examples": False,
+    "abort_on_example_error": True,
+    "min_reported_time": 5,
+    "remove_config_comments": True,
+    "plot_gallery": True,
+    "thumbnail_size": (400, 280),
+    "reset_modules": ("matplotlib",),
+    "default_thumb_file": str(ROOT / "docs" / "demo.png"),
+}
+
+
+def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text with `code`: escape what reStructuredText would read as markup; indented lines are literal."""
+    found: list[str] = []
+    literal = False
+    for line in inspect.cleandoc("\n".join(lines)).split("\n"):
+        if line.startswith(" ") and line.strip():
+            if not literal:
+                found += ["", "::", ""]
+                literal = True
+            found.append("    " + line)
+            continue
+        if literal and line.strip():
+            found.append("")
+        literal = literal and not line.strip()
+        parts = re.split(r"(`[^`]+`)", line)
+        found.append("".join(f"`{p}`" if p.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", p) for p in parts))
+    lines[:] = [*found, ""]
+
+
+def inline_maths(writer: Any, node: nodes.math) -> None:
+    writer.body.append(latex2mathml.converter.convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_maths(writer: Any, node: nodes.math_block) -> None:
+    writer.body.append(f'<div class="maths">{latex2mathml.converter.convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", as_rst)
+    app.add_html_math_renderer("mathml", (inline_maths, None), (display_maths, None))
