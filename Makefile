@@ -40,7 +40,7 @@ docs: $(VENV)/.ready-docs
 	$(BIN)/python tools/check_site.py build/site
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/examples docs/sg_execution_times.rst
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/examples docs/messages.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

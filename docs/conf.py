@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import latex2mathml.converter
 from docutils import nodes
+from messages import messages
 
 import ssla
 
@@ -22,7 +23,7 @@ copyright = "the ssla maintainers. MIT licence"
 release = ssla.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_gallery.gen_gallery"]
-exclude_patterns = ["gallery", "_made"]
+exclude_patterns = ["gallery"]
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache"]  # the gallery's order is a function
@@ -49,6 +50,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "show_memory": False,
     "show_signature": False,
+    "write_computation_times": False,  # that page would load scripts from a network
     "download_all_examples": False,
     "abort_on_example_error": True,
     "min_reported_time": 5,
@@ -79,6 +81,27 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = [*found, ""]
 
 
+def write_messages(app: Any) -> None:
+    """docs/messages.md: every warning and error of the source, by module. It is not committed."""
+    lines = [
+        "# All messages",
+        "",
+        "Read from the source when this site is built; … stands for a value. Causes and remedies: [Failures](failures.md).",
+    ]
+    module = None
+    for found in messages():
+        if not found.text or found.kind in ("Exit", "SystemExit", "AssertionError"):
+            continue
+        if found.module != module:
+            module = found.module
+            lines += ["", f"## {module}", "", "| kind | text |", "|---|---|"]
+        text = re.sub(r"([\\`*_|<>$\[\]{}])", r"\\\1", found.text)
+        lines.append(f"| {found.kind} | {text} |")
+    page, text = Path(app.srcdir) / "messages.md", "\n".join(lines) + "\n"
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
+        page.write_text(text, encoding="utf-8")
+
+
 def inline_maths(writer: Any, node: nodes.math) -> None:
     writer.body.append(latex2mathml.converter.convert(node.astext()))
     raise nodes.SkipNode
@@ -90,5 +113,6 @@ def display_maths(writer: Any, node: nodes.math_block) -> None:
 
 
 def setup(app: Any) -> None:
+    app.connect("builder-inited", write_messages)
     app.connect("autodoc-process-docstring", as_rst)
     app.add_html_math_renderer("mathml", (inline_maths, None), (display_maths, None))

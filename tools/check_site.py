@@ -1,6 +1,6 @@
 """Checks a built site: nothing is loaded from a network, and every local link and picture exists.
 
-    python tools/check_site.py build/site
+python tools/check_site.py build/site
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 Bands over one input
 ====================
 
-A small network with Gaussian noise. Inside the data the width of the bands is the noise. In the gap and outside, where no row says
-what the function does, the bands grow.
+A small network with Gaussian noise. Inside the data the width of the bands is the noise. In the gap and outside, where no
+row says what the function does, the bands grow.
 """
 
 import matplotlib.pyplot as plt
@@ -38,4 +38,5 @@ figure.tight_layout()
 # The width has two parts: noise, which stays, and uncertainty about the network, which more data would remove.
 for at in (-2.0, 0.5, 4.0):
     one = posterior.predict(torch.tensor([[at]]))
-    print(f"x = {at:4.1f}: sd {one.stddev.item():.2f}, noise {one.aleatoric.sqrt().item():.2f}, network {one.epistemic.sqrt().item():.2f}")
+    noise, network = one.aleatoric.sqrt().item(), one.epistemic.sqrt().item()
+    print(f"x = {at:4.1f}: sd {one.stddev.item():.2f}, noise {noise:.2f}, network {network:.2f}")

@@ -2,8 +2,9 @@
 Several modes, and the smallest region
 ======================================
 
-Half of the machines of a plant are of one type, half of another, and the type was not recorded. Two networks that were trained on one type each
-give a mixture with two modes. The central 90% interval covers the gap in which almost nothing happens; the highest density region (HDR) does not.
+Half of the machines of a plant are of one type, half of another, and the type was not recorded. Two networks that were
+trained on one type each give a mixture with two modes. The central 90% interval covers the gap in which almost nothing
+happens; the highest density region (HDR) does not.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,9 @@
 Counts
 ======
 
-A Poisson likelihood on a network that predicts the logarithm of the mean. Predictives are distributions over whole numbers, with
-intervals whose ends are counts. Where there are no data the rate is uncertain, and the counts spread more than a Poisson law.
+A Poisson likelihood on a network that predicts the logarithm of the mean. Predictives are distributions over whole numbers,
+with intervals whose ends are counts. Where there are no data the rate is uncertain, and the counts spread more than a
+Poisson law.
 """
 
 import matplotlib.pyplot as plt

@@ -2,9 +2,9 @@
 Classes and out-of-distribution inputs
 ======================================
 
-A classifier of two moons. Far from the data the network itself stays sure. The predictive averages over the last layer and becomes less
-sure there. How much depends on the features: a network with saturated units has the same features everywhere far out, so the effect is
-bounded. Treat the entropy as a hint, not as a guarantee.
+A classifier of two moons. Far from the data the network itself stays sure. The predictive averages over the last layer and
+becomes less sure there. How much depends on the features: a network with saturated units has the same features everywhere
+far out, so the effect is bounded. Treat the entropy as a hint, not as a guarantee.
 """
 
 import matplotlib.pyplot as plt
@@ -19,7 +19,9 @@ second = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], 1)
 x = torch.cat([first, second]) + 0.15 * torch.randn(400, 2)
 y = torch.arange(2).repeat_interleave(200)
 
-model = torch.nn.Sequential(torch.nn.Linear(2, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2))
+model = torch.nn.Sequential(
+    torch.nn.Linear(2, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2)
+)
 optimiser = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-3)
 for _ in range(300):
     optimiser.zero_grad()
@@ -37,7 +39,9 @@ def entropy(probs):
 
 figure, axes = plt.subplots(1, 2, figsize=(8.5, 3.9), sharey=True, layout="constrained")
 for ax, refit, title in zip(axes, ("plug_in", "output"), ("network itself", "predictive"), strict=True):
-    shade = ax.contourf(side, side - 0.25, entropy(posterior.predict(grid, refit=refit).probs), levels=torch.linspace(0, 0.7, 15), cmap="cividis")
+    shade = ax.contourf(
+        side, side - 0.25, entropy(posterior.predict(grid, refit=refit).probs), levels=torch.linspace(0, 0.7, 15), cmap="cividis"
+    )
     ax.scatter(*x.T, c=y, s=5, cmap="gray", edgecolors="white", linewidths=0.2)
     ax.set(title=title, xlabel="first input")
 axes[0].set_ylabel("second input")

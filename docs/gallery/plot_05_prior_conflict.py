@@ -2,8 +2,8 @@
 A prior that contradicts the data
 =================================
 
-The data have slope 0.8. The prior expects −3. A weak prior gives way to the data; a strong one wins. ``ssla.conflict`` reports whether the data are
-ones that the prior expects. No step here needs a second pass over the data.
+The data have slope 0.8. The prior expects −3. A weak prior gives way to the data; a strong one wins. ``ssla.conflict``
+reports whether the data are ones that the prior expects. No step here needs a second pass over the data.
 """
 
 import matplotlib.pyplot as plt
@@ -15,7 +15,10 @@ torch.manual_seed(0)
 x = torch.linspace(-2, 2, 12, dtype=torch.float64)[:, None]
 y = 1 + 0.8 * x[:, 0] + 0.5 * torch.randn(12, dtype=torch.float64)
 posterior = ssla.fit(
-    torch.nn.Linear(1, 1).double().eval(), (x, y), likelihood=ssla.likelihoods.Gaussian(noise=0.5), prior=ssla.priors.Gaussian(0.1)
+    torch.nn.Linear(1, 1).double().eval(),
+    (x, y),
+    likelihood=ssla.likelihoods.Gaussian(noise=0.5),
+    prior=ssla.priors.Gaussian(0.1),
 )
 
 grid = torch.linspace(-3, 3, 100, dtype=torch.float64)[:, None]

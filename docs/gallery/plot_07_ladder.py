@@ -2,9 +2,9 @@
 The ladder of refits, against the truth
 =======================================
 
-Five counts and one unknown rate on the log scale: small enough that the true predictive is an integral over one number, computed here by brute force. The
-refits are the rungs of a ladder: no refit (ASSLA), and a real refit for every candidate count (SSLA). For network-sized checks against long NUTS chains
-see the tables in :doc:`/models` and :doc:`/refits`.
+Five counts and one unknown rate on the log scale: small enough that the true predictive is an integral over one number,
+computed here by brute force. The refits are the rungs of a ladder: no refit (ASSLA), and a real refit for every candidate
+count (SSLA). For network-sized checks against long NUTS chains see the tables in :doc:`/models` and :doc:`/refits`.
 """
 
 import matplotlib.pyplot as plt

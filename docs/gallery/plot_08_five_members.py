@@ -2,8 +2,8 @@
 Five networks in one predictive
 ===============================
 
-``SSLARegressor(members=5)`` trains five small networks and mixes their predictives. Where the networks disagree, outside the data most of all, the mixture is
-wider than each member. On tables this is the setting to use.
+``SSLARegressor(members=5)`` trains five small networks and mixes their predictives. Where the networks disagree, outside
+the data most of all, the mixture is wider than each member. On tables this is the setting to use.
 """
 
 import matplotlib.pyplot as plt

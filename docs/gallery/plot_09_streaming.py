@@ -2,8 +2,8 @@
 Data that arrive later
 ======================
 
-A posterior is made of sums over rows, so new rows are added without reading the old ones: ``posterior.update(rows)``. With Gaussian noise and a last layer the result is
-that of one fit on all rows.
+A posterior is made of sums over rows, so new rows are added without reading the old ones: ``posterior.update(rows)``. With
+Gaussian noise and a last layer the result is that of one fit on all rows.
 """
 
 import matplotlib.pyplot as plt

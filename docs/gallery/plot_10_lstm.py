@@ -2,8 +2,8 @@
 An LSTM
 =======
 
-Any module works whose forward pass ends in a linear layer. Here an LSTM predicts the next value of a series from the last twenty. The model returns one tensor; a model that returns
-a tuple or a dict needs ``output=``.
+Any module works whose forward pass ends in a linear layer. Here an LSTM predicts the next value of a series from the last
+twenty. The model returns one tensor; a model that returns a tuple or a dict needs ``output=``.
 """
 
 import matplotlib.pyplot as plt

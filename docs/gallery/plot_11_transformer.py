@@ -2,7 +2,8 @@
 A transformer
 =============
 
-A small transformer classifies sequences of tokens: does the first token occur again? Only the head gets a posterior, so the cost does not depend on the size of the body.
+A small transformer classifies sequences of tokens: does the first token occur again? Only the head gets a posterior, so the
+cost does not depend on the size of the body.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 Low-rank adapters: named parameters
 ===================================
 
-A large frozen layer with a trainable low-rank addition, as in LoRA. ``weights=`` takes a list of parameter names, so the posterior is over the adapter alone: 64 numbers in place of
-1,024.
+A large frozen layer with a trainable low-rank addition, as in LoRA. ``weights=`` takes a list of parameter names, so the
+posterior is over the adapter alone: 64 numbers in place of 1,024.
 """
 
 import matplotlib.pyplot as plt
@@ -36,7 +36,9 @@ model = torch.nn.Sequential(embed, torch.nn.Tanh(), Adapted(torch.nn.Linear(32, 
 optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
 for _ in range(1500):
     optimiser.zero_grad()
-    ((model(x)[:, 0] - y).square().mean() + 1e-4 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)).backward()
+    (
+        (model(x)[:, 0] - y).square().mean() + 1e-4 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+    ).backward()
     optimiser.step()
 
 posterior = ssla.fit(

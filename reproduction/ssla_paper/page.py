@@ -85,7 +85,7 @@ FIGURES = (  # study, figure, what it shows; verdicts are in the tables
     (
         "conjugate",
         "conjugate-kl",
-        "Distance from the exact predictive against the number of rows. The published procedures subtract sums in single precision.",
+        "Distance from the exact predictive against the number of rows. The published procedures subtract float32 sums.",
     ),
     (
         "rates",
