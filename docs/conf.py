@@ -63,22 +63,34 @@ sphinx_gallery_conf = {
 
 
 def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text with `code`: escape what reStructuredText would read as markup; indented lines are literal."""
+    """Docstrings are plain text with `code`, `name:` before an indented text, headings under ----, and indented formulas."""
     found: list[str] = []
-    literal = False
+    named = literal = False  # what the indented lines that follow are
     for line in inspect.cleandoc("\n".join(lines)).split("\n"):
-        if line.startswith(" ") and line.strip():
-            if not literal:
-                found += ["", "::", ""]
-                literal = True
-            found.append("    " + line)
-            continue
-        if literal and line.strip():
+        indented = line.startswith(" ")
+        if indented and not named and not literal:
+            found += ["", ".. code-block:: text", ""]
+            literal = True
+        if re.fullmatch("-{3,}", line):
+            found[-1] = f".. rubric:: {found[-1]}"
             found.append("")
-        literal = literal and not line.strip()
-        parts = re.split(r"(`[^`]+`)", line)
-        found.append("".join(f"`{p}`" if p.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", p) for p in parts))
+        elif line.startswith(">>>") or not line.strip():
+            found.append(line)
+            literal = literal and not line.strip()
+        elif indented:
+            found.append(f"    {line}" if literal else f"    {_escaped(line.strip())}")
+        else:
+            if named or literal:
+                found.append("")
+            named, literal = re.fullmatch(r"\w+:", line) is not None, False
+            found.append(f"``{line[:-1]}``" if named else _escaped(line))
     lines[:] = [*found, ""]
+
+
+def _escaped(text: str) -> str:
+    """Without what reStructuredText would read as markup, but for `code`."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", part) for part in parts)
 
 
 def write_messages(app: Any) -> None:
