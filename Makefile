@@ -36,7 +36,7 @@ paper: $(VENV)/.ready-peers
 
 # the site in build/site: executed examples, warnings as errors, nothing from a network
 docs: $(VENV)/.ready-docs
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html -d build/doctrees docs build/site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -E -b html -d build/doctrees docs build/site
 	$(BIN)/python tools/check_site.py build/site
 
 clean:
