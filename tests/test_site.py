@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ssla
+from ssla._checks import SEE, warn
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -47,7 +48,8 @@ def test_every_public_name_is_on_the_page_of_the_api():
     assert not missing
 
 
-WARNINGS = [message for message in tool("messages").messages() if message.kind == "warning"]
+MESSAGES = list(tool("messages").messages())
+WARNINGS = [message for message in MESSAGES if message.kind == "warning"]
 
 
 @pytest.mark.parametrize("message", WARNINGS, ids=lambda message: f"{message.module}:{message.line}")
@@ -62,7 +64,7 @@ def test_every_warning_has_an_entry_among_the_failures(message):
 def test_every_module_that_raises_has_a_topic_among_the_failures():
     topics = re.findall(r"\*From (.*?)\.\*", (DOCS / "failures.md").read_text())
     covered = {name for topic in topics for name in re.findall(r"`([\w.]+)`", topic)}
-    raising = {message.module for message in tool("messages").messages() if message.kind != "warning"}
+    raising = {message.module for message in MESSAGES if message.kind != "warning"}
     known = {"__init__", "demo", "numerics.linalg"}  # attribute errors of Python, the demo's file name, and an assertion
     assert not [m for m in raising - known if not any(m == c or m.startswith(f"{c}.") for c in covered)]
 
@@ -106,3 +108,9 @@ def test_scripts_of_the_gallery_have_a_title_and_a_text(script):
     title, line, text = ast.get_docstring(ast.parse(script.read_text())).split("\n", 2)
     assert line == "=" * len(title)
     assert len(text.split()) >= 15
+
+
+def test_a_warning_names_the_page_on_failures():
+    with pytest.warns(UserWarning, match=r"^odd rows\. See docs/failures\.md\.$"):
+        warn("odd rows.")
+    assert (ROOT / SEE.strip(" .").removeprefix("See ")).exists()
