@@ -26,6 +26,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_gallery.gen_gallery"]
 exclude_patterns = ["gallery"]
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
+smartquotes = False  # --options stay as they are
 suppress_warnings = ["config.cache"]  # the gallery's order is a function
 
 html_theme = "furo"
