@@ -3,8 +3,8 @@ Classes and out-of-distribution inputs
 ======================================
 
 A classifier of two moons. Far from the data the network itself stays sure. The predictive averages over the last layer and
-becomes less sure there. How much depends on the features: a network with saturated units has the same features everywhere
-far out, so the effect is bounded. Treat the entropy as a hint, not as a guarantee.
+becomes a little less sure there. Here the effect is small, and along the
+decision boundary alone. Treat the entropy as a hint, not as a guarantee.
 """
 
 import matplotlib.pyplot as plt

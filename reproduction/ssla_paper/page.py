@@ -30,13 +30,13 @@ for every candidate this is SSLA; without one it is ASSLA, which is cheaper.
 
 The paper claims that
 
-1. both recover the exact predictive in models where it is known (conjugate, sine);
-2. the difference between them is of order 1/n (rates);
-3. another prior needs no new fit (priors);
-4. on networks both are better calibrated than classical Laplace and compete with variational inference and HMC
-   (heteroscedastic, uci);
-5. they are numerically stable but for very large n (precision);
-6. they are robust and calibrated for classes too, at a modest cost (robustness).
+1. both recover the exact predictive close to perfectly where it is known, from 20 to 100,000 rows (conjugate, sine);
+2. replacing the refitted mode by the old one costs an error of order 1/n, which justifies ASSLA (rates);
+3. the prior is a module: another prior can be put in directly (priors);
+4. on networks ASSLA is often sharper and better calibrated than classical Laplace, which is too conservative, but may
+   under-cover; SSLA covers better in some regimes and is costlier and less stable (heteroscedastic, uci);
+5. numerical instabilities appear from a million rows on (precision);
+6. overall, accuracy matches or exceeds the baselines', with better-calibrated uncertainty, at a modest cost (robustness).
 """
 MEANING = """
 ## What this means for a user
@@ -69,7 +69,8 @@ paper.
   curvature term vanishes. The order of rows alone changes its coverage; refits that converge agree.
 - **The networks (by the code)** have one output trained by squared error, not a mean and a variance; Table 2 is one seed
   and 25 rows, four points each. MFVI weights its divergence by the number of weights, HMC counts its variance twice.
-- **A million rows.** The loss of accuracy comes from subtracting two float32 sums of ℓ, not from the curvature term.
+- **A million rows.** The loss of accuracy comes from subtracting two float32 sums of ℓ. The text names the curvature term in one
+  sentence, and the sums, correctly, in the next and in a footnote.
 - **Prior modularity.** The tables have the prior in the refit but not in the curvature: the shape is exact, the mass is
   not.
 - **The proofs.** That of Lemma 1 has the wrong sign of the step, that of Theorem 1 a remainder of order 1/n² that is of
