@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format bench paper clean
+.PHONY: demo test lint format bench paper docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/python -m ssla.demo
@@ -34,8 +34,13 @@ bench: $(VENV)/.ready-peers
 paper: $(VENV)/.ready-peers
 	$(BIN)/python -m ssla_paper --all --page docs/paper.md
 
+# the site in build/site: executed examples, warnings as errors, nothing from a network
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -E -b html -d build/doctrees docs build/site
+	$(BIN)/python tools/check_site.py build/site
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/examples docs/messages.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -86,9 +86,36 @@ def test_a_page_that_has_no_place_is_refused_before_any_work(where, tmp_path):
 def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
     reproduce(["priors"], tmp_path / "work", quick=True, progress=False, page=tmp_path / "docs" / "paper.md")
     text = (tmp_path / "docs" / "paper.md").read_text()
-    assert "| [priors](#prior-modularity-two-tables) | 0 | 2 | 2 | 0 | 2 | 1 |" in text
+    assert "| [priors](paper/priors.md) | 0 | 2 | 2 | 0 | 2 | 1 |" in text
+    assert "| All numbers of both tables | yes | [priors](paper/priors.md) |" in text
     assert "![priors-set](paper/priors-set.png)" in text
     assert (tmp_path / "docs" / "paper" / "priors-set.png").exists()
+    appendix = (tmp_path / "docs" / "paper" / "priors.md").read_text()
+    assert appendix.startswith("# Prior modularity (two tables)")
+    assert "- Holds: All numbers of both tables. Published: twenty values." in appendix
+    assert "![priors-set](priors-set.png)" in appendix
+    assert "(../paper.md)" in appendix
+
+
+def test_verdicts_on_the_page_follow_the_claims(tmp_path):
+    """The same statements, once true and once false: they change their table, and nothing else of the prose decides."""
+    for holds in (True, False):
+        claims = [Claim("Calibrated: on A", "yes", "x", holds), Claim("Calibrated: on B", "yes", "x", holds)]
+        claims += [Claim("A number", "1", "x", holds, kind=REPEATED), Claim("Ours", "not stated", "x", holds)]
+        place = Workplace(tmp_path / str(holds))
+        folder = place.results("uci")
+        folder.mkdir(parents=True)
+        (folder / "uci-ranks-nll.png").write_bytes(b"")
+        (folder / "summary.json").write_text(json.dumps({"title": "T", "done": [1, 1], "claims": [vars(c) for c in claims]}))
+        text = write_page(place, ["uci", "sine"]).read_text()
+        held, failed = text.split("## What holds")[1].split("## What does not hold")
+        assert ("| Calibrated: on A; on B | [uci](page/uci.md) |" in held) == holds
+        assert ("| Calibrated: on A; on B | [uci](page/uci.md) |" in failed) != holds
+        assert f"| A number | {'yes' if holds else '**no**'} |" in failed
+        assert f"| [uci](page/uci.md) | {'2 | 0 | 1 | 0 | 1 | 0' if holds else '0 | 2 | 0 | 1 | 0 | 1'} |" in text
+        assert "![uci-ranks-nll](uci/uci-ranks-nll.png)" in text
+        assert "## Why" not in text  # a study is missing
+        assert "![uci-ranks-nll](../uci/uci-ranks-nll.png)" in (place.results("") / "page" / "uci.md").read_text()
 
 
 def test_several_processes_give_the_same(tmp_path):
@@ -147,7 +174,8 @@ def test_a_study_that_fails_does_not_keep_the_others_from_the_page(tmp_path, mon
     monkeypatch.setitem(STUDIES, "odd", f"{__name__}:Odd")
     with pytest.raises(TaskError, match=r"Not reproduced .* odd: The task 'one' failed"):
         reproduce(["odd", "sine"], tmp_path, quick=True, progress=False)
-    assert "## Sine" in (tmp_path / "quick" / "page.md").read_text()
+    assert "[sine](page/sine.md)" in (tmp_path / "quick" / "page.md").read_text()
+    assert "# Sine" in (tmp_path / "quick" / "page" / "sine.md").read_text()
 
 
 class Odd:
@@ -225,7 +253,7 @@ def test_every_study_runs_quickly_and_its_claims_are_as_known(name, tmp_path, ca
     found = json.loads((tmp_path / "quick" / name / "summary.json").read_text())
     holds = [claim["holds"] for claim in found["claims"]]
     assert [held if known is not None else None for held, known in zip(holds, EXPECTED[name], strict=True)] == EXPECTED[name]
-    assert f"## {found['title']}" in (tmp_path / "quick" / "page.md").read_text()
+    assert f"# {found['title']}" in (tmp_path / "quick" / "page" / f"{name}.md").read_text()
     tables = list((tmp_path / "quick").rglob("*.tex"))
     assert tables
     assert [table.name for table in tables if not table.read_text().isascii()] == []

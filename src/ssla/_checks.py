@@ -24,12 +24,16 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     return f" Did you mean {folded[near[0]]!r}?" if near else ""
 
 
+SEE = " See docs/failures.md."
+"""The end of every warning: the page with its cause and its remedy."""
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that points at the first caller outside this package: the user's line."""
+    """A warning that points at the first caller outside this package, the user's line, and names the page on failures."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message + SEE, category, stacklevel=level)
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:

@@ -379,7 +379,7 @@ def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -
         f=f,
         jacobian=torch.cat([J.dense().values for J in parts if isinstance(J, LayerJacobian)]),
         gradient=gradient,
-        precondition=lambda v: solve_rows(posterior.operator.solve, factor, v),
+        precondition=lambda v: solve_rows(posterior.operator, factor, v),
         precondition_single=_in_single(posterior, factor),
         determinants=determinants,
     )
@@ -394,7 +394,7 @@ def _in_single(posterior: State, factor: Tensor | None) -> Callable[[Tensor], Te
     if factor is not None:
         half = factor.float()
         return lambda v: torch.cholesky_solve(v.mT, half).mT
-    return lambda v: solve_rows(operator.solve, factor, v.double()).float()
+    return lambda v: solve_rows(operator, factor, v.double()).float()
 
 
 def _double(part: Tensor) -> Tensor:

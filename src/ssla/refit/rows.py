@@ -160,8 +160,6 @@ def square(precision: Tensor) -> Tensor:
     return torch.diag(precision) if precision.dim() == 1 else precision
 
 
-def solve_rows(solve: Callable[[Tensor], Tensor], factor: Tensor | None, values: Tensor) -> Tensor:
-    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else as the structure can."""
-    if factor is not None:
-        return torch.cholesky_solve(values.mT, factor).mT
-    return by_rows(solve, values)
+def solve_rows(operator: Operator, factor: Tensor | None, values: Tensor) -> Tensor:
+    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else by the structure."""
+    return torch.cholesky_solve(values.mT, factor).mT if factor is not None else operator.solve_many(values.mT).mT

@@ -1,0 +1,131 @@
+"""The documentation site: `make docs` builds it into build/site, offline, with warnings as errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+
+import latex2mathml.converter
+from docutils import nodes
+from messages import messages
+
+import ssla
+
+project = "ssla"
+author = "The ssla maintainers"
+copyright = "the ssla maintainers. MIT licence"
+release = ssla.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_gallery.gen_gallery"]
+exclude_patterns = ["gallery"]
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
+myst_heading_anchors = 3
+smartquotes = False  # --options stay as they are
+suppress_warnings = ["config.cache"]  # the gallery's order is a function
+
+html_theme = "furo"
+html_title = f"ssla {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {"navigation_with_keys": True}
+html_math_renderer = "mathml"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+python_use_unqualified_type_names = True
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "examples",
+    "filename_pattern": "plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "show_memory": False,
+    "show_signature": False,
+    "write_computation_times": False,  # that page would load scripts from a network
+    "download_all_examples": False,
+    "abort_on_example_error": True,
+    "min_reported_time": 5,
+    "remove_config_comments": True,
+    "plot_gallery": True,
+    "thumbnail_size": (400, 280),
+    "reset_modules": ("matplotlib",),
+    "default_thumb_file": str(ROOT / "docs" / "demo.png"),
+}
+
+
+def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text with `code`, `name:` before an indented text, headings under ----, and indented formulas."""
+    found: list[str] = []
+    named = literal = False  # what the indented lines that follow are
+    for line in inspect.cleandoc("\n".join(lines)).split("\n"):
+        indented = line.startswith(" ")
+        if indented and not named and not literal:
+            found += ["", ".. code-block:: text", ""]
+            literal = True
+        if re.fullmatch("-{3,}", line):
+            found[-1] = f".. rubric:: {found[-1]}"
+            found.append("")
+        elif line.startswith(">>>") or not line.strip():
+            found.append(line)
+            literal = literal and not line.strip()
+        elif indented:
+            found.append(f"    {line}" if literal else f"    {_escaped(line.strip())}")
+        else:
+            if named or literal:
+                found.append("")
+            named, literal = re.fullmatch(r"\w+:", line) is not None, False
+            found.append(f"``{line[:-1]}``" if named else _escaped(line))
+    lines[:] = [*found, ""]
+
+
+def _escaped(text: str) -> str:
+    """Without what reStructuredText would read as markup, but for `code`."""
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", part) for part in parts)
+
+
+def write_messages(app: Any) -> None:
+    """docs/messages.md: every warning and error of the source, by module. It is not committed."""
+    lines = [
+        "# All messages",
+        "",
+        "Read from the source when this site is built; … stands for a value. Causes and remedies: [Failures](failures.md).",
+    ]
+    module = None
+    for found in messages():
+        if not found.text or found.kind in ("Exit", "SystemExit", "AssertionError"):
+            continue
+        if found.module != module:
+            module = found.module
+            lines += ["", f"## {module}", "", "| kind | text |", "|---|---|"]
+        text = re.sub(r"([\\`*_|<>$\[\]{}])", r"\\\1", found.text)
+        lines.append(f"| {found.kind} | {text} |")
+    page, text = Path(app.srcdir) / "messages.md", "\n".join(lines) + "\n"
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
+        page.write_text(text, encoding="utf-8")
+
+
+def inline_maths(writer: Any, node: nodes.math) -> None:
+    writer.body.append(latex2mathml.converter.convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_maths(writer: Any, node: nodes.math_block) -> None:
+    writer.body.append(f'<div class="maths">{latex2mathml.converter.convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", write_messages)
+    app.connect("autodoc-process-docstring", as_rst)
+    app.add_html_math_renderer("mathml", (inline_maths, None), (display_maths, None))
