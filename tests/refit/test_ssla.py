@@ -492,6 +492,27 @@ def test_auto_takes_classes_and_counts():
         assert torch.allclose(p.mean, q.mean)
 
 
+@pytest.mark.parametrize("gaussian", ["laplace", "variational"])
+def test_auto_refits_the_inputs_whose_class_is_uncertain(gaussian):
+    """What is left to the output refit is within the target; what is refitted is the weights rung's answer."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, new = inputs(90, 4), 2 * inputs(40, 5)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.1), gaussian=gaussian)
+    output, weights = post.predict(new), post.predict(new, refit="weights")
+    auto = post.predict(new, refit=ssla.AutoRefit(target=0.05))
+    refitted = torch.tensor([rung == "weights" for rung in auto.diagnostics.rung])
+    factor = {"laplace": 1.2, "variational": 0.7}[gaussian]
+    assert torch.equal(refitted, factor * (1 - output.probs.amax(1)) > 0.05)
+    assert 5 < int(refitted.sum()) < 35
+    assert all("for other classes" in reason for reason in auto.diagnostics.reason if reason)
+    assert torch.allclose(auto.probs[refitted], weights.probs[refitted], atol=1e-4)
+    assert torch.equal(auto.probs[~refitted], output.probs[~refitted])
+    error = (weights.probs * (weights.probs / output.probs).log().abs()).sum(1)
+    assert (error[~refitted] < 0.05).all()
+
+
 @pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_refit_that_jumps_to_another_mode_is_flagged():
     """Sixty rows for nine weights: an extreme y is best explained by another mode, and the correction has a jump there."""
