@@ -2,8 +2,11 @@
 
     python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only all_weights]
 
---against: another checkout of this repository. Its refits of all weights run in a process of their own, in turn with ours, and
-processor times are compared (a busy machine changes them less than elapsed times).
+--against: another checkout of this repository. Its refits of all weights and of ten classes run in a process of their own, in
+turn with ours, and processor times are compared (a busy machine changes them less than elapsed times).
+
+Ten classes: digits, a 64-50-50-10 network, n = 1,200, prior precision 1, the variational Gaussian. Beside it NUTS on the same
+last layer (500 + 1,000 draws, one chain; with numpyro).
 
 Every ratio comes from the same run: the jobs alternate. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
 and is timed on a part of the tasks. "The authors' way" retrains a copy of the network on the data and (x, y) for each y: a
@@ -18,10 +21,12 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import networks
 import torch
 from torch import Tensor, nn
 
@@ -186,14 +191,68 @@ def processor_times() -> None:
         print(time.process_time() - start, float(solved.steps.double().mean()), int(solved.converged.sum()))
 
 
+def ten_classes() -> tuple[nn.Module, networks.Split, ssla.Posterior]:
+    split = networks.digits(0, 1200, 200)
+    torch.manual_seed(0)
+    model = networks.perceptron(64, (50, 50), 10)
+    networks.train(model, ssla.likelihoods.Categorical(), split, 0)
+    law, prior = ssla.likelihoods.Categorical(), ssla.priors.Gaussian()
+    return model, split, ssla.fit(model.eval(), (split.x, split.y), likelihood=law, prior=prior, gaussian="variational")
+
+
+def class_times(rows: int, answers: Path) -> None:
+    """Print seconds of processor time for each row of ten classes, and save log probabilities: what `--against` compares."""
+    _, split, post = ten_classes()
+    new = torch.cat([split.x_test, split.x])[:rows]
+    post.predict(new[:2], refit="weights")  # imports and caches
+    start = time.process_time()
+    log_probs = post.predict(new, refit="weights").probs.log()
+    print((time.process_time() - start) / rows)
+    torch.save(log_probs, answers)
+
+
+def _elsewhere(root: Path, *arguments: str) -> str:
+    """What this script prints with the library of another checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    return subprocess.run(
+        [sys.executable, __file__, *arguments], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def classes(other: Path | None) -> None:
+    """1,000 rows of ten classes here, NUTS, and 40 rows of another checkout."""
+    here, saved = Path(__file__).parents[1], {name: Path(tempfile.mkdtemp()) / name for name in ("this", "other")}
+    each = float(_elsewhere(here, "--only", "class_times", "--rows", "1000", "--answers", str(saved["this"])))
+    print(f"Ten classes, 1,000 rows, processor time: {1000 * each:.1f} s here")
+    if other is not None:
+        slow = float(_elsewhere(other, "--only", "class_times", "--rows", "40", "--answers", str(saved["other"])))
+        ours, theirs = (torch.load(saved[name]) for name in ("this", "other"))
+        apart = (ours[: len(theirs)] - theirs).abs()
+        kl = float((theirs.exp() * (theirs - ours[: len(theirs)])).sum(1).mean())
+        likely = {least: float(apart[theirs.exp() >= least].max()) for least in (1e-2, 1e-4, 0.0)}
+        words = ", ".join(f"{value:.1e} (p ≥ {least:g})" for least, value in likely.items())
+        print(f"  {1000 * slow:.0f} s in {other} (from 40 rows), ratio {slow / each:.1f}")
+        print(f"  log probabilities differ by at most {words}; KL {kl:.1e}")
+    try:
+        import last_layers
+    except ImportError:
+        print("  NUTS needs numpyro: not run")
+        return
+    model, split, _ = ten_classes()
+    laplace = networks.fit(model, split.x, split.y, ssla.likelihoods.Categorical(), "laplace", ssla.priors.Gaussian())
+    weight, bias = laplace.parameters.values()
+    last_layers.CHAINS = 1
+    phi, mode = last_layers.features(model, split.x), torch.cat([weight, bias[:, None]], 1)
+    nuts = last_layers.sample(last_layers.CASES["digits"], phi, split.y, mode, 1.0, 1000, 0)
+    print(f"  NUTS, 500 + 1,000 draws, one chain: {nuts.seconds:.1f} s, {nuts.seconds / (1000 * each):.2f} of our time")
+
+
 def against(other: Path, rounds: int) -> None:
     """The refits of all weights of this checkout and of another one, in turn."""
     found: dict[str, list[list[list[float]]]] = {"this": [], "other": []}
     for _ in range(rounds):
         for name, root in (("other", other), ("this", Path(__file__).parents[1])):
-            command = [sys.executable, __file__, "--only", "processor_times"]
-            environment = {**os.environ, "PYTHONPATH": str(root / "src")}
-            text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            text = _elsewhere(root, "--only", "processor_times")
             found[name].append([[float(part) for part in line.split()] for line in text.splitlines()])
     for k, tolerance in enumerate((1e-3, 1e-5)):
         times = {name: [run[k][0] for run in runs] for name, runs in found.items()}
@@ -231,15 +290,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-by-one", type=int, default=200)
-    parser.add_argument("--against", type=Path, help="another checkout: compare refits of all weights")
-    parser.add_argument("--only", choices=["last_layer", "all_weights", "processor_times"])
+    parser.add_argument("--against", type=Path, help="another checkout: compare refits of all weights and of classes")
+    parser.add_argument("--only", choices=["last_layer", "classes", "all_weights", "processor_times", "class_times"])
+    parser.add_argument("--rows", type=int, default=1000, help="of class_times")
+    parser.add_argument("--answers", type=Path, help="file for the log probabilities of class_times")
     options = parser.parse_args()
     if options.only == "processor_times":
         processor_times()
-        return
-    if options.only != "all_weights":
+    elif options.only == "class_times":
+        class_times(options.rows, options.answers)
+    if options.only in (None, "last_layer"):
         last_layer(options.rounds, options.one_by_one)
-    if options.only != "last_layer":
+    if options.only in (None, "classes"):
+        classes(options.against)
+    if options.only in (None, "all_weights"):
         all_weights(options.rounds)
         if options.against is not None:
             against(options.against, options.rounds)
