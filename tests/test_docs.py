@@ -130,7 +130,7 @@ def test_the_code_of_the_page_on_clusters_runs(monkeypatch, capsys):
         torch.distributed.destroy_process_group()
     assert "likelihood" in capsys.readouterr().out
     monkeypatch.setattr(
-        distributed, "Client", lambda address, real=distributed.Client: real(processes=False, n_workers=1, dashboard_address=None)
+        distributed, "Client", lambda address, real=distributed.Client: real(processes=False, n_workers=1, dashboard_address=":0")
     )
     exec(dask, names)
     assert names["post"].report.n == 40
