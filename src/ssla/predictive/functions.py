@@ -27,20 +27,20 @@ class Joint(NamedTuple):
     covariance: Tensor  # (N·C, N·C)
 
 
-def joint(posterior: State, x: Inputs) -> Joint:
+def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
     """The joint Gaussian of f at x (see Posterior.joint)."""
-    inputs = posterior.network.cast(as_inputs(x))
+    inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows, C = row_count(inputs), posterior.network.outputs
     pieces = _pieces(posterior, rows)
     mean = torch.empty(rows, C, dtype=torch.float64)
     K = torch.empty(rows, C, rows, C, dtype=torch.float64)
     for i, left in enumerate(pieces):
-        f, J = next(posterior.linearised(slice_inputs(inputs, left)))
+        f, J = next(posterior.linearised(slice_inputs(inputs, left), differentiable))
         J = J.double()
         mean[left] = f
         moves = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
         for right in pieces[i:]:
-            other = J if right == left else next(posterior.linearised(slice_inputs(inputs, right)))[1].double()
+            other = J if right == left else next(posterior.linearised(slice_inputs(inputs, right), differentiable))[1].double()
             block = other.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
             if right == left:
                 block = (block + block.permute(2, 3, 0, 1)) / 2
@@ -86,23 +86,24 @@ class Functions:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __call__(self, x: Inputs) -> Tensor:
-        """(n, N, C), in the model's dtype."""
-        parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in self.posterior.linearised(x)]
+    def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
+        """(n, N, C), in the model's dtype. differentiable: with gradients in x."""
+        found = self.posterior.linearised(x, differentiable)
+        parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in found]
         C = self.posterior.network.outputs
         none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, len(self), dtype=torch.float64))
         f, moves = (torch.cat(column) for column in zip(*(parts or [none]), strict=True))
         nothing = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
         return (f + moves.movedim(-1, 0)).to(self.posterior.like(Marginal(f, nothing)))
 
-    def __getitem__(self, k: int) -> Callable[[Inputs], Tensor]:
-        """Draw k as a function of x, with values (N, C)."""
+    def __getitem__(self, k: int) -> Callable[..., Tensor]:
+        """Draw k as a function of x (and `differentiable`), with values (N, C)."""
         if not -len(self) <= k < len(self):
             raise IndexError(f"There are {len(self)} functions, numbered from 0, but number {k} was asked for.")
         only = Functions(self.posterior, self.steps[k][None])
-        return lambda x: only(x).squeeze(0)
+        return lambda x, differentiable=False: only(x, differentiable).squeeze(0)
 
-    def __iter__(self) -> Iterator[Callable[[Inputs], Tensor]]:
+    def __iter__(self) -> Iterator[Callable[..., Tensor]]:
         return (self[k] for k in range(len(self)))
 
     def __repr__(self) -> str:
