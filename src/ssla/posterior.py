@@ -123,8 +123,9 @@ class Posterior:
         refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
         on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
         `ssla.NoRefit(curvature="fisher")`.
-        differentiable: the answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and for
-        classes with refit="output"; the rest is refused. The graph of all rows is held in memory.
+        differentiable: the answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and with
+        refit="output" for the library's other likelihoods; answers without a gradient are refused (see docs/models.md).
+        The graph of all rows is held in memory.
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """

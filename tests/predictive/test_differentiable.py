@@ -10,7 +10,10 @@ from torch.autograd import gradcheck
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.numerics import linalg
 from ssla.predictive import affine, mixture
+from ssla.predictive.implicit import log_density_with_graph
+from ssla.refit.increments import at_mode
 from support.networks import data, mlp
 
 SCOPES = {"last layer": "last_layer", "all": "all", "named": ["0.weight", "2.bias"]}
@@ -25,8 +28,12 @@ TARGETS = {
     "three classes": (L.Categorical(), (Y > 0).long() + (Y > 0.5).long()),
     "five classes": (L.Categorical(), (Y * 2).round().long().clamp(-2, 2) + 2),
     "counts": (L.Poisson(), Y.abs().round()),
+    "dispersed counts": (L.NegativeBinomial(2.0), (3 * Y.abs()).round()),
+    "outliers": (L.StudentT(4.0, 0.3), Y),
+    "noise by x": (L.HeteroscedasticGaussian(), Y),
+    "own": (L.custom(lambda y, f: -((y - f[..., 0]) ** 2)), Y),
 }
-OUTPUTS = {"two targets": 2, "two classes": 2, "three classes": 3, "five classes": 5}
+OUTPUTS = {"noise by x": 2, "two targets": 2, "two classes": 2, "three classes": 3, "five classes": 5}
 CLASSES = ["bernoulli", "two classes", "three classes", "five classes"]
 
 
@@ -107,6 +114,71 @@ def test_probabilities_have_gradients_through_all_weights(target):
     assert gradcheck(lambda x: post.predict(x, differentiable=True).probs, at())
 
 
+def pointwise_answers(predictive, y):
+    parts = [predictive.mean, predictive.variance, predictive.stddev, predictive.log_prob(y), predictive.mass]
+    parts += [predictive.epistemic, predictive.aleatoric]
+    if predictive.kind == "count":
+        return parts
+    return [*parts, predictive.cdf(y), predictive.icdf(0.3), *predictive.interval(0.9).mT]
+
+
+@pytest.mark.parametrize("target", ["counts", "dispersed counts", "outliers", "noise by x"])
+@pytest.mark.parametrize("scope", ["last layer", "all"])
+def test_other_predictives_have_gradients_in_x(target, scope):
+    """Implicit differentiation of the refit, and through the quadrature."""
+    post = fitted(target, scope, gaussian="laplace" if scope == "all" else None)
+    y = TARGETS[target][1][:3]
+    ask = lambda x: pointwise_answers(post.predict(x, differentiable=True), y)  # noqa: E731
+    plain = lambda x: pointwise_answers(post.predict(x.detach()), y)  # noqa: E731
+    for found, value in zip(ask(at()), plain(AT), strict=True):
+        assert torch.allclose(found, value, rtol=1e-12)
+    # central differences of the plain answers
+    step, direction = 1e-4, torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    up, down = plain(AT + step * direction), plain(AT - step * direction)
+    x = at()
+    for found, a, b in zip(ask(x), up, down, strict=True):
+        slopes = torch.stack([(torch.autograd.grad(one, x, retain_graph=True)[0] * direction).sum() for one in found])
+        # nodes move with x in the differences: the error of the quadrature, and with it of its slope, is about 1e-4
+        rtol, atol = (1e-4, 1e-6) if "counts" in target else (1e-3, 5e-5)
+        assert torch.allclose(slopes, (a - b) / (2 * step), rtol=rtol, atol=atol)
+
+
+LIKELIHOODS = {
+    "poisson": (L.Poisson(), 1),
+    "negative binomial": (L.NegativeBinomial(2.0), 1),
+    "student t": (L.StudentT(4.0, 0.7), 1),
+    "log variance": (L.HeteroscedasticGaussian(), 2),
+    "natural": (L.HeteroscedasticGaussian(parameters="natural"), 2),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_log_density_of_the_refit_has_the_derivative_of_its_mode(name):
+    """No quadrature: gradcheck of the refit itself, in f̂, K and (where it is continuous) y."""
+    likelihood, size = LIKELIHOODS[name]
+    generator = torch.Generator().manual_seed(2)
+    f, A = (0.3 * torch.randn(2, *shape, size, dtype=torch.float64, generator=generator) for shape in ((), (size,)))
+    f = f - 2.0 * torch.tensor([0.0, 1.0], dtype=torch.float64) if name == "natural" else f
+    y = torch.tensor([[0.0, 2.0, 5.0], [1.0, 3.0, 4.0]], dtype=torch.float64)
+    y = y if likelihood.support.kind == "count" else y / 4 - 0.5
+    spd = lambda A: A @ A.mT + 0.1 * torch.eye(size, dtype=torch.float64)  # noqa: E731
+    spread = (part.repeat_interleave(3, 0) for part in (f, linalg.root(spd(A))))
+    found = log_density_with_graph(likelihood, y, f, spd(A))
+    assert torch.allclose(found.flatten(), at_mode(likelihood, y.flatten(), *spread).total, atol=1e-7)  # of the ascent
+    free = [part.clone().requires_grad_(True) for part in (f, A)]
+    assert gradcheck(lambda f, A: log_density_with_graph(likelihood, y, f, spd(A)), free)
+    if likelihood.support.kind != "count":
+        given = y.clone().requires_grad_(True)
+        assert gradcheck(lambda y: log_density_with_graph(likelihood, y, f, spd(A)), given)
+
+
+@pytest.mark.parametrize("target", ["outliers", "noise by x"])
+def test_log_densities_have_gradients_in_y(target):
+    post = fitted(target)
+    y = Y[:3].clone().requires_grad_(True)
+    assert gradcheck(lambda y: post.predict(AT, differentiable=True).log_prob(y), y)
+
+
 class Pictures(nn.Module):
     """Convolution, norm and a strided window: positions that share weights, and parameters without a Kronecker form."""
 
@@ -177,8 +249,20 @@ class Detached(nn.Module):
 
 def test_what_has_no_gradient_is_refused():
     counts, gaussian = fitted("counts"), fitted()
-    with pytest.raises(ValueError, match=r"not yet for Poisson\(\) with refit='output'. posterior.marginal"):
-        counts.predict(at(), differentiable=True)
+    with pytest.raises(ValueError, match=r"not yet for Custom\(\) with refit='output'. posterior.marginal"):
+        fitted("own").predict(at(), differentiable=True)
+    with pytest.raises(ValueError, match=r"not yet for Poisson\(\) with refit='newton'. Use refit='output'"):
+        counts.predict(at(), "newton", differentiable=True)
+    free = counts.predict(at(), differentiable=True)
+    for ask in (
+        lambda: free.cdf(1),
+        lambda: free.icdf(0.5),
+        lambda: free.interval(0.9),
+        lambda: free.mode,
+        lambda: free.sample(1),
+    ):
+        with pytest.raises(ValueError, match="carries no gradient yet"):
+            ask()
     for refit in ("weights", "auto"):
         with pytest.raises(ValueError, match=rf"not yet for refit='{refit}'. Use refit='output'"):
             gaussian.predict(at(), refit, differentiable=True)

@@ -1,4 +1,6 @@
-"""Predictives that carry gradients in x and y, by reverse-mode autograd: Gaussian noise (closed form) and classes (integrals).
+"""Predictives that carry gradients in x and y, by reverse-mode autograd.
+
+Gaussian noise has a closed form and classes are integrals. Counts and other numbers are in `ssla.predictive.implicit`.
 
 The values are those of the plain predictive. f̂ and K at x are differentiable because the network is (see `State.linearised`). The
 covariance of θ does not depend on x.
@@ -19,6 +21,7 @@ from ssla.numerics.roots import FullRoot, Root
 from ssla.predictive.class_integrals import has_integral, integrate_with_graph
 from ssla.predictive.classes import integrated_predictive
 from ssla.predictive.gaussian import GaussianLaw
+from ssla.predictive.implicit import POINTWISE, pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT
 from ssla.refit import Density, NoRefit, OutputRefit, OutputRung, Refit
@@ -61,13 +64,16 @@ def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predi
         no = torch.zeros(len(marginal.mean), dtype=torch.bool)
         law = GaussianLaw(moments, likelihood.covariance_for(marginal.mean), isinstance(rung, NoRefit))
         return Predictive(law, moments.like, Diagnostics(rung.name, no, no, no), differentiable=True)
-    if not has_integral(likelihood):
+    pointwise = isinstance(likelihood, POINTWISE)
+    if not pointwise and not has_integral(likelihood):
         _refuse(
             f"{type(likelihood).__name__}() with refit={rung.name!r}",
             "posterior.marginal(x, differentiable=True) has gradients for every likelihood",
         )
     if not isinstance(rung, OutputRefit) or rung.steps is not None:
         _refuse(f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'")
+    if pointwise:
+        return pointwise_predictive(posterior, x, rung)
     parts, outputs = list(_regular(posterior, x)), posterior.network.outputs
     f = torch.cat([torch.empty(0, outputs, dtype=torch.float64), *(f for f, _ in parts)])
     eye = torch.eye(outputs, dtype=torch.float64)
@@ -94,6 +100,7 @@ def _regular(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise ValueError(
-        f"predict(differentiable=True) works for Gaussian noise and for classes with refit='output', but not yet for {what}. "
+        "predict(differentiable=True) works for Gaussian noise, and with refit='output' for the other likelihoods of the "
+        f"library, but not yet for {what}. "
         f"{instead}, or predict without differentiable=True."
     )
