@@ -1,5 +1,6 @@
 """Gradients in x and y: against finite differences (gradcheck, float64), with the values of the plain answers."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -223,6 +224,46 @@ def test_inputs_without_a_gradient_give_the_plain_answer():
     assert torch.equal(post.predict(AT, differentiable=True).variance, post.predict(AT).variance)
     assert post.predict(AT[:0], differentiable=True).mean.shape == (0,)
     assert fitted("three classes").predict(AT[:0], differentiable=True).probs.shape == (0, 3)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, a, b):
+        return self.body(torch.cat([a, b], 1))
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_one_part_of_the_inputs_may_require_a_gradient(weights):
+    rows = {"a": X[:, :1], "b": X[:, 1:]}
+    post = ssla.fit(Two(), [(rows, Y)], likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights)
+    ask = lambda b: post.predict({"a": AT[:, :1], "b": b}, differentiable=True).variance  # noqa: E731
+    assert gradcheck(ask, AT[:, 1:].clone().requires_grad_(True))
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_single_precision_has_nearly_the_same_gradient(weights):
+    slopes = []
+    for dtype in (torch.float32, torch.float64):
+        post = ssla.fit(
+            mlp().to(dtype), (X.to(dtype), Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights
+        )
+        x = AT.to(dtype).requires_grad_(True)
+        slopes.append(torch.autograd.grad(post.predict(x, differentiable=True).variance.sum(), x)[0])
+    assert slopes[0].dtype == torch.float32
+    assert torch.allclose(slopes[0].double(), slopes[1], rtol=1e-3, atol=1e-5)
+
+
+def test_chunks_of_rows_give_the_same_gradient():
+    post = fitted("three classes", "all", "kfac")
+    small = ssla.Posterior(replace(post.state, memory_budget=post.network.bytes_per_row))
+    slopes = []
+    for one in (post, small):
+        x = at()
+        slopes.append(torch.autograd.grad(one.predict(x, differentiable=True).probs[:, 0].sum(), x)[0])
+    assert torch.allclose(*slopes, atol=1e-12)
 
 
 def test_another_unit_keeps_the_gradient():
