@@ -146,21 +146,24 @@ def _checked_weights(weights: Tensor, rows: int) -> Tensor:
     return weights
 
 
-def as_inputs(x: Any) -> Inputs:
+def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
     """The user's x -> tensors in the same nesting."""
     if isinstance(x, Mapping):
-        return {key: as_tensor(value) for key, value in x.items()}
+        return {key: as_tensor(value, differentiable) for key, value in x.items()}
     if isinstance(x, tuple) or (isinstance(x, list) and x and _is_array(x[0])):
-        return tuple(as_tensor(value) for value in x)
-    return as_tensor(x)
+        return tuple(as_tensor(value, differentiable) for value in x)
+    return as_tensor(x, differentiable)
 
 
-def as_tensor(value: Any) -> Tensor:
+def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
     """A tensor, array, data frame or list of numbers -> Tensor (shares memory if possible).
 
-    ValueError for a tensor that requires a gradient: the library computes none.
+    ValueError for a tensor that requires a gradient, unless the answer is differentiable: the gradient would be lost.
     """
     if isinstance(value, Tensor):
+        if differentiable:
+            _refuse_transform(value)
+            return value
         _refuse_gradient(value)
         return value.detach()
     try:
@@ -184,9 +187,20 @@ def _refuse_gradient(value: Tensor) -> None:
     else:
         return
     raise ValueError(
-        f"Expected plain numbers, but got {given}. Differentiation through a posterior or a predictive is not supported yet: its "
-        "gradient would be zero. Give x.detach(), or call it under torch.no_grad() or outside the transform."
+        f"Expected plain numbers, but got {given}. Its gradient would be zero here. Gradients need differentiable=True, as in "
+        "posterior.predict(x, differentiable=True). Without them give x.detach(), or call under torch.no_grad() or outside the "
+        "transform."
     )
+
+
+def _refuse_transform(value: Tensor) -> None:
+    """ValueError for derivatives that are not taken by reverse-mode autograd."""
+    if unpack_dual(value).tangent is not None or is_functorch_wrapped_tensor(value):
+        raise ValueError(
+            "differentiable=True supports reverse-mode autograd (backward, torch.autograd.grad, torch.autograd.functional), but "
+            "x or y is inside a torch.func transform (grad, jacrev, jvp, vmap, …) or carries a forward-mode tangent. Call it "
+            "outside the transform with x.requires_grad_()."
+        )
 
 
 def leaves(x: Inputs) -> list[Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -19,8 +20,9 @@ from ssla.data import Inputs, Source, open_source
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
-from ssla.predictive import Predictive, explanations
+from ssla.predictive import Predictive, explanations, functions
 from ssla.predictive.explanations import Explanation, LabelGains
+from ssla.predictive.functions import Functions, Joint
 from ssla.predictive.leave_one_out import LeaveOneOut, leave_one_out
 from ssla.priors import EXACT, BoundPrior, Prior
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
@@ -115,20 +117,45 @@ class Posterior:
 
     # --- predictions -----------------------------------------------------------------------
 
-    def predict(self, x: Inputs, refit: str | Refit = "output") -> Predictive:
+    def predict(self, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
         """The predictive distribution of y at x.
 
         refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
         on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
         `ssla.NoRefit(curvature="fisher")`.
+        differentiable: the answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and with
+        refit="output" for the library's other likelihoods; answers without a gradient are refused (see docs/models.md).
+        The graph of all rows is held in memory.
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
-        return predictive.predict(self.state, x, refit)
+        return predictive.predict(self.state, x, refit, differentiable)
 
-    def marginal(self, x: Inputs) -> Marginal:
-        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N."""
-        return self.state.marginal(x)
+    def marginal(self, x: Inputs, differentiable: bool = False) -> Marginal:
+        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N.
+
+        differentiable: both carry gradients in x, for every likelihood, structure and choice of weights.
+        """
+        return self.state.marginal(x, differentiable)
+
+    def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
+        """f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C). Entry i·C + c is output c at input i.
+
+        The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused: see `draw_functions`.
+        differentiable: both carry gradients in x.
+        """
+        return functions.joint(self.state, x, differentiable)
+
+    def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
+        """n draws of the function f, with the covariance of `joint`, to be evaluated at any x: (n, N, C).
+
+        Each is one draw of the weights, in the network linearised at θ̂, so its values in different calls belong together
+        (Thompson sampling). Needs no matrix over the inputs. `draws(x, differentiable=True)` carries gradients in x.
+
+        >>> draws = post.draw_functions(16, generator)      # doctest: +SKIP
+        >>> draws(x).std(0), draws[3](x)                    # doctest: +SKIP
+        """
+        return functions.draw_functions(self.state, n, generator)
 
     def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
         """Every training row predicted from the other rows: log densities, PIT and coverage without a held-out set.

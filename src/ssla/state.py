@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.data import Inputs, Source, as_inputs
+from ssla.data import Inputs, Source, as_inputs, leaves
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.network import Network, difference, fingerprint, marks, module_of
@@ -298,19 +298,25 @@ class State:
         """θ̂ by name (after `polish` not the module's own values)."""
         return self.network.layout.unpack(self.theta.clone())
 
-    def linearised(self, x: Any) -> Iterator[tuple[Tensor, Jacobian]]:
-        """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time."""
-        inputs = self.network.cast(as_inputs(x))
+    def linearised(self, x: Any, differentiable: bool = False) -> Iterator[tuple[Tensor, Jacobian]]:
+        """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time.
+
+        differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is then held.
+        """
+        inputs = self.network.cast(as_inputs(x, differentiable))
+        graph = differentiable and torch.is_grad_enabled() and any(part.requires_grad for part in leaves(inputs))
         for part in self.network.chunks(inputs, self.memory_budget):
-            f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta)
+            f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta, graph)
+            if graph:
+                _refuse_disconnected(f, part)
             if self.variational is not None and not self.network.linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
-    def marginal(self, x: Inputs) -> Marginal:
+    def marginal(self, x: Inputs, differentiable: bool = False) -> Marginal:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N, in the dtype of `like`."""
-        found = self.outputs_at(x)
+        found = self.outputs_at(x, differentiable)
         return Marginal(*(part.to(self.like(found)) for part in found))
 
     def like(self, marginal: Marginal) -> Tensor:
@@ -332,13 +338,13 @@ class State:
             dtype = torch.float64
         return torch.empty(0, dtype=dtype, device=self.network.device)
 
-    def outputs_at(self, x: Inputs) -> Marginal:
+    def outputs_at(self, x: Inputs, differentiable: bool = False) -> Marginal:
         """`marginal` in float64 on the CPU, where everything else is computed."""
-        return self._joined([(f, self.covariance.covariance(J)) for f, J in self.linearised(x)])
+        return self._joined([(f, self.covariance.covariance(J)) for f, J in self.linearised(x, differentiable)])
 
-    def roots_at(self, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+    def roots_at(self, x: Inputs, differentiable: bool = False) -> Iterator[tuple[Tensor, Root]]:
         """f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is never held."""
-        for f, J in self.linearised(x):
+        for f, J in self.linearised(x, differentiable):
             yield f.double(), self.covariance.root(J)
 
     def prior_response(self, x: Inputs) -> Marginal:
@@ -494,6 +500,18 @@ class State:
     def __getstate__(self) -> dict[str, Any]:
         """Copies travel without the training data: a refit of the weights then needs WeightRefit(data=…)."""
         return {**self.__dict__, "source": None}
+
+
+def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
+    """ValueError if the network's outputs have no derivative in x, which a zero gradient would hide."""
+    free = [part for part in leaves(x) if part.requires_grad]
+    found = torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True) if f.requires_grad else ()
+    if all(gradient is None for gradient in found):
+        raise ValueError(
+            "differentiable=True was asked for, but the network's outputs have no derivative in x. Likely causes: "
+            "(a) torch.no_grad() or .detach() in its forward; (b) x is rounded or used as indices. Remedy: remove them, or give "
+            "the numbers that the network is differentiable in."
+        )
 
 
 def evidence_bound(state: State, mean: Tensor, covariance: Operator, log_likelihood: float) -> float:

@@ -28,7 +28,7 @@ def post():
 
 # --- gradients -----------------------------------------------------------------------------
 
-NO_GRADIENT = "not supported yet: its gradient would be zero. Give x.detach"
+NO_GRADIENT = r"gradient would be zero here. Gradients need differentiable=True, .* give x.detach"
 
 
 def questions(post):
@@ -54,6 +54,14 @@ def test_a_gradient_in_x_is_refused_and_not_zero(post, name):
     with torch.no_grad():
         free = ask(X[:2].clone().requires_grad_(True))
     assert torch.equal(free, ask(X[:2]))
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_answers_under_no_grad_are_the_same(weights):
+    post = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights=weights)
+    with torch.no_grad():
+        found = post.predict(X[:2]).variance
+    assert torch.equal(found, post.predict(X[:2]).variance)
 
 
 def test_a_gradient_in_one_part_of_x_is_refused():

@@ -100,35 +100,37 @@ class AnyParameters:
         with torch.no_grad(), self.frozen.worded(x):
             return self.run(self._free(theta), x).to("cpu")
 
-    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
         free = self._free(theta)
-        f, blocks = self._layer_blocks(x, free)
-        rest = self._rest_block(x, free) if self.others else None
+        f, blocks = self._layer_blocks(x, free, graph)
+        rest = self._rest_block(x, free, graph) if self.others else None
         return f.to("cpu"), LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest)
 
-    def _layer_blocks(self, x: Inputs, free: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerBlock]]:
+    def _layer_blocks(self, x: Inputs, free: Mapping[str, Tensor], graph: bool) -> tuple[Tensor, list[LayerBlock]]:
         plans = {plan.weight: plan for plan in self.layers}
         named = {**self.rest, **free}
         watch = Layers({id(named[name]): name for name in plans})
         with torch.enable_grad(), self.frozen.worded(x), watch:
             f = self.run(free, x)
         if not plans:
-            return f.detach(), []
+            return f if graph else f.detach(), []
         zeros = [zero for _, _, zero in watch.calls]
+        with torch.enable_grad():  # the caller may work under no_grad
+            sums = f.sum(0).unbind()
         columns = [
-            torch.autograd.grad(f[:, c].sum(), zeros, retain_graph=c + 1 < self.outputs, allow_unused=True)
-            for c in range(self.outputs)
+            torch.autograd.grad(one, zeros, retain_graph=graph or one is not sums[-1], create_graph=graph, allow_unused=True)
+            for one in sums
         ]
         found: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for i, (name, call, zero) in enumerate(watch.calls):
             grads = [torch.zeros_like(zero) if column[i] is None else column[i] for column in columns]
             delta = torch.stack([by_place(call, g) for g in grads], 1)  # (B, C, T, out)
-            found.setdefault(name, []).append((self._inputs(plans[name], patches(call)), delta))
+            found.setdefault(name, []).append((self._inputs(plans[name], patches(call, graph)), delta))
         blocks = []
         for name, uses in found.items():  # a weight used twice: its positions are concatenated
             a, delta = torch.cat([u[0] for u in uses], 1), torch.cat([u[1] for u in uses], 2)
             blocks.append(LayerBlock(plans[name].positions, a.to("cpu"), delta.to("cpu")))
-        return f.detach(), blocks
+        return f if graph else f.detach(), blocks
 
     @staticmethod
     def _inputs(plan: LayerPlan, a: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class AnyParameters:
             return ones
         return torch.cat([a, ones], -1) if plan.bias_free else a
 
-    def _rest_block(self, x: Inputs, free: Mapping[str, Tensor]) -> RestBlock:
+    def _rest_block(self, x: Inputs, free: Mapping[str, Tensor], graph: bool) -> RestBlock:
         chosen = {name: free[name] for name in self.others}
 
         def one(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
@@ -151,7 +153,7 @@ class AnyParameters:
             parts = {name: torch.stack([row[name] for row in rows]) for name in self.others}
         values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
         index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
-        return RestBlock(index, values.detach().to("cpu"))
+        return RestBlock(index, (values if graph else values.detach()).to("cpu"))
 
 
 @contextmanager

@@ -83,8 +83,8 @@ class Network(Protocol):
 
     def rows_at_once(self, budget: int) -> int: ...
 
-    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
-        """f (B, C) and J at θ, on the CPU, for cast x."""
+    def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
+        """f (B, C) and J at θ, on the CPU, for cast x. graph: both are differentiable in x."""
         ...
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ class Frozen:
         """The module's result -> f (N, C)."""
         return as_outputs(picked(result, self.output), rows)
 
-    def forward(self, x: Inputs) -> Tensor:
-        with torch.no_grad():
+    def forward(self, x: Inputs, graph: bool = False) -> Tensor:
+        with torch.set_grad_enabled(graph):
             with self.worded(x):
                 result = self.call(self.module, x)
             return self.outputs(result, row_count(x))

@@ -62,9 +62,9 @@ class LastLayer:
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
         return in_chunks(x, self.rows_at_once(budget))
 
-    def linearise(self, x: Inputs, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
         with SeenInputs(self.weight) as seen:
-            self.frozen.forward(x)
+            self.frozen.forward(x, graph)
         assert seen.input is not None
         J = Features(seen.input.to("cpu"), self.outputs, self.fold_bias)
         f = Features(J.phi.double(), self.outputs, self.fold_bias).push(

@@ -135,9 +135,9 @@ class Layers(TorchFunctionMode):
         return result + zero
 
 
-def patches(call: Call) -> Tensor:
-    """The inputs that the weight multiplies, a row for each position: (B, T, F)."""
-    x = call.input.detach()
+def patches(call: Call, graph: bool = False) -> Tensor:
+    """The inputs that the weight multiplies, a row for each position: (B, T, F). graph: with their autograd graph."""
+    x = call.input if graph else call.input.detach()
     if call.kind == LINEAR:
         return x.reshape(x.shape[0], -1, x.shape[-1])
     n = call.dimensions

@@ -18,6 +18,7 @@ from ssla.predictive.circular import circular_predictive
 from ssla.predictive.class_integrals import has_integral, integrate_classes
 from ssla.predictive.classes import class_predictive, integrated_predictive
 from ssla.predictive.counts import count_predictive
+from ssla.predictive.differentiable import differentiable_predictive
 from ssla.predictive.gaussian import Ellipsoid, GaussianLaw, additive_law
 from ssla.predictive.grid import grid_predictive
 from ssla.predictive.law import Law
@@ -57,11 +58,13 @@ __all__ = [
 ]
 
 
-def predict(posterior: State, x: Inputs, refit: str | Refit = "output") -> Predictive:
+def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
     """The predictive of y at x (see Posterior.predict)."""
     if not isinstance(posterior, State):
         raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
     rung = resolve(refit)
+    if differentiable:
+        return differentiable_predictive(posterior, x, rung)
     if posterior.convention != EXACT and not isinstance(rung, OutputRung):
         raise ValueError(
             f"refit={rung.name!r} works with the exact convention only, but this posterior has "

@@ -140,4 +140,4 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
         a, b = (value.expand(law.mean.shape[1]) for value in (a, b))
     step = torch.finfo(like.dtype).eps * a.abs()
     coarse = bool((step > COARSE * b * law.stddev).any())  # the sum needs digits that the dtype lacks
-    return Predictive(AffineLaw(law, a, b), like.double() if coarse else like, predictive.diagnostics)
+    return replace(predictive, law=AffineLaw(law, a, b), like=like.double() if coarse else like, parts=())

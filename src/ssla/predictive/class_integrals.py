@@ -55,6 +55,19 @@ def integrate_classes(parts: Iterable[tuple[Tensor, Root]], outputs: int, budget
     return ClassIntegrals(*(torch.cat(column) for column in zip(*(found or [ClassIntegrals(none, none)]), strict=True)))
 
 
+def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
+    """`integrate_classes` with the autograd graph of f̂ and the roots: the same nodes. All arrays (rows, C, S) are held."""
+    found = [_binary(f, root) if outputs <= 2 else _softmax_with_graph(f, root) for f, root in parts]
+    none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
+    return ClassIntegrals(*(torch.cat(column) for column in zip(*(found or [ClassIntegrals(none, none)]), strict=True)))
+
+
+def _softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
+    z = _nodes(f.shape[1]).to(root.dtype)
+    logs = torch.log_softmax(f.unsqueeze(-1) + _deviations(root, z).double(), 1)  # (B, C, S)
+    return ClassIntegrals(torch.log_softmax(logs.logsumexp(-1), 1), logs.exp().var(-1, correction=0))
+
+
 def _binary(f: Tensor, root: Root) -> ClassIntegrals:
     """Of one logit, or of the difference of two."""
     size = f.shape[1]
@@ -105,7 +118,7 @@ def _deviations(root: Root, z: Tensor) -> Tensor:
     if z.shape[1] < 4 * z.shape[0]:  # fewer nodes are not whitened
         seen = torch.linalg.vecdot(moved, moved) / z.shape[1]
         factor = torch.where(seen > 0, root.variances() / seen, 1.0).sqrt()
-        moved.mul_(factor.unsqueeze(-1))
+        return moved * factor.unsqueeze(-1) if moved.requires_grad else moved.mul_(factor.unsqueeze(-1))
     return moved
 
 

@@ -129,7 +129,7 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
 
 
-def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit: str) -> Predictive:
+def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit: str, differentiable: bool = False) -> Predictive:
     """Probabilities that are integrals over f."""
     log_probs, spread = found
     p = log_probs.exp()
@@ -137,7 +137,8 @@ def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit:
     if isinstance(log_density.likelihood, Bernoulli):
         share = share[:, 1]
     no = torch.zeros(len(p), dtype=torch.bool)
-    return Predictive(ClassLaw(log_density, log_probs, share), log_density.like, Diagnostics(refit, no, no, no))
+    law, flags = ClassLaw(log_density, log_probs, share), Diagnostics(refit, no, no, no)
+    return Predictive(law, log_density.like, flags, differentiable=differentiable)
 
 
 def class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:

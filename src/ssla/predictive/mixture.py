@@ -38,6 +38,11 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             raise TypeError(f"mixture needs predictives, as predict returns them, but got a {type(member).__name__}.")
     if not predictives:
         raise ValueError("mixture needs at least one predictive, but the list is empty.")
+    if any(member.differentiable for member in predictives):
+        raise ValueError(
+            "Mixtures carry no gradients, but a member was made with differentiable=True. Mix the answers yourself "
+            "(means, probabilities), or predict without differentiable=True."
+        )
     _check_alike(predictives)
     w = _checked_weights(weights, len(predictives), predictives[0].law.rows)
     used = (w > 0).reshape(len(w), -1).any(1)

@@ -59,6 +59,7 @@ class Predictive:
     like: Tensor
     diagnostics: Diagnostics
     parts: tuple[Predictive, ...] = ()  # the members of a mixture, or the predictives whose rows were joined
+    differentiable: bool = False  # whether the answers carry gradients in x and y
 
     @property
     def kind(self) -> str:
@@ -174,16 +175,17 @@ class Predictive:
 
     def _targets(self, y: Any) -> tuple[Tensor, bool]:
         if self.kind == "vector":
-            return vector_targets(y, *self.law.mean.shape), False
-        return scalar_targets(y, self.law.rows)
+            rows, size = self.law.mean.shape
+            return vector_targets(y, rows, size, self.differentiable), False
+        return scalar_targets(y, self.law.rows, self.differentiable)
 
 
-def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
+def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
     """y as (N, k) float64, and whether it has one value for each row.
 
     Accepts a number, (N,), (N, k) and (1, k).
     """
-    value = as_tensor(y).to("cpu", torch.float64)
+    value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() == 0:
         return value.expand(rows, 1), True
     if value.dim() == 1 and value.shape[0] == rows:
@@ -196,9 +198,9 @@ def scalar_targets(y: Any, rows: int) -> tuple[Tensor, bool]:
     )
 
 
-def vector_targets(y: Any, rows: int, size: int) -> Tensor:
+def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
     """y (N, D) or (N, k, D) in float64."""
-    value = as_tensor(y).to("cpu", torch.float64)
+    value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() not in (2, 3) or value.shape[0] != rows or value.shape[-1] != size:
         raise ValueError(f"y must have shape ({rows}, {size}) or ({rows}, k, {size}), but has {tuple(value.shape)}.")
     return value

@@ -135,7 +135,7 @@ class Grid:
     @cached_property
     def relative(self) -> Tensor:
         """exp(log p − peak) dx, in units of the scale (m, k): the terms of the rule."""
-        return (self.logs - self.peak[:, None]).exp_().mul_(pattern_of(self.logs.shape[1], self.reach)[1])
+        return (self.logs - self.peak[:, None]).exp() * pattern_of(self.logs.shape[1], self.reach)[1]
 
     @cached_property
     def log_mass(self) -> Tensor:
