@@ -58,8 +58,8 @@ def html_report(
 ) -> Report:
     """One self-contained page on the predictions for test rows X with observed targets y. It opens without a network.
 
-    It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a table of rows, and the predictive of
-    each row under weaker and stronger priors, computed by `with_prior`. y has one target.
+    It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a table of rows, and the predictive
+    of each row under weaker and stronger priors, computed by `with_prior`. y has one target.
 
     model: a Posterior, or a fitted estimator of `ssla.sklearn`.
     refit: of a Posterior ("output" if not given); an estimator has its own.  names: of the columns of X.  target: the name of y.

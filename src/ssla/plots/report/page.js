@@ -25,7 +25,7 @@
   }
 
   // draw(x, y) gives the marks, with functions from data to the picture
-  function chart({ x, y, xLabel, yLabel, label, draw, width = 420, height = 280, left = 52, yTicks = true, legend = [] }) {
+  function chart({ x, y, xLabel, yLabel, label, draw, width = 380, height = 260, left = 52, yTicks = true, legend = [] }) {
     const top = legend.length ? 30 : 10, right = 14, bottom = 42;
     const px = (v) => +(left + ((v - x[0]) / (x[1] - x[0])) * (width - left - right)).toFixed(2);
     const py = (v) => +(height - bottom - ((v - y[0]) / (y[1] - y[0])) * (height - bottom - top)).toFixed(2);
@@ -45,7 +45,7 @@
     let at = left;
     for (const [mark, text] of legend) {
       out += `<g transform="translate(${at} 14)">${mark}<text x="22" y="4">${esc(text)}</text></g>`;
-      at += 34 + 6.3 * text.length;
+      at += 30 + 6.2 * text.length;
     }
     return out + "</svg>";
   }
@@ -126,7 +126,7 @@
     const [a, b] = at[last], [a2, b2] = at[0];
     const value = (x, v) => x(Math.min(Math.max(v, xs[0]), xs[1]));
     el("predictive").innerHTML = chart({
-      x: xs, y: [-180, 1080], xLabel: D.target, yTicks: false, left: 14, height: 300,
+      x: xs, y: [-180, 1080], xLabel: D.target, yTicks: false, left: 14, height: 280,
       label: `Predictive of row ${R.id[i]}: mean ${num(R.mean[i][k])}, ${pct(D.levels[last], 0)} interval ${num(a)} to ${num(b)}, observed ${num(y)}`,
       legend: [[boxMark("var(--tint2)"), `${pct(D.levels[last], 0)} interval`], [lineMark("var(--ink)", DASH), "observed"], ...(D.factors.length > 1 ? [[lineMark("var(--other)"), "bounds over the priors"]] : [])],
       draw: (x, y0) => {

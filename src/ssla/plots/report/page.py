@@ -77,8 +77,8 @@ def _sampled(facts: dict[str, Any]) -> str:
     if facts["shown"] == facts["n"]:
         return "All of them are in the table below."
     return (
-        f"Scores and calibration are of all rows. The table and pictures of single rows have {facts['shown']:,} of them: the worst "
-        "predicted, the most doubtful, and evenly spaced ones."
+        f"Scores and calibration are of all rows. The table and the pictures of single rows have {facts['shown']:,} of them: the "
+        "worst predicted, the most doubtful, and evenly spaced ones."
     )
 
 
@@ -115,8 +115,8 @@ def _calibration(facts: dict[str, Any]) -> str:
         text = "Below the diagonal the model is too sure. The bars are the range of a calibrated model, the numbers count rows."
         return f'<p>{text}</p><div class="charts"><figure id="reliability"></figure></div>'
     text = (
-        "Left: the share of rows inside intervals of each level. Above the diagonal, intervals are too wide. Right: where the observed "
-        "values are in their predictives, P(Y ≤ y). It is flat if the model is calibrated; a U means too narrow, a hump too wide."
+        "The first picture has the share of rows inside intervals of each level: above the diagonal, intervals are too wide. The "
+        "second has the histogram of P(Y ≤ y): flat if the model is calibrated, a U if intervals are too narrow, a hump if too wide."
     )
     return f'<p>{text}</p><div class="charts"><figure id="curve"></figure><figure id="pit"></figure></div>'
 
@@ -140,6 +140,7 @@ def _row(facts: dict[str, Any]) -> str:
         slider = (
             '<p class="slider"><label for="prior">Strength of the prior: precision × <output id="strength" for="prior">1</output>'
             f'</label><input type="range" id="prior" min="0" max="{last}" step="1" value="{facts["own"]}"></p>'
+            '<p class="note">Other strengths are computed from the fit by with_prior, without training again.</p>'
         )
     return (
         '<p>Choose a row in the list above or in the table below.</p><h3 id="row-name" aria-live="polite"></h3>'
