@@ -115,7 +115,12 @@ def test_a_page_of_a_table(trained, tmp_path):
     scores = json.loads(call("evaluate", room / "model", tmp_path / "test.csv", "--json").stdout)
     assert facts["scores"][0][1] == pytest.approx(scores["nll"])
     assert hashlib.sha256((tmp_path / "test.csv").read_bytes()).hexdigest() in page
-    for sentence in ("1 rows have no target", "left out: 80 different texts in 80 rows", "category: 3 values", "mixed over values"):
+    for sentence in (
+        "rows without a target (1)",
+        "left out: 80 different texts in 80 rows",
+        "category: 3 values",
+        "mixed over values",
+    ):
         assert sentence in page
     assert [row[1] for row in facts["rows"]["inputs"]][:3] == [line.split(",")[2] for line in text[1:4]]
 
@@ -128,7 +133,7 @@ def test_a_page_of_classes_and_what_a_page_needs(trained, tmp_path):
     done = call("report", tmp_path / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html")
     assert done.exit_code == 0, done.output
     assert page_data(tmp_path / "report.html")["classes"] == ["blue", "green", "red"]
-    assert "1 rows have a label that is not in the training table" in (tmp_path / "report.html").read_text()
+    assert "rows with a label that is not in the training table (1)" in (tmp_path / "report.html").read_text()
     for arguments, text in (
         ((room / "data.csv",), "A page needs a table and a file"),
         (("-o", tmp_path / "x.html"), "A page needs a table and a file"),

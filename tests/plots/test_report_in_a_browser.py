@@ -74,7 +74,9 @@ def test_the_slider_draws_what_with_prior_gives(page, model):
         if p.kind == "class":
             drawn = [float(bar.get_attribute("data-probability")) for bar in page.locator("rect.bar").all()]
             np.testing.assert_allclose(drawn, p.probs[0], atol=1e-5)
-            left, right = (page.evaluate(f"document.querySelectorAll('rect.bar')[0].{part}.baseVal.value") for part in ("x", "width"))
+            left, right = (
+                page.evaluate(f"document.querySelectorAll('rect.bar')[0].{part}.baseVal.value") for part in ("x", "width")
+            )
             assert right >= 0 < left
             continue
         lower, upper = p.interval(0.95)[0].tolist()
@@ -85,15 +87,25 @@ def test_the_slider_draws_what_with_prior_gives(page, model):
         assert f"{float(f'{lower:.4g}'):g} to {float(f'{upper:.4g}'):g}" in text
 
 
-def test_the_drawn_interval_moves_with_the_slider(page, model):
+def test_what_is_drawn_is_to_scale(page, model):
+    """Lengths in the picture are proportional to the numbers, for all strengths of the prior."""
     if model[0].predict(model[1][:1]).kind == "class":
-        ends = "[...document.querySelectorAll('rect.bar')].map(b => b.getBoundingClientRect().width)"
+        drawn = "[...document.querySelectorAll('rect.bar')].map(b => [Number(b.dataset.probability), b.width.baseVal.value])"
     else:
-        ends = "[document.querySelector('#interval').x1.baseVal.value, document.querySelector('#interval').x2.baseVal.value]"
-    before = page.evaluate(ends)
+        drawn = """(() => { const l = document.querySelector("#interval");
+        return [[Number(l.dataset.lower), l.x1.baseVal.value], [Number(l.dataset.upper), l.x2.baseVal.value]]; })()"""
     page.locator("#prior").focus()
-    page.keyboard.press("End")
-    assert np.abs(np.array(page.evaluate(ends)) - before).max() > 0.2
+    points = []
+    for key in ("Home", *["ArrowRight"] * 4):
+        page.keyboard.press(key)
+        points += page.evaluate(drawn)
+    numbers, places = np.array(points).T
+    slope, start = np.polyfit(numbers, places, 1)
+    assert slope > 0
+    assert np.ptp(numbers) * slope > 20
+    np.testing.assert_allclose(places, start + slope * numbers, atol=0.02)
+    first, last = np.array(points).reshape(5, -1)[[0, -1]]
+    assert np.abs(first - last).max() > 0.2
 
 
 def test_rows_are_sorted_searched_and_selected_by_keyboard(page, model):
@@ -134,7 +146,9 @@ def test_pages_of_the_table_are_turned_by_keyboard(page):
 def test_axe_has_no_serious_finding(page):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     found = axe.Axe().run(page).response["violations"]
-    serious = [(f["id"], [node["html"][:120] for node in f["nodes"]][:3]) for f in found if f["impact"] in ("serious", "critical")]
+    serious = [
+        (f["id"], [node["html"][:120] for node in f["nodes"]][:3]) for f in found if f["impact"] in ("serious", "critical")
+    ]
     assert not serious
 
 

@@ -36,14 +36,14 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         if not known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
         if not known.all():
-            remarks.append(f"{int((~known).sum()):,} rows have a label that is not in the training table, and are left out.")
+            remarks.append(f"Left out: rows with a label that is not in the training table ({int((~known).sum()):,}).")
         rows, y = rows[known], np.searchsorted(estimator.classes_, y[known])
     if not given.all():
-        remarks.append(f"{int((~given).sum()):,} rows have no target, and are left out.")
+        remarks.append(f"Left out: rows without a target ({int((~given).sum()):,}).")
     encoded = plan.encode(table)[rows]
     if encoded.marked:
         remarks.append(
-            f"{encoded.marked:,} rows have missing or unknown inputs. Their predictions are mixed over values of the training table."
+            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed over values of the training table."
         )
     names = tuple(feature.name for feature in plan.features)[:SHOWN_INPUTS]
     cells = [table.cells_of(name) for name in names]
@@ -57,7 +57,10 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         lambda chosen: [[column[rows[i]] for column in cells] for i in chosen],
         used(plan, extra["target"]),
         (*fit_of(estimator), ("Training", trained(extra["facts"]))),
-        ((f"table {data.name}", digest(data)), *((f"model file {f.name}", digest(f)) for f in sorted(model.iterdir()) if f.is_file())),
+        (
+            (f"table {data.name}", digest(data)),
+            *((f"model file {f.name}", digest(f)) for f in sorted(model.iterdir()) if f.is_file()),
+        ),
         tuple(remarks),
         labels=(rows + 1).tolist(),
     )

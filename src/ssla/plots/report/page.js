@@ -45,7 +45,7 @@
     let at = left;
     for (const [mark, text] of legend) {
       out += `<g transform="translate(${at} 14)">${mark}<text x="22" y="4">${esc(text)}</text></g>`;
-      at += 30 + 6.2 * text.length;
+      at += 32 + 6.6 * text.length;
     }
     return out + "</svg>";
   }
@@ -128,7 +128,7 @@
     el("predictive").innerHTML = chart({
       x: xs, y: [-180, 1080], xLabel: D.target, yTicks: false, left: 14, height: 280,
       label: `Predictive of row ${R.id[i]}: mean ${num(R.mean[i][k])}, ${pct(D.levels[last], 0)} interval ${num(a)} to ${num(b)}, observed ${num(y)}`,
-      legend: [[boxMark("var(--tint2)"), `${pct(D.levels[last], 0)} interval`], [lineMark("var(--ink)", DASH), "observed"], ...(D.factors.length > 1 ? [[lineMark("var(--other)"), "bounds over the priors"]] : [])],
+      legend: [[boxMark("var(--tint2)"), `${pct(D.levels[last], 0)} interval`], [lineMark("var(--ink)", DASH), "observed"], ...(D.factors.length > 1 ? [[lineMark("var(--other)"), "bounds over priors"]] : [])],
       draw: (x, y0) => {
         const grid = heights.map((h, j) => [start + j * step, h]);
         let out = "";
@@ -165,7 +165,7 @@
     el("predictive").innerHTML = chart({
       x: [0, 1], y: [0, classes.length], xLabel: "probability", yTicks: false, left, height,
       label: `Probabilities of row ${R.id[i]}: ${classes.map((c, j) => `${named(c)} ${pct(shown[j])}`).join(", ")}`,
-      legend: [[boxMark("var(--tint2)"), "probability"], ...(D.factors.length > 1 ? [[lineMark("var(--other)"), "bounds over the priors"]] : [])],
+      legend: [[boxMark("var(--tint2)"), "probability"], ...(D.factors.length > 1 ? [[lineMark("var(--other)"), "bounds over priors"]] : [])],
       draw: (x, y) => classes.map((c, j) => {
         const [low, high] = bounds(probs.map((p) => p[j])), top = y(classes.length - j), middle = top + (y(0) - y(1)) / 2;
         let out = `<rect class="bar" data-class="${c}" data-probability="${shown[j]}" x="${x(0)}" y="${top + 3}" width="${x(shown[j]) - x(0)}" height="${y(0) - y(1) - 6}" fill="var(--tint2)"/>`;
@@ -300,7 +300,7 @@
   el("previous").addEventListener("click", () => { state.page--; table(); });
   el("next").addEventListener("click", () => { state.page++; table(); });
   el("prior")?.addEventListener("input", (event) => { state.factor = Number(event.target.value); showRow(); });
-  el("doubtful").innerHTML = D.doubtful.map((i) => `<li><button type="button" class="link" data-row="${i}">Row ${R.id[i]}</button>: ${pct(R.share[i])} of the variance is doubt</li>`).join("");
+  el("doubtful").innerHTML = D.doubtful.map((i) => `<li><button type="button" class="link" data-row="${i}">Row ${R.id[i]}</button>: ${pct(R.share[i])} doubt</li>`).join("");
   el("doubtful").addEventListener("click", (event) => { if (event.target.dataset.row) select(Number(event.target.dataset.row), true); });
 
   if (isClass) reliability(); else calibration();

@@ -118,13 +118,16 @@ def _calibration(facts: dict[str, Any]) -> str:
         "The first picture has the share of rows inside intervals of each level: above the diagonal, intervals are too wide. The "
         "second has the histogram of P(Y ≤ y): flat if the model is calibrated, a U if intervals are too narrow, a hump if too wide."
     )
+    if facts["kind"] == "count":
+        text += " Intervals of counts contain more than their level, because counts are discrete."
     return f'<p>{text}</p><div class="charts"><figure id="curve"></figure><figure id="pit"></figure></div>'
 
 
 def _doubt(facts: dict[str, Any]) -> str:
     text = (
-        "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. Rows with a large share of doubt are "
-        f"unlike the training data. The median share is {facts['medianShare']:.1%}."
+        "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. Doubt as a share of "
+        "the variance is large for rows that are unlike the training data (out-of-distribution). "
+        f"The median share is {facts['medianShare']:.1%}."
     )
     return (
         f'<p>{text}</p><div class="charts"><figure id="scatter"></figure>'
