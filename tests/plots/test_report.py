@@ -112,6 +112,18 @@ def test_the_doubtful_rows_are_those_with_the_largest_share_and_are_explained():
     assert facts["inputNames"] == ["a", "b", "c"]
 
 
+def test_a_posterior_without_its_data_says_that_reasons_are_missing(tmp_path):
+    post, x, y = posterior()
+    post.save(tmp_path / "post")
+    net = nn.Linear(3, 1, dtype=torch.float64).eval()
+    nn.init.constant_(net.weight, 0.1)
+    nn.init.zeros_(net.bias)
+    report = html_report(ssla.load(tmp_path / "post", net), x, y)
+    assert "What causes the doubt is not shown" in report.text
+    assert not report.facts["why"]
+    np.testing.assert_allclose([row[2][2] for row in report.facts["rows"]["interval"]], post.predict(x).interval(0.95), **CLOSE)
+
+
 def test_a_page_loads_nothing_and_escapes_what_it_shows():
     post, x, y = posterior()
     evil = "</script><script>alert('x')</script>"
@@ -168,6 +180,12 @@ def test_estimators_have_scaled_priors_in_every_component():
     assert np.abs(np.array(weak) - before).max() > 1e-4
     np.testing.assert_array_equal(model.predict_interval(x[:10]), before)
     assert "SSLARegressor" in report.text
+    place = report.facts["doubtful"][0]
+    column, fall = report.facts["why"][str(place)]["inputs"][0]
+    changed = x[place : place + 1].copy()
+    changed[0, column] = x[:, column].mean()
+    doubt, less = (float(model.predict_dist(rows).epistemic) for rows in (x[place : place + 1], changed))
+    assert fall == pytest.approx(1 - less / doubt, rel=1e-4)
     assert "posteriors, whose predictives are mixed" in report.text
 
     labels = np.where(x[:, 0] > 0, "yes <b>", "no")

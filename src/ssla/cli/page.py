@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ssla.cli.train import predictive_at
 from ssla.cli.work import Marks, observed, open_model
 from ssla.plots.report import report_of
 from ssla.plots.report.subject import SHOWN_INPUTS, Subject, fit_of, predictor, remarks_on, why_fixed
+from ssla.predictive import Predictive
 from ssla.sklearn import SSLAClassifier
 from ssla.tables import Plan, TableError
 
@@ -43,8 +45,17 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
     encoded = plan.encode(table)[rows]
     if encoded.marked:
         remarks.append(
-            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed over values of the training table."
+            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed over values of the training "
+            "table."
         )
+    means = estimator.ensemble_.inputs.shift.numpy()
+
+    def at_mean(chosen: np.ndarray, feature: int) -> Predictive:
+        part, place = encoded[chosen], plan.places[feature]
+        values, gaps = part.values.copy(), part.unlearned.copy()
+        values[:, place], gaps[:, feature] = means[place], False
+        return predictive_at(estimator, replace(part, values=values, unlearned=gaps))
+
     names = tuple(feature.name for feature in plan.features)[:SHOWN_INPUTS]
     cells = [table.cells_of(name) for name in names]
     subject = Subject(
@@ -62,6 +73,7 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
             *((f"model file {f.name}", digest(f)) for f in sorted(model.iterdir()) if f.is_file()),
         ),
         tuple(remarks),
+        at_mean=at_mean,
         labels=(rows + 1).tolist(),
     )
     written = report_of(subject, f"How sure is the prediction of {extra['target']}?").save(output)

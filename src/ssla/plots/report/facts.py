@@ -33,8 +33,8 @@ MOST_BARS = 60  # counts in a picture
 MOST_CLASSES = 12  # of one row; the others are added up
 HEIGHT = 1000  # densities are whole numbers up to this
 DOUBTFUL = 10  # rows that are listed as out-of-distribution
-EXPLAINED = 12
 INFLUENTIAL = 5
+SHOWN_EFFECTS = 3  # inputs
 LARGEST_EXPLAINED = 50_000  # training rows
 
 
@@ -273,27 +273,43 @@ def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
 
 
 def _explained(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
-    """`ssla.explain` of the most doubtful rows, by their place among the shown; empty where it is not available."""
+    """Why the most doubtful rows are unsure, by their place among the shown; empty where it is not known."""
     post = subject.posterior
+    if subject.at_mean is not None:
+        return _by_inputs(subject, shown, doubtful)
     if post is None or post.source is None or post.report.n > LARGEST_EXPLAINED:
         return {}
-    places = doubtful[:EXPLAINED]
-    found = explain(post, take(subject.x, shown[places]), top=INFLUENTIAL)
+    found = explain(post, take(subject.x, shown[doubtful]), top=INFLUENTIAL)
     why = {}
-    for i, place in enumerate(places):
-        effect = found.influence.mean[i].abs().sum(1) if found.influence.mean.dim() == 3 else found.influence.mean[i].abs()
+    for i, place in enumerate(doubtful):
+        effect = found.influence.mean[i].abs().sum(1)
         doubt = float(found.split.doubt[i].sum())
-        inputs = []
-        if found.inputs is not None and doubt > 0:
-            own = found.inputs[i]
-            top = own.abs().argsort(descending=True, stable=True)[:3].tolist()
-            inputs = [[j, _short(float(own[j]) / doubt)] for j in top]
         why[str(place)] = {
             "rows": [[int(row) + 1, _short(float(e))] for row, e in zip(found.influence.rows[i], effect, strict=True)],
-            "inputs": inputs,
+            "inputs": _largest(found.inputs[i] / doubt) if found.inputs is not None and doubt > 0 else [],
             "prior": _short(float(found.split.prior[i].sum()) / doubt) if doubt > 0 else None,
         }
     return why
+
+
+def _by_inputs(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
+    """The share of the doubt that goes when one input is at its training mean, as `ssla.explain` has it for a posterior."""
+    assert subject.at_mean is not None
+    rows = shown[doubtful]
+    doubt = _doubt(subject.predict(rows, None, 1.0))
+    parts = [1 - _doubt(subject.at_mean(rows, j)) / doubt for j in range(len(subject.input_names))]
+    falls = torch.stack(parts, 1).nan_to_num(0.0, 0.0, 0.0)  # no doubt: nothing to explain
+    return {str(place): {"rows": [], "inputs": _largest(falls[i]), "prior": None} for i, place in enumerate(doubtful)}
+
+
+def _doubt(p: Any) -> Tensor:
+    total: Tensor = p.epistemic.double().cpu().reshape(p.law.rows, -1).sum(1)
+    return total
+
+
+def _largest(falls: Tensor) -> list[list[Any]]:
+    top = falls.abs().argsort(descending=True, stable=True)[:SHOWN_EFFECTS].tolist()
+    return [[j, _short(float(falls[j]))] for j in top]
 
 
 def _numbered(found: dict[str, Any]) -> list[str]:

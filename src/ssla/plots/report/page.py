@@ -116,7 +116,7 @@ def _calibration(facts: dict[str, Any]) -> str:
         return f'<p>{text}</p><div class="charts"><figure id="reliability"></figure></div>'
     text = (
         "The first picture has the share of rows inside intervals of each level: above the diagonal, intervals are too wide. The "
-        "second has the histogram of P(Y ≤ y): flat if the model is calibrated, a U if intervals are too narrow, a hump if too wide."
+        "second has the histogram of P(Y ≤ y): flat if calibrated, a U if intervals are too narrow, a hump if too wide."
     )
     if facts["kind"] == "count":
         text += " Intervals of counts contain more than their level, because counts are discrete."
@@ -129,6 +129,12 @@ def _doubt(facts: dict[str, Any]) -> str:
         "the variance is large for rows that are unlike the training data (out-of-distribution). "
         f"The median share is {facts['medianShare']:.1%}."
     )
+    if facts["why"]:
+        text += " For the rows listed here, the part on one row says which inputs cause the doubt."
+    else:
+        text += (
+            " What causes the doubt is not shown: this model does not hold its training data, or holds too many for this page."
+        )
     return (
         f'<p>{text}</p><div class="charts"><figure id="scatter"></figure>'
         '<div><h3 id="most">Rows with the largest share of doubt</h3><ol id="doubtful" aria-labelledby="most"></ol></div></div>'

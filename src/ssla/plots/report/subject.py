@@ -39,6 +39,7 @@ class Subject:
     remarks: tuple[str, ...] = ()
     posterior: Posterior | None = None  # for `ssla.explain`
     x: Any = None
+    at_mean: Callable[[np.ndarray, int], Predictive] | None = None  # rows with one input at its training mean
     labels: Sequence[int] | None = None  # number of each row in its file; None: 1 … n
 
 
@@ -92,6 +93,13 @@ def of_estimator(estimator: Any, X: Any, y: Any, target: str, names: Sequence[st
     value = _targets(given, len(x))
     named = _names(names, x.shape[1])
     scaling = estimator.ensemble_.inputs
+
+    def at_mean(rows: np.ndarray, place: int) -> Predictive:
+        changed = x[rows].copy()
+        changed[:, place] = float(scaling.shift[place])
+        predictive: Predictive = estimator.predict_dist(_like(X, changed))
+        return predictive
+
     uses = tuple(
         (name, f"number, less {float(shift):.4g}, divided by {float(scale):.4g}")
         for name, shift, scale in zip(named, scaling.shift, scaling.scale, strict=True)
@@ -108,6 +116,7 @@ def of_estimator(estimator: Any, X: Any, y: Any, target: str, names: Sequence[st
         fit_of(estimator),
         (("test inputs", _digest(torch.from_numpy(x))), ("test targets", _digest(value))),
         remarks_on(estimator),
+        at_mean=at_mean,
     )
 
 
