@@ -10,7 +10,7 @@ demo: $(VENV)/.ready-demo
 	$(BIN)/python -m ssla.demo
 
 test: lint $(VENV)/.ready-peers
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -rs
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

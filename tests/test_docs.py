@@ -58,7 +58,7 @@ def test_the_page_on_pictures_draws_every_picture_of_the_library(capsys):
     import_module("matplotlib.pyplot").close("all")
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/choosing.md", "docs/howto.md"])
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/choosing.md", "docs/howto.md", "docs/report.md"])
 def test_the_code_of_the_other_pages_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -144,7 +144,10 @@ def test_the_code_of_the_page_on_clusters_runs(monkeypatch, capsys):
 
 RUN = {
     "README.md",
-    *(f"docs/{name}.md" for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures")),
+    *(
+        f"docs/{name}.md"
+        for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures", "report")
+    ),
 }
 PAGES = ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
 BUILT = {"docs/messages.md"}  # written when the site is built

@@ -38,6 +38,7 @@ _NAMES = {  # public name -> the module that defines it
     "estimate_cost": "network.cost",
     "explain": "posterior",
     "fit": "posterior",
+    "html_report": "plots.report",
     "label_next": "posterior",
     "load": "posterior",
     "local_sensitivity": "prior_sets",
@@ -64,6 +65,7 @@ __all__ = [
     "estimate_cost",
     "explain",
     "fit",
+    "html_report",
     "label_next",
     "likelihoods",
     "load",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from ssla.explicit import ExplicitModel
     from ssla.network.cost import estimate_cost
     from ssla.persistence import FileError
+    from ssla.plots.report import html_report
     from ssla.posterior import Posterior, assla, explain, fit, label_next, load, ssla
     from ssla.predictive import Predictive, mixture
     from ssla.prior_sets import conflict, credal, local_sensitivity, sensitivity

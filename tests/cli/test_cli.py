@@ -1,5 +1,6 @@
 """The command: from a table to a table, and a sentence for everything that is wrong with one."""
 
+import hashlib
 import itertools
 import json
 import subprocess
@@ -89,6 +90,60 @@ def test_evaluate_report_cost_and_people(trained):
     assert "coverage 95%" in plain.stdout
     assert "SSLARegressor" in call("report", room / "model").stdout
     assert "51 free" in call("cost", room / "data.csv", "-t", "price").stdout
+
+
+def page_data(path):
+    return json.loads(path.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+def test_a_page_of_a_table(trained, tmp_path):
+    room, _ = trained
+    text = lines(30).replace("blue", "violet").splitlines()
+    text[4] = text[4].rpartition(",")[0] + ","  # no target
+    (tmp_path / "test.csv").write_text("\n".join(text) + "\n")
+    done = call("report", room / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"] == 29
+    page, facts = (tmp_path / "report.html").read_text(), page_data(tmp_path / "report.html")
+    assert facts["rows"]["id"] == [i for i in range(1, 31) if i != 4]
+    predicted = call("predict", room / "model", tmp_path / "test.csv", "-o", tmp_path / "out.csv")
+    assert predicted.exit_code == 0, predicted.output
+    table = read_table(tmp_path / "out.csv")
+    ends = np.array([table.column(name).values for name in ("lower_95", "upper_95")], dtype=float).T
+    shown = [row[facts["own"]][-1] for row in facts["rows"]["interval"]]
+    np.testing.assert_allclose(shown, np.delete(ends, 3, 0), rtol=1e-4, atol=1e-4)
+    scores = json.loads(call("evaluate", room / "model", tmp_path / "test.csv", "--json").stdout)
+    assert facts["scores"][0][1] == pytest.approx(scores["nll"])
+    assert hashlib.sha256((tmp_path / "test.csv").read_bytes()).hexdigest() in page
+    for sentence in (
+        "rows without a target (1)",
+        "left out: 80 different texts in 80 rows",
+        "category: 3 values",
+        "mixed over values",
+    ):
+        assert sentence in page
+    assert [row[1] for row in facts["rows"]["inputs"]][:3] == [line.split(",")[2] for line in text[1:4]]
+
+
+def test_a_page_of_classes_and_what_a_page_needs(trained, tmp_path):
+    room, _ = trained
+    train = call("train", room / "data.csv", "-t", "colour", "-o", tmp_path / "model", "--drop", "id", "--max-epochs", 3)
+    assert train.exit_code == 0, train.output
+    (tmp_path / "test.csv").write_text((room / "data.csv").read_text().replace("red", "pink", 1))
+    done = call("report", tmp_path / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html")
+    assert done.exit_code == 0, done.output
+    assert page_data(tmp_path / "report.html")["classes"] == ["blue", "green", "red"]
+    assert "rows with a label that is not in the training table (1)" in (tmp_path / "report.html").read_text()
+    for arguments, text in (
+        ((room / "data.csv",), "A page needs a table and a file"),
+        (("-o", tmp_path / "x.html"), "A page needs a table and a file"),
+        ((room / "data.csv", "-o", tmp_path / "x.pdf"), "must be an .html file"),
+        (("-", "-o", tmp_path / "x.html"), "it needs a file"),
+    ):
+        done = call("report", room / "model", *arguments)
+        assert done.exit_code == 1
+        assert text in done.output
+    assert not list(tmp_path.glob("x.*"))
 
 
 def test_classes_and_parquet_and_a_study_that_goes_on(trained, tmp_path):

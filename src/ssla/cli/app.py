@@ -180,14 +180,34 @@ def sensitivity(
 
 @app.command()
 @reports_errors
-def report(model: Model, as_json: Json = False) -> None:
-    """Settings, training data and scores of a model.
+def report(
+    model: Model,
+    data: Annotated[Path | None, typer.Argument(help="A table with the target: the page is about its rows.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page, an .html file; needs DATA.")] = None,
+    decimal: OtherDecimal = None,
+    thousands: OtherThousands = None,
+    as_json: Json = False,
+) -> None:
+    """Settings, training data and scores of a model; with a table, a page.
 
-    Example: ssla report model/
+    The page is one file that opens without a network: scores beside
+    those of the plug-in, calibration, the rows with the most doubt, each
+    row's prediction under weaker and stronger priors, what was done with
+    every column, versions, and the SHA-256 of the table.
+
+    Example: ssla report model/ test.csv -o report.html
     """
-    from ssla.cli.work import report_of
+    if (data is None) != (output is None):
+        raise ValueError("A page needs a table and a file: ssla report model/ test.csv -o report.html")
+    if data is None or output is None:
+        from ssla.cli.work import report_of
 
-    show(report_of(model), as_json, "model")
+        show(report_of(model), as_json, "model")
+        return
+    from ssla.cli.page import write_page
+    from ssla.cli.work import Marks
+
+    show(write_page(model, data, output, Marks(decimal, thousands)), as_json, "report")
 
 
 @app.command()

@@ -112,7 +112,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
 
 
-def _open(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
+def open_model(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
     estimator, extra = load_with_extra(model)
     if "plan" not in extra:
         raise FileError(f"{model} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
@@ -150,7 +150,7 @@ def predict_file(
     check_output(output)
     writable(output)
     levels = tuple(dict.fromkeys(map(checked_level, levels)))
-    estimator, plan, extra = _open(model)
+    estimator, plan, extra = open_model(model)
     if refit:
         estimator = replace_refit(estimator, refit)
     table = marks.read(data, extra)
@@ -219,18 +219,24 @@ def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[
 
 
 def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
-    estimator, plan, extra = _open(model)
+    estimator, plan, extra = open_model(model)
     table = marks.read(data, extra)
+    y, given = observed(table, estimator, extra)
+    encoded = plan.encode(table)[given]
+    scores = score(estimator, encoded, y, refit)
+    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
+
+
+def observed(table: Table, estimator: Any, extra: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The target of the rows that have one, and which rows these are (n,) bool; TableError if there are none."""
     name, style = extra["target"], Style(**extra.get("target_style", {}))
     if extra["facts"]["likelihood"] == "classes":
         y, given = later_labels(table, name, estimator.classes_.tolist(), earlier="target_style" not in extra)
     else:
         y, given = later_numbers(table, name, style)
     if not given.any():
-        raise TableError(f"No row of {data} has a value in the target {name!r}.")
-    encoded = plan.encode(table)[given]
-    scores = score(estimator, encoded, y, refit)
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
+        raise TableError(f"No row of {table.path} has a value in the target {name!r}.")
+    return y, given
 
 
 def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
@@ -238,7 +244,7 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     compare = getattr(ssla, "sensitivity", None)
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
-    estimator, plan, extra = _open(model)
+    estimator, plan, extra = open_model(model)
     encoded = plan.encode(marks.read(data, extra))
     if encoded.marked:
         warn(

@@ -35,6 +35,21 @@ class Ranks(NamedTuple):
     def share(self, inside: Tensor) -> float:
         return float((self.weights * inside).sum() / self.weights.sum())
 
+    def inside(self, levels: Any) -> list[float]:
+        """The share of y inside the central interval of each level."""
+        tails = [(1 - float(level)) / 2 for level in levels]
+        return [self.share((self.upper >= tail) & (self.lower <= 1 - tail)) for tail in tails]
+
+    def heights(self, bins: int) -> Tensor:
+        """The PIT histogram (bins,), 1 where it is flat. A count is spread over lower … upper."""
+        edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+        width = (self.upper - self.lower).clamp_min(1e-12)
+        start = torch.where(self.upper - self.lower < 1e-12, self.upper - width, self.lower).clamp_min(0)
+        below = ((edges - start[:, None]) / width[:, None]).clamp(0, 1)  # share of each row below each edge
+        below[:, 0], below[:, -1] = 0.0, 1.0
+        heights: Tensor = (self.weights[:, None] * below.diff(dim=1)).sum(0) / self.weights.sum() * bins
+        return heights
+
 
 def calibration(
     predictive: Predictive | LeaveOneOut, y: Any = None, *, target: int = 0, confidence: float = 0.95, ax: Any = None
@@ -47,10 +62,7 @@ def calibration(
     found = _ranked(predictive, y, target, "calibration")
     ax, color = axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
-    observed = []
-    for level in levels:
-        tail = (1 - level) / 2
-        observed.append(found.share((found.upper >= tail) & (found.lower <= 1 - tail)))
+    observed = found.inside(levels)
     low, high = np.array([binomial_range(found.size, float(level), confidence) for level in levels]).T / found.size
     _diagonal(ax, color)
     ax.fill_between(levels, low, high, color=color.tint(0.25), lw=0, label=f"{confidence:.0%} if calibrated", zorder=0)
@@ -78,12 +90,7 @@ def pit(
         raise ValueError(f"bins must be a whole number from 2, but is {bins!r}.")
     found = _ranked(predictive, y, target, "pit")
     ax, color = axes(ax)
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-    width = (found.upper - found.lower).clamp_min(1e-12)
-    start = torch.where(found.upper - found.lower < 1e-12, found.upper - width, found.lower).clamp_min(0)
-    below = ((edges - start[:, None]) / width[:, None]).clamp(0, 1)  # share of each row below each edge
-    below[:, 0], below[:, -1] = 0.0, 1.0
-    heights = (found.weights[:, None] * below.diff(dim=1)).sum(0) / found.weights.sum() * bins
+    edges, heights = torch.linspace(0, 1, bins + 1, dtype=torch.float64), found.heights(bins)
     low, high = (end * bins / found.size for end in binomial_range(found.size, 1 / bins, confidence))
     shape = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
     ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_source(predictive), **shape)
