@@ -11,7 +11,7 @@ from torch import nn
 import ssla
 from ssla import metrics
 from ssla.plots.report import html_report
-from ssla.plots.report.facts import FACTORS, LEVELS, choose
+from ssla.plots.report.facts import FACTORS, LEVELS, _inputs, choose
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-5}
 
@@ -149,6 +149,12 @@ def test_a_hundred_thousand_rows_are_scored_and_two_thousand_are_shown(tmp_path)
     nll = metrics.nll(post.predict(x), y, reduce=False)
     assert facts["scores"][0][1] == pytest.approx(float(nll.mean()))
     assert {int(i) + 1 for i in nll.argsort(descending=True)[:500]} <= set(facts["rows"]["id"])
+
+
+def test_long_texts_are_cut_until_the_page_has_room_for_them():
+    assert _inputs([["ü" * 70, 1.25, None, True]]) == [["ü" * 59 + "…", 1.25, "", 1]]
+    many = _inputs([["汉" * 80] * 40 for _ in range(2000)])
+    assert {len(cell) for row in many for cell in row} == {12}
 
 
 def test_shown_rows_are_the_worst_the_most_doubtful_and_evenly_spaced_ones():

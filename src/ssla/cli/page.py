@@ -13,7 +13,7 @@ import torch
 from ssla._checks import writable
 from ssla.cli.train import predictive_at
 from ssla.cli.work import Marks, observed, open_model
-from ssla.plots.report import report_of
+from ssla.plots.report import page_of
 from ssla.plots.report.subject import SHOWN_INPUTS, Subject, fit_of, predictor, remarks_on, why_fixed
 from ssla.predictive import Predictive
 from ssla.sklearn import SSLAClassifier
@@ -76,7 +76,7 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         at_mean=at_mean,
         labels=(rows + 1).tolist(),
     )
-    written = report_of(subject, f"How sure is the prediction of {extra['target']}?").save(output)
+    written = page_of(subject, f"How sure is the prediction of {extra['target']}?").save(output)
     return {"output": str(written), "rows": len(rows), "megabytes": round(written.stat().st_size / 1e6, 2)}
 
 

@@ -21,11 +21,11 @@ from ssla.posterior import Posterior
 from ssla.refit import Refit
 
 MOST_ROWS = 2000
-__all__ = ["MOST_ROWS", "Report", "html_report", "report_of"]
+__all__ = ["HTML", "MOST_ROWS", "html_report", "page_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class HTML:
     """A page. `save(path)` writes it, `str` gives it, and a notebook shows it. `facts` holds the numbers that it embeds."""
 
     text: str = field(repr=False)
@@ -55,7 +55,7 @@ def html_report(
     target: str = "y",
     title: str | None = None,
     max_rows: int = MOST_ROWS,
-) -> Report:
+) -> HTML:
     """One self-contained page on the predictions for test rows X with observed targets y. It opens without a network.
 
     It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a table of rows, and the predictive
@@ -81,9 +81,9 @@ def html_report(
             f"html_report needs a Posterior or an estimator of ssla.sklearn, but got a {type(model).__name__}. "
             "Call ssla.fit(model, data, ...) first."
         )
-    return report_of(subject, title, max_rows)
+    return page_of(subject, title, max_rows)
 
 
-def report_of(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> Report:
+def page_of(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
     facts = collect(subject, max_rows)
-    return Report(render(subject, facts, title or f"How sure is the prediction of {subject.target}?"), facts)
+    return HTML(render(subject, facts, title or f"How sure is the prediction of {subject.target}?"), facts)

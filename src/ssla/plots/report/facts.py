@@ -6,6 +6,7 @@ priors of the slider are the smallest and the largest of its values: a credal se
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -35,6 +36,8 @@ HEIGHT = 1000  # densities are whole numbers up to this
 DOUBTFUL = 10  # rows that are listed as out-of-distribution
 INFLUENTIAL = 5
 SHOWN_EFFECTS = 3  # inputs
+CELL_LENGTHS = (60, 24, 12)  # characters of an input that is a text
+INPUT_BYTES = 2_000_000
 LARGEST_EXPLAINED = 50_000  # training rows
 
 
@@ -54,7 +57,7 @@ def collect(subject: Subject, max_rows: int) -> dict[str, Any]:
         "nll": _plain(own["nll"][at]),
         "share": _plain(share[at]),
         "flagged": own["flagged"][at].int().tolist(),
-        "inputs": [[_cell(cell) for cell in row] for row in subject.inputs(shown)],
+        "inputs": _inputs(subject.inputs(shown)),
     }
     if kind != "class":
         rows["rank"] = _plain(((own["lower"] + own["upper"]) / 2)[at])
@@ -330,7 +333,18 @@ def _short(value: float, digits: int = 6) -> float | int | None:
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
-def _cell(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return "" if value is None else value[:60]
-    return _short(float(value), 5) if isinstance(value, int | float) else str(value)[:60]
+def _inputs(rows: list[list[Any]]) -> list[list[Any]]:
+    """The cells; long texts are cut, shorter if all cells together exceed the bytes that a page has for them."""
+    cut: list[list[Any]] = []
+    for length in CELL_LENGTHS:
+        cut = [[_cell(cell, length) for cell in row] for row in rows]
+        if len(json.dumps(cut, ensure_ascii=False).encode()) <= INPUT_BYTES:
+            break
+    return cut
+
+
+def _cell(value: Any, length: int) -> Any:
+    if isinstance(value, int | float):
+        return _short(float(value), 5)
+    text = "" if value is None else str(value)
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -105,8 +105,8 @@ def _scores(facts: dict[str, Any]) -> str:
     return (
         '<div class="wide" tabindex="0" role="region" aria-label="Table of scores"><table><thead><tr><th scope="col">score</th>'
         f'<th scope="col">predictive</th><th scope="col">plug-in</th></tr></thead><tbody>{rows}</tbody></table></div>'
-        "<p class=note>The plug-in is the same model without the uncertainty of its weights. Lower is better for the likelihood, "
-        "CRPS, Brier score, RMSE and calibration errors.</p>"
+        "<p class=note>The plug-in is the same model without the uncertainty of its weights; of several members, the mixture. "
+        "Lower is better for the negative log-likelihood, CRPS, Brier score, RMSE and calibration errors.</p>"
     )
 
 
