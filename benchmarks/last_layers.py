@@ -170,7 +170,8 @@ def sample(case: Case, phi: Tensor, y: Tensor, mode: Tensor, precision: float, d
         progress_bar=False,
     )
     key = jax.random.PRNGKey(seed)
-    sampler.run(key, init_params=0.3 * jax.random.normal(key, (CHAINS, mode.numel())))
+    start_points = 0.3 * jax.random.normal(key, (CHAINS, mode.numel()))
+    sampler.run(key, init_params=start_points[0] if CHAINS == 1 else start_points)
     z = np.asarray(sampler.get_samples(group_by_chain=True))
     seconds = time.process_time() - start
     theta = torch.from_numpy(np.asarray(centre) + z.reshape(-1, mode.numel()) @ np.asarray(scale).T)
