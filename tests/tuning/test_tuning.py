@@ -16,6 +16,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.fitting.mode import NoModeError, Polish
 from ssla.tuning.bfgs import maximise
 from ssla.tuning.evidence import OperatorEvidence, SpectralEvidence, evidence_of
 from ssla.tuning.scores import HeldOut
@@ -450,3 +451,17 @@ class TestLeaveOneOut:
         post = ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=priors.Gaussian())
         with pytest.raises(ValueError, match="takes none"):
             post.tune("loo", data=(x, y))
+
+
+def test_tuning_ends_without_a_mode_where_there_is_none(monkeypatch):
+    """servo, mean and log variance: under the precision that held-out rows chose, a variance goes to zero on few rows."""
+    posterior = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(1.0))
+
+    def diverges(*_):
+        raise NoModeError("polish diverges")
+
+    monkeypatch.setattr(Polish, "run", diverges)
+    tuned = posterior.tune("nll", data=(NEW_X, COUNTS[:80]))
+    assert torch.equal(tuned.theta, posterior.theta)
+    assert tuned.prior.precision != 1.0
+    assert any("under the tuned prior" in note for note in tuned.report.notes)

@@ -282,9 +282,16 @@ class Job:
             warn(message)
 
     def polished(self, posterior: State) -> State:
-        """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start."""
+        """θ̂ of a variational posterior moved to the mode under its prior, which may have changed: where weight refits start.
+
+        Where there is no mode nearby θ̂ stays, with a note.
+        """
         self.mode = POLISH
-        theta, sums, steps = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        try:
+            theta, sums, steps = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+        except NoModeError:
+            note = Note("under the tuned prior the log posterior has no mode nearby: θ̂ stays")
+            return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, note)))
         moved = replace(posterior, theta=theta, statistics=sums.statistics, mode=POLISH)
         report = replace(posterior.report, mode=POLISH, residual_after=moved.residual, steps=posterior.report.steps + steps)
         return replace(moved, report=report)
