@@ -18,13 +18,16 @@ from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 from ssla.state import COARSE
 
+SCALAR = "scalar"
+
 
 @final
 @dataclass(frozen=True, eq=False)
 class AffineLaw(Law):
     """y = shift + scale · z with z ~ base and scale > 0: log p(y) = log p(z) − Σ log scale.
 
-    shift and scale are numbers () for one target, (D,) for D of them. Made by `affine`.
+    shift and scale are numbers () for one target, (D,) for D of them. For one target shift may be (N,), one for each row. Made by
+    `affine`.
     """
 
     base: Law
@@ -40,15 +43,20 @@ class AffineLaw(Law):
         return self.base.rows
 
     def _out(self, z: Tensor) -> Tensor:
-        """z (…, [D]) -> y."""
-        return self.shift + self.scale * z
+        """z (N, …, [D]) -> y."""
+        return self._shift(z) + self.scale * z
+
+    def _shift(self, z: Tensor) -> Tensor:
+        """The shift to add to z (N, …, [D])."""
+        by_row = self.shift.dim() == 1 and self.kind == SCALAR
+        return self.shift.reshape(-1, *[1] * (z.dim() - 1)) if by_row else self.shift
 
     def _trailing(self, z: Tensor) -> Tensor:
         """z (N, [D], k) -> y: quantiles come after the targets."""
         return self.shift[..., None] + self.scale[..., None] * z
 
     def _in(self, y: Tensor) -> Tensor:
-        return (y - self.shift) / self.scale
+        return (y - self._shift(y)) / self.scale
 
     @property
     def _log_scale(self) -> float:
@@ -109,7 +117,7 @@ class AffineLaw(Law):
         return DensityRegion(self, region.threshold - self._log_scale)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        return self._out(self.base.sample(n, generator))
+        return self.shift + self.scale * self.base.sample(n, generator)
 
     def increments(self, y: Tensor) -> Increments:
         """Those of the base; the change of units is counted with the likelihood."""
@@ -120,22 +128,22 @@ class AffineLaw(Law):
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution exactly.
 
-    Answers are in float64 where the dtype of the predictive cannot hold the sum.
+    One target: shift may be one number for each row (N,). Answers are in float64 where the dtype of the predictive cannot hold
+    the sum.
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
     kind, law, like = predictive.kind, predictive.law, predictive.like
-    if kind not in ("scalar", "vector"):
+    if kind not in (SCALAR, "vector"):
         raise TypeError(f"Only continuous targets can be shifted and scaled, but this predictive is of kind {kind!r}.")
     a, b = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
     finite("shift", a, "Give finite numbers.")
     positive("scale", b)
+    by_row = kind == SCALAR and a.shape == (law.rows,)
     allowed = (0, 1) if kind == "vector" else (0,)
-    if a.dim() not in allowed or b.dim() not in allowed:
-        raise ValueError(
-            f"shift and scale must be numbers{' or one number for each target' if kind == 'vector' else ''}, but have shapes "
-            f"{tuple(a.shape)} and {tuple(b.shape)}."
-        )
+    if not (a.dim() in allowed or by_row) or b.dim() not in allowed:
+        more = " or one number for each target" if kind == "vector" else f" (shift also one for each of {law.rows} rows)"
+        raise ValueError(f"shift and scale must be numbers{more}, but have shapes {tuple(a.shape)} and {tuple(b.shape)}.")
     if kind == "vector":
         a, b = (value.expand(law.mean.shape[1]) for value in (a, b))
     step = torch.finfo(like.dtype).eps * a.abs()

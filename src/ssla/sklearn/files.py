@@ -116,8 +116,11 @@ def _check_numbers(what: str, values: Tensor, shape: tuple[int, ...], least: flo
 def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[str, Tensor], source: Path) -> Ensemble:
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
-    widths = (architecture.inputs, *architecture.hidden, architecture.outputs)
-    shapes = [tuple(tensors[f"network.0.{2 * i}.weight"].shape) for i in range(len(widths) - 1)]
+    pieces = architecture.pieces
+    if pieces and (len(pieces) != architecture.inputs or any(type(count) is not int or count < 0 for count in pieces)):
+        raise ValueError("the pieces of the inputs are not one count for each")
+    widths, first = architecture.widths, bool(pieces)
+    shapes = [tuple(tensors[f"network.0.{2 * i + first}.weight"].shape) for i in range(len(widths) - 1)]
     if shapes != [(following, width) for width, following in pairwise(widths)]:  # before memory for other sizes is allocated
         raise ValueError(f"the networks do not have the widths {widths}")
     if settings["members"] != len({name.split(".")[1] for name in tensors if name.startswith("network.")}):
@@ -143,6 +146,11 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     if type(content["one_target"]) is not bool or type(content["epochs"]) is not int or content["epochs"] < 0:
         raise ValueError("epochs must be a count, and one_target true or false")
     settings["schedule"] = Schedule(**settings["schedule"])
+    spreads = tuple((float(factor), float(share)) for factor, share in content.get("spreads", ((1.0, 1.0),)))
+    trust = float(content.get("trust", 1.0))
+    total = sum(share for _, share in spreads)
+    if not (abs(total - 1) <= 1e-6 and all(0 < factor <= LARGEST and share > 0 for factor, share in spreads) and 0 <= trust <= 1):
+        raise ValueError("the spreads are not positive factors with shares of sum 1, or the trust is not a share")
     return Ensemble(
         Settings(**settings),
         architecture,
@@ -152,6 +160,8 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         scalings[1],
         content["epochs"],
         content["one_target"],
+        spreads,
+        trust,
     )
 
 

@@ -46,6 +46,8 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "architecture": encoder.encode(asdict(ensemble.architecture), "architecture"),
         "epochs": ensemble.epochs,
         "one_target": ensemble.one_target,
+        "spreads": [list(pair) for pair in ensemble.spreads],
+        "trust": ensemble.trust,
         "scaling": {
             name: None
             if part is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from ssla._checks import unknown_name
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, Ensemble, Settings
+from ssla.tabular.calibration import as_trained, shares, spreads_of, stretched_log_densities
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Component, Ensemble, Settings
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
+from ssla.tabular.pieces import counts_of, edges_of
 from ssla.tabular.scaling import scaling_of
 from ssla.tabular.training import Architecture, Rows, folds, train
 from ssla.tuning import tune
 
-PRECISIONS = (1e-3, 1e3)  # of priors that held-out rows choose; inputs and targets are standardised
+PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 
@@ -40,14 +42,15 @@ def fit_ensemble(
         y = target(columns).reshape(y.shape)
     generator = torch.Generator().manual_seed(settings.seed)
     held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None)
-    architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation)
+    edges = edges_of(z, weights) if settings.piecewise else ()
+    architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation, counts_of(edges))
     # all rows at once: in double precision, so that row weights equal repeated rows
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
-    rows = Rows(z.to(dtype), y if classes else y.to(dtype), weights.to(dtype), held)
+    rows = Rows(z.to(dtype), y if classes else y.to(dtype), weights.to(dtype), held, edges)
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
     trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
     modules = tuple(module.double() for module in trained.modules)
-    work = _Work(_Data(z, y, weights, held), likelihood, settings, _disagreement(modules, z[held.any(0)]))
+    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules)
     components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
@@ -55,7 +58,10 @@ def fit_ensemble(
         for m, module in enumerate(modules):
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
-    return Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
+    spreads, trust = work.calibrated()
+    return Ensemble(
+        settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1, spreads, trust
+    )
 
 
 def _fraction(settings: Settings, rows: int) -> float:
@@ -64,12 +70,10 @@ def _fraction(settings: Settings, rows: int) -> float:
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
 
 
-def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor | None:
-    """The variance between members, mean over rows (D,)."""
-    if len(modules) < 2 or not len(z):
-        return None
+def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor:
+    """The variance between members (N, D)."""
     with torch.no_grad():
-        return torch.stack([module(z) for module in modules]).var(0, unbiased=False).mean(0)
+        return torch.stack([module(z) for module in modules]).var(0, unbiased=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +95,8 @@ class _Work:
     data: _Data
     likelihood: Likelihood | None
     settings: Settings
-    disagreement: Tensor | None
+    modules: tuple[nn.Sequential, ...]
+    held_out: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # log densities (n, K) and weights of held-out rows
 
     def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
         return fit(
@@ -131,16 +136,37 @@ class _Work:
         seen, target, w = self.data.of(~held)
         residuals = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
         inside = (w[:, None] * residuals**2).sum(0) / w.sum()
-        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, self.disagreement)
+        several = len(self.modules) > 1
+        disagreement = _disagreement(self.modules, self.data.z[self.data.held.any(0)]).mean(0) if several else None
+        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, disagreement)
 
     def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
         if not (self.settings.tune and bool(held.any())):
             return self._tuned(self._fit(module, None, likelihood))
-        z, y, _ = self.data.of(held)
+        z, y, weights = self.data.of(held)
         others = self._fit(module, ~held, likelihood).state
         chosen = tune(others, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+        predictive = Posterior(chosen).predict(z)
+        if self.settings.likelihood == HETEROSCEDASTIC:
+            disagreement = _disagreement(self.modules, z)[:, 0]
+            self.held_out.append((stretched_log_densities(predictive, y, disagreement), weights))
+        elif self.settings.likelihood == CLASSES:
+            own = as_trained(module, likelihood, z)
+            self.held_out.append((torch.stack([p.log_prob(y) for p in (predictive, own)], 1), weights))
         return self._fit(module, None, likelihood, chosen.prior)
+
+    def calibrated(self) -> tuple[tuple[tuple[float, float], ...], float]:
+        """The spreads of a continuous target, and the share of the posteriors for classes, from all held-out rows."""
+        spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+        trust = 1.0
+        if self.held_out:
+            densities, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
+            if self.settings.likelihood == HETEROSCEDASTIC:
+                spreads = spreads_of(densities, weights)
+            else:
+                trust = float(shares(densities, weights, torch.ones(2, dtype=torch.float64))[0])
+        return spreads, trust
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """The posterior with the prior precision of the highest evidence."""

@@ -12,18 +12,20 @@ from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture
 from ssla.refit import Refit
+from ssla.tabular.calibration import as_trained, spread_out
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.training import Architecture, Schedule
 
 GAUSSIAN = "gaussian"
+HETEROSCEDASTIC = "heteroscedastic"
 CLASSES = "classes"
 LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # targets or classes -> likelihood, outputs
     GAUSSIAN: lambda count: (None, count),  # unknown noise
-    "heteroscedastic": lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
+    HETEROSCEDASTIC: lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
     "poisson": lambda count: (likelihoods.Poisson(), 1),
     CLASSES: lambda count: (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count),
 }
-CONTINUOUS = (GAUSSIAN, "heteroscedastic")
+CONTINUOUS = (GAUSSIAN, HETEROSCEDASTIC)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Settings:
     likelihood: str = GAUSSIAN
     hidden: tuple[int, ...] = (50, 50)
     activation: str = "silu"
+    piecewise: bool = False  # numbers also by the pieces of their ranges: see `ssla.tabular.pieces`
     members: int = 1
     weights: str = "last_layer"
     structure: str = "dense"
@@ -63,12 +66,22 @@ class Ensemble:
     target: Scaling | None  # None: counts and classes have no unit
     epochs: int
     one_target: bool = True
+    spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (factor, share): see `ssla.tabular.calibration`
+    trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
         z = self.inputs(x)
-        parts = [component.posterior.predict(z, refit) for component in self.components]
-        whole = parts[0] if len(parts) == 1 else mixture(parts, [component.weight for component in self.components])
+        parts, weights = [], []
+        for component in self.components:
+            own = component.posterior.predict(z, refit)
+            for factor, share in self.spreads:
+                parts.append(own if factor == 1 else spread_out(own, factor))
+                weights.append(self.trust * share * component.weight)
+        if self.trust < 1:
+            parts += [as_trained(module, self.components[0].posterior.likelihood, z) for module in self.modules]
+            weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
+        whole = parts[0] if len(parts) == 1 else mixture(parts, weights)
         if self.target is None:
             return whole
         shift, scale = self.target.shift, self.target.scale

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ssla._checks import unknown_name
 from ssla.likelihoods import Likelihood
+from ssla.tabular.pieces import Pieces, place
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 SMALLEST_LOG_VARIANCE = -14.0  # without it, σ of a noise-free target would go to zero
@@ -28,20 +30,25 @@ SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
 
 @dataclass(frozen=True)
 class Architecture:
-    """A multilayer perceptron."""
+    """A multilayer perceptron; pieces: the number of linear pieces of each input, () for none (see `ssla.tabular.pieces`)."""
 
     inputs: int
     outputs: int
     hidden: tuple[int, ...] = (50, 50)
     activation: str = "silu"
+    pieces: tuple[int, ...] = ()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Inputs and outputs of the linear layers."""
+        return (self.inputs + sum(self.pieces), *self.hidden, self.outputs)
 
     def build(self) -> nn.Sequential:
         """The module, with uninitialised parameters: no random number is drawn."""
         if self.activation not in ACTIVATIONS:
             raise ValueError(unknown_name("activation", self.activation, ACTIVATIONS))
-        layers: list[nn.Module] = []
-        widths = (self.inputs, *self.hidden, self.outputs)
-        for i, (width, following) in enumerate(pairwise(widths)):
+        layers: list[nn.Module] = [Pieces(self.pieces)] if self.pieces else []
+        for i, (width, following) in enumerate(pairwise(self.widths)):
             layers.append(nn.utils.skip_init(nn.Linear, width, following))
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
@@ -61,12 +68,16 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of each member (M, n)."""
+    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of each member (M, n).
+
+    edges: those of the pieces of each column, if the architecture has pieces.
+    """
 
     x: Tensor
     y: Tensor
     weights: Tensor
     held_out: Tensor
+    edges: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +115,7 @@ def train(
     likelihood None is Gaussian with unknown noise. start: the biases of the last layer. Without held-out rows the last
     epoch is kept. Draws from its own generator only.
     """
-    members, widths = len(rows.held_out), (architecture.inputs, *architecture.hidden, architecture.outputs)
-    work = members * (schedule.batch_size or len(rows.x)) * sum(a * b for a, b in pairwise(widths))
+    work = len(rows.held_out) * (schedule.batch_size or len(rows.x)) * sum(a * b for a, b in pairwise(architecture.widths))
     with _one_thread() if work < WORTH_THREADS else nullcontext():
         return _train(architecture, likelihood, rows, schedule, seed, start, on_epoch)
 
@@ -120,7 +130,7 @@ def _train(
     on_epoch: Callable[[int], None] | None,
 ) -> Trained:
     generator = torch.Generator().manual_seed(seed)
-    members, module = rows.held_out.shape[0], architecture.build()
+    members, module = rows.held_out.shape[0], _empty(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
     theta = _initial(shapes, members, start, generator, rows.x.dtype).requires_grad_(True)  # (M, P)
     spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
@@ -171,7 +181,7 @@ def _train(
         raise FloatingPointError(
             "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or check for extreme values."
         )
-    modules = tuple(_filled(architecture, _unpack(flat, shapes)) for flat in best)
+    modules = tuple(_filled(module, _unpack(flat, shapes)) for flat in best)
     return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
 
 
@@ -254,10 +264,18 @@ def _forward(module: nn.Sequential, shapes: Mapping[str, torch.Size], theta: Ten
     return x
 
 
-def _filled(architecture: Architecture, parameters: Mapping[str, Tensor]) -> nn.Sequential:
-    module = architecture.build().to(next(iter(parameters.values())).dtype)
-    module.load_state_dict(dict(parameters))
+def _empty(architecture: Architecture, rows: Rows) -> nn.Sequential:
+    """The module without weights; its pieces have their edges."""
+    module = architecture.build().to(rows.x.dtype)
+    if isinstance(module[0], Pieces):
+        place(module[0], rows.edges)
     return module
+
+
+def _filled(module: nn.Sequential, parameters: Mapping[str, Tensor]) -> nn.Sequential:
+    copy = deepcopy(module)
+    copy.load_state_dict(dict(parameters), strict=False)
+    return copy
 
 
 def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:

@@ -1,0 +1,69 @@
+"""What held-out rows say about the spread of the predictives, and about posteriors beside the networks as they were trained.
+
+**Spread.** A member's predictive at x, stretched around its mean m by a factor c, has the density p(m + (y − m)/c)/c. The mixture
+
+    Σ_k π_k p(m + (y − m)/c_k)/c_k
+
+over a grid of factors has the shares π that predict the held-out rows best. Factors above 1 correct members that are too sure,
+below 1 the opposite, and several at once give the heavy tails that a Gaussian lacks. Each row counts once, by its member that did
+not see it. That member errs by its own deviation from the other members too, which their mixture averages away and adds to its
+spread; so its squared residual is reduced by the share of the members' disagreement V in its variance, to a quarter at least.
+
+**Trust.** For classes the same shares decide between the posteriors and the networks as they were trained.
+
+Few rows decide little: the shares start with PSEUDO_ROWS rows, spread like a normal distribution of log c with sd DOUBT.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ssla.likelihoods import Likelihood
+from ssla.predictive import Predictive, affine, from_marginal
+
+FACTORS = 1.5 ** torch.arange(-2, 7, dtype=torch.float64)
+DOUBT = 0.3
+PSEUDO_ROWS = 10.0
+STEPS = 500
+LEAST_SHARE = 2e-3
+LEAST_RESIDUAL = 0.25
+
+
+def spread_out(predictive: Predictive, factor: float) -> Predictive:
+    """The predictive stretched around its mean."""
+    return affine(predictive, (1 - factor) * predictive.law.mean, factor)
+
+
+def as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> Predictive:
+    """The network's own prediction, without uncertainty of its weights."""
+    with torch.no_grad():
+        f = module(z)
+    return from_marginal(likelihood, f, f.new_zeros(*f.shape, f.shape[-1]), "plug_in")
+
+
+def stretched_log_densities(predictive: Predictive, y: Tensor, disagreement: Tensor) -> Tensor:
+    """log p(m + (y − m)/c)/c for all factors (n, K), at y (n,) moved towards m by V (n,)."""
+    law = predictive.law
+    kept = (1 - disagreement / law.variance).clamp(LEAST_RESIDUAL, 1.0).sqrt()
+    residual = (y - law.mean) * kept
+    return predictive.log_prob(law.mean[:, None] + residual[:, None] / FACTORS) - FACTORS.log()
+
+
+def spreads_of(log_densities: Tensor, weights: Tensor) -> tuple[tuple[float, float], ...]:
+    """(factor, share) of the factors that held-out rows want."""
+    base = torch.exp(-0.5 * (FACTORS.log() / DOUBT) ** 2)
+    found = shares(log_densities, weights, PSEUDO_ROWS * base / base.sum())
+    kept = found >= LEAST_SHARE
+    return tuple(zip(FACTORS[kept].tolist(), (found[kept] / found[kept].sum()).tolist(), strict=True))
+
+
+def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+    """π (K,) that maximises Σ_i w_i log Σ_k π_k p_ik + Σ_k a_k log π_k, a concave function, by EM; a (K,): pseudo rows."""
+    p = torch.exp(log_densities - log_densities.amax(1, keepdim=True)).nan_to_num(0.0)
+    found = pseudo / pseudo.sum()
+    for _ in range(STEPS):
+        joint = found * p
+        counts = (weights[:, None] * joint / joint.sum(1, keepdim=True).clamp_min(1e-300)).sum(0) + pseudo
+        found = counts / counts.sum()
+    return found
