@@ -13,6 +13,7 @@ _PACKAGES = (
     "distributed",
     "likelihoods",
     "metrics",
+    "mlflow",
     "persistence",
     "plots",
     "predictive",
