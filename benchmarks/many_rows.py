@@ -1,4 +1,4 @@
-"""Predictions of many rows: memory and rate of `ssla predict`, of `ssla.Scorer` under Dask and Ray, and of the plain forward pass.
+"""Predictions of many rows: memory and rate of `ssla predict`, of `ssla.Scorer` with Dask and Ray, and of the forward pass.
 
     python benchmarks/many_rows.py --rows 10000000 --folder /tmp/many_rows [--only parquet forward dask ray csv]
 
@@ -127,9 +127,9 @@ def summary(scorer, table):
 
 def dask(folder, rows):
     import dask.dataframe
-    from distributed import Client, LocalCluster
 
     import ssla
+    from distributed import Client, LocalCluster
 
     scorer = ssla.Scorer(folder / "model")
     started = time.perf_counter()
@@ -152,7 +152,7 @@ def ray(folder, rows):
     engine.data.DataContext.get_current().enable_progress_bars = False
 
     def generated(batch):
-        return [frame(count, seed)[0] for count, seed in zip(batch["count"], batch["seed"], strict=True)][0]
+        return frame(int(batch["count"][0]), int(batch["seed"][0]))[0]
 
     asked = engine.data.from_items([{"seed": seed, "count": count} for seed, count in parts(rows)])
     made = asked.map_batches(generated, batch_size=1)

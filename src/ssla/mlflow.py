@@ -100,8 +100,8 @@ def _described(
         if isinstance(model, str | os.PathLike):
             if kind_of(model) != KIND:
                 raise FileError(
-                    f"{model} holds a posterior, which needs the code of its network. Log an estimator or a model of `ssla train`, "
-                    "or call ssla.Scorer(path, model=…) in an mlflow.pyfunc.PythonModel of your own."
+                    f"{model} holds a posterior, which needs the code of its network. Log an estimator or a model of "
+                    "`ssla train`, or call ssla.Scorer(path, model=…) in an mlflow.pyfunc.PythonModel of your own."
                 )
             shutil.copytree(model, place / MODEL)
         else:
@@ -156,7 +156,7 @@ def _signature(scorer: Scorer, level: float) -> Any:
     names = model.inputs if isinstance(model, TableModel) else model.names if scorer.inputs is None else scorer.inputs
     if names is None:
         assert isinstance(model, MatrixModel)
-        inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width))])
+        inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
         nothing: Any = np.zeros((0, model.width or 0))
     else:
         wanted = [*names, *(name for name in scorer.keep if name not in names)]

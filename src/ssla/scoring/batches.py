@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        return [] if self.kind == ARRAY else [str(name) for name in self.content]
+        return [] if self.kind == ARRAY else [str(name) for name in getattr(self.content, "columns", self.content)]
 
     @property
     def rows(self) -> int:

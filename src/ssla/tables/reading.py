@@ -235,7 +235,8 @@ def _parquet_parts(file: Path, rows: int | None, only: Collection[str] | None) -
     except ImportError:
         raise TableError("Parquet files need pyarrow: pip install 'ssla[cli]'.") from None
     try:
-        with pyarrow.parquet.ParquetFile(file, buffer_size=BYTES_AT_ONCE) as source:
+        # a pre-buffered file keeps every row group that was read
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=BYTES_AT_ONCE) as source:
             stored = [str(name) for name in source.schema_arrow.names]
             names = _checked_names(file, stored)
             count = source.metadata.num_rows
