@@ -13,6 +13,7 @@ _PACKAGES = (
     "distributed",
     "likelihoods",
     "metrics",
+    "mlflow",
     "persistence",
     "plots",
     "predictive",
@@ -31,6 +32,7 @@ _NAMES = {  # public name -> the module that defines it
     "PlugIn": "refit",
     "Posterior": "posterior",
     "Predictive": "predictive",
+    "Scorer": "scoring",
     "WeightRefit": "refit",
     "assla": "posterior",
     "conflict": "prior_sets",
@@ -57,6 +59,7 @@ __all__ = [
     "PlugIn",
     "Posterior",
     "Predictive",
+    "Scorer",
     "WeightRefit",
     "assla",
     "conflict",
@@ -88,6 +91,7 @@ if TYPE_CHECKING:
     from ssla.predictive import Predictive, mixture
     from ssla.prior_sets import conflict, credal, local_sensitivity, sensitivity
     from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit
+    from ssla.scoring import Scorer
     from ssla.state import Marginal
 else:
 

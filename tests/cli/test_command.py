@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 import ssla
 from ssla import _checks
 from ssla.cli.app import app
+from ssla.scoring.columns import separator
 from ssla.sklearn.files import load_with_extra
-from ssla.tables import TableError, read_table
+from ssla.tables import Plan, TableError, read_table
 
 RUN = CliRunner()
 COMMANDS = ["train", "predict", "evaluate", "sensitivity", "report", "cost", "demo", "reproduce"]
@@ -115,7 +116,7 @@ def test_columns_carry_their_level_and_epistemic_is_a_standard_deviation(room, t
     found = {k: np.array(v) for k, v in pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict().items()}
     assert [name for name in found if "er_" in name] == [f"{e}_{n}" for n in ("50", "95", "97.5") for e in ("lower", "upper")]
     estimator, extra = load_with_extra(room / "numbers")
-    p = estimator.predict_dist(ssla.cli.work.Plan.from_json(extra["plan"]).encode(read_table(room / "data.csv")).values)
+    p = estimator.predict_dist(Plan.from_json(extra["plan"]).encode(read_table(room / "data.csv")).values)
     np.testing.assert_allclose(found["upper_97.5"], p.icdf(0.9875).numpy(), rtol=1e-12)
     np.testing.assert_allclose(found["lower_95"], found["q0.025"], rtol=1e-9)
     np.testing.assert_allclose(found["sd"] ** 2 - found["epistemic"] ** 2, p.aleatoric.numpy(), rtol=1e-9)
@@ -157,7 +158,7 @@ def test_sets_of_classes_are_the_smallest_that_hold_the_level(room, tmp_path):
 
 
 def test_the_separator_of_a_set_is_in_no_label():
-    assert [ssla.cli.work._separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])] == ["|", ";", "\x1f"]
+    assert [separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])] == ["|", ";", "\x1f"]
 
 
 @pytest.mark.parametrize("head", ["", "Unnamed: 0", "__index_level_0__"])
@@ -426,6 +427,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(room, tmp_pa
         raise AssertionError("the work was begun")
 
     monkeypatch.setattr("ssla.cli.work.read_table", work)
+    monkeypatch.setattr("ssla.cli.work.read_parts", work)
     monkeypatch.setattr("ssla.demo.toy", work)
     (tmp_path / "file").write_text("")
     for arguments in [

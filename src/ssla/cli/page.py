@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ssla._checks import writable
-from ssla.cli.train import predictive_at
-from ssla.cli.work import Marks, observed, open_model
+from ssla.cli.work import Marks, observed
 from ssla.plots.report import page_of
 from ssla.plots.report.subject import SHOWN_INPUTS, Subject, fit_of, predictor, remarks_on, why_fixed
 from ssla.predictive import Predictive
+from ssla.scoring.models import open_table_model, predictive_at
 from ssla.sklearn import SSLAClassifier
 from ssla.tables import Plan, TableError
 
@@ -28,7 +28,8 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
     if str(data) == "-":
         raise ValueError("A report names its table and its SHA-256, so it needs a file, not standard input.")
     writable(output)
-    estimator, plan, extra = open_model(model)
+    opened = open_table_model(model)
+    estimator, plan, extra = opened.estimator, opened.plan, opened.extra
     table = marks.read(data, extra)
     y, given = observed(table, estimator, extra)
     rows = given.nonzero()[0]

@@ -11,10 +11,9 @@ import numpy as np
 import ssla
 from ssla import metrics
 from ssla._checks import one_of, warn
-from ssla.predictive import Predictive
+from ssla.scoring.models import predictive_at, replace_refit
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
-from ssla.tabular import predict_with_gaps
 from ssla.tabular.training import Architecture
 
 LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
@@ -129,14 +128,6 @@ def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
-def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
-    """The predictive of rows; for rows with unknown inputs a mixture over values of the training table."""
-    if isinstance(rows, Encoded):
-        return predict_with_gaps(estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares)
-    predictive: Predictive = estimator.predict_dist(rows)
-    return predictive
-
-
 def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "") -> dict[str, Any]:
     """The scores of rows whose labels occur in training; for a conformal model also those of its intervals."""
     if refit:
@@ -178,15 +169,6 @@ def rows_seen(estimator: Any) -> dict[str, Any]:
         "conformal": conformal is not None,
         "rows_calibration": 0 if conformal is None else len(conformal.scores),
     }
-
-
-def replace_refit(estimator: Any, refit: str) -> Any:
-    """The same fitted estimator with another refit."""
-    import copy
-
-    other = copy.copy(estimator)
-    other.refit = refit
-    return other
 
 
 def smaller(request: Request) -> Request:

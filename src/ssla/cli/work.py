@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,32 +15,31 @@ import numpy as np
 import torch
 
 import ssla
-from ssla._checks import level as checked_level
 from ssla._checks import warn, writable
 from ssla.cli.console import progress
 from ssla.cli.train import (
     LARGEST_TRIED,
-    LIKELIHOODS,
     Prepared,
     Request,
     check_memory,
     make,
     of_predictive,
-    predictive_at,
     prepare,
-    replace_refit,
     rows_seen,
     score,
     shuffled,
     split,
 )
 from ssla.cli.tuning import best_options
-from ssla.persistence import FileError
 from ssla.persistence.container import check_target
+from ssla.scoring.batches import kept_names
+from ssla.scoring.columns import separator
+from ssla.scoring.models import BLOCK, Counts, counts_of, open_table_model
+from ssla.scoring.scorer import checked_levels
 from ssla.sklearn.estimator import auto_batch
 from ssla.sklearn.files import load_with_extra
 from ssla.sklearn.saving import save
-from ssla.tables import Encoded, Plan, Style, Table, TableError, later_labels, later_numbers, read_table, write_table
+from ssla.tables import Style, Table, TableError, later_labels, later_numbers, new_table, read_parts, read_table
 from ssla.tables.writing import check_output
 from ssla.tabular import Settings
 from ssla.tabular.training import Architecture
@@ -45,9 +48,7 @@ PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
 SMALL_TABLE = 100  # rows below which the intervals of one network undercover
 CAUTION = "on fewer than 100 rows the coverage of a single network's intervals is below their level; use --members 5"
-QUANTILES = (0.025, 0.05, 0.25, 0.5, 0.75, 0.95, 0.975)
-SEPARATORS = "|;,/&+~^"  # of the labels in a set: the first that occurs in no label
-LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
+COUNTED = re.compile(r"(\d+) of (\d+) (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,16 @@ class Marks:
     thousands: str | None = None
 
     def read(self, data: Path, extra: dict[str, Any] | None = None) -> Table:
+        return read_table(data, *self._of(extra))
+
+    def read_parts(self, data: Path, extra: dict[str, Any], only: set[str]) -> Iterator[Table]:
+        """In blocks of rows, with these columns."""
+        return read_parts(data, *self._of(extra), BLOCK, only)
+
+    def _of(self, extra: dict[str, Any] | None) -> tuple[str | None, str | None]:
         if self.decimal is None and self.thousands is None and extra is not None:
-            return read_table(data, extra.get("decimal"), extra.get("thousands"))
-        return read_table(data, self.decimal, self.thousands)
+            return extra.get("decimal"), extra.get("thousands")
+        return self.decimal, self.thousands
 
 
 AS_AT_TRAINING = Marks()
@@ -112,32 +120,6 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
 
 
-def open_model(model: Path) -> tuple[Any, Plan, dict[str, Any]]:
-    estimator, extra = load_with_extra(model)
-    if "plan" not in extra:
-        raise FileError(f"{model} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
-    try:
-        plan = Plan.from_json(extra["plan"])
-        if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
-            raise ValueError("the target has no name or no likelihood")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{model} does not contain a usable plan of columns ({error}).") from error
-    if plan.width != estimator.n_features_in_:
-        raise FileError(f"The columns of {model} do not fit its network.")
-    return estimator, plan, extra
-
-
-def _gaps(encoded: Encoded) -> dict[str, int]:
-    """The numbers of rows with a missing or unknown input, and of rows mixed over training values."""
-    mixed, wanted = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
-    if wanted > mixed:
-        warn(
-            f"{wanted} rows have missing or unknown inputs, but the model is of an earlier version and has no training values "
-            "to mix over: their intervals are too narrow. Train it again."
-        )
-    return {"rows_with_unknown_inputs": encoded.marked, "rows_mixed": mixed}
-
-
 def predict_file(
     model: Path,
     data: Path,
@@ -147,84 +129,80 @@ def predict_file(
     keep: tuple[str, ...] = (),
     marks: Marks = AS_AT_TRAINING,
 ) -> dict[str, Any]:
+    """Read, predict and write in blocks of rows: memory does not grow with the file."""
     check_output(output)
     writable(output)
-    levels = tuple(dict.fromkeys(map(checked_level, levels)))
-    estimator, plan, extra = open_model(model)
+    levels = checked_levels(levels)
+    opened = open_table_model(model)
     if refit:
-        estimator = replace_refit(estimator, refit)
-    table = marks.read(data, extra)
-    kept = {name: table.cells_of(name) for name in keep}
-    encoded = plan.encode(table)
-    p: Any = predictive_at(estimator, encoded)
-    rows = len(encoded.values)
-    columns: dict[str, np.ndarray] = {}
-    facts: dict[str, Any] = {}
-    if p.kind == "class":
-        labels = [str(label) for label in estimator.classes_]
-        facts["set_separator"] = separator = _separator(labels)
-        columns["label"] = estimator.classes_[p.mode.numpy()]
-        for i, label in enumerate(labels):
-            columns[f"p({label})"] = p.probs[:, i].numpy()
-        for level in levels:
-            chosen = p.interval(level).tolist()
-            sets = [separator.join(label for label, inside in zip(labels, row, strict=True) if inside) for row in chosen]
-            columns[f"set_{_percent(level)}"] = np.array(sets, dtype=object)
-    else:
-        columns = {"mean": p.mean.numpy(), "sd": p.stddev.numpy()}
-        for level in levels:
-            lower, upper = estimator.interval_of(p, level).T
-            columns |= {f"lower_{_percent(level)}": lower, f"upper_{_percent(level)}": upper}
-        quantiles = p.icdf(list(QUANTILES)).numpy()
-        columns |= {f"q{q:g}": quantiles[:, i] for i, q in enumerate(QUANTILES)}
-        columns["epistemic"] = p.epistemic.sqrt().numpy()
-    columns["mass"] = p.mass.numpy()
-    columns["rung"] = np.array([estimator.refit] * rows, dtype=object)
-    columns["notes"] = encoded.notes
-    write_table(output, _beside(kept, columns))
-    flagged = int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
+        opened = opened.with_refit(refit)
+    counts = Counts()
+    places: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(summed_warnings())
+        for table in marks.read_parts(data, opened.extra, {*opened.inputs, *keep}):
+            kept = {name: table.cells_of(name) for name in keep}
+            columns, found = opened.score(table, levels)
+            if not counts.rows:
+                places = kept_names(keep, columns)
+                types = {place: table.types[name] for name, place in places.items() if name in table.types}
+                add = stack.enter_context(new_table(output, types))
+            add({places[name]: np.fromiter(cells, dtype=object, count=len(cells)) for name, cells in kept.items()} | columns)
+            counts.add(found)
+            del table, kept, columns  # before the next block is read
+    counts.check()
+    classes = getattr(opened.estimator, "classes_", None)
     return {
         "output": str(output),
-        "rows": rows,
-        "target": extra["target"],
+        "rows": counts.rows,
+        "target": opened.extra["target"],
         "levels": list(levels),
-        **facts,
-        "missing": encoded.missing,
-        "unknown_categories": encoded.unknown,
-        **_gaps(encoded),
-        "rows_flagged": flagged,
+        **({} if classes is None else {"set_separator": separator([str(label) for label in classes])}),
+        "missing": dict(counts.missing),
+        "unknown_categories": dict(counts.unknown),
+        **_gaps(counts),
+        "rows_flagged": counts.flagged,
     }
 
 
-def _percent(level: float) -> str:
-    """0.95 -> 95, 0.975 -> 97.5."""
-    return f"{100 * level:.12g}"
+def _gaps(counts: Counts) -> dict[str, int]:
+    """The numbers of rows with a missing or unknown input, and of rows mixed over training values."""
+    return {"rows_with_unknown_inputs": counts.marked, "rows_mixed": counts.mixed}
 
 
-def _separator(labels: list[str]) -> str:
-    return next((mark for mark in SEPARATORS if not any(mark in label for label in labels)), LAST_SEPARATOR)
-
-
-def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Input columns before those of the output; a column with the name of an output gets a prefix, and a note."""
-    inputs: dict[str, np.ndarray] = {}
-    for name, cells in kept.items():
-        place = name
-        while place in columns or (place != name and place in kept):
-            place = f"input_{place}"
-        if place != name:
-            warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.")
-        inputs[place] = np.fromiter(cells, dtype=object, count=len(cells))
-    return inputs | columns
+@contextlib.contextmanager
+def summed_warnings() -> Iterator[None]:
+    """Warnings that count rows ("3 of 100 predictives …") are added up over the blocks, and given once."""
+    sums: dict[str, tuple[int, int]] = {}
+    others: dict[str, warnings.WarningMessage] = {}
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            yield
+    finally:
+        for one in caught:
+            text = str(one.message)
+            counted = COUNTED.match(text)
+            if counted and issubclass(one.category, UserWarning):
+                some, all_rows = sums.get(counted[3], (0, 0))
+                sums[counted[3]] = some + int(counted[1]), all_rows + int(counted[2])
+            else:
+                others.setdefault(text, one)
+        for one in others.values():
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        for rest, (some, all_rows) in sums.items():
+            warnings.warn(f"{some} of {all_rows} {rest}", stacklevel=2)
 
 
 def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
-    estimator, plan, extra = open_model(model)
-    table = marks.read(data, extra)
-    y, given = observed(table, estimator, extra)
-    encoded = plan.encode(table)[given]
-    scores = score(estimator, encoded, y, refit)
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(encoded)}
+    opened = open_table_model(model)
+    table = marks.read(data, opened.extra)
+    y, given = observed(table, opened.estimator, opened.extra)
+    encoded = opened.plan.encode(table)[given]
+    scores = score(opened.estimator, encoded, y, refit)
+    counts = counts_of(encoded)
+    counts.check()
+    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(counts)}
 
 
 def observed(table: Table, estimator: Any, extra: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -244,8 +222,9 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     compare = getattr(ssla, "sensitivity", None)
     if not callable(compare):
         raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
-    estimator, plan, extra = open_model(model)
-    encoded = plan.encode(marks.read(data, extra))
+    opened = open_table_model(model)
+    estimator = opened.estimator
+    encoded = opened.plan.encode(marks.read(data, opened.extra))
     if encoded.marked:
         warn(
             f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean in place of the missing "

@@ -114,6 +114,13 @@ def _generation(source: Path) -> tuple[Path, int, int] | None:
     return source, state.st_ino, state.st_ctime_ns
 
 
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """What a directory holds: "posterior" or "estimator"."""
+    source = surviving(Path(path))[0]
+    with guarded(source):
+        return str(_manifest(source).get("kind"))
+
+
 def _read(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with guarded(source):
         manifest = _manifest(source)

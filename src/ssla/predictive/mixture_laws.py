@@ -28,6 +28,7 @@ REACH = 5.2  # in normal scores: quantiles from 1e-7 to 1 − 1e-7
 BISECTIONS = 50
 MOST_COUNTS = 4096
 REGION_DRAWS = 4096
+ROUNDING = 4 * torch.finfo(torch.float64).eps  # of a cdf, relative to its value
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +131,9 @@ class ScalarMixtureLaw(MixtureLaw):
     def icdf(self, q: Tensor) -> Tensor:
         """Between the members' own quantiles."""
         ends = self.each(lambda m: m.icdf(q))
-        search = _first_count if self.kind == "count" else bracketed_root
-        return search(lambda y: self.cdf(y) - q, ends.amin(0), ends.amax(0))
+        if self.kind == "count":
+            return _first_count(lambda y: self.cdf(y) - q, ends.amin(0), ends.amax(0))
+        return bracketed_root(lambda y: self.cdf(y) - q, ends.amin(0), ends.amax(0), ROUNDING * q)
 
     @cached_property
     def _nodes(self) -> tuple[Tensor, Tensor]:
@@ -240,7 +242,7 @@ class VectorMixtureLaw(MixtureLaw):
 
     def icdf(self, q: Tensor) -> Tensor:
         ends = self.each(lambda m: m.icdf(q))
-        return bracketed_root(lambda y: self.cdf(y.mT).mT - q, ends.amin(0), ends.amax(0))
+        return bracketed_root(lambda y: self.cdf(y.mT).mT - q, ends.amin(0), ends.amax(0), ROUNDING * q)
 
     def hdr(self, level: float) -> DensityRegion:
         """The densest region; its threshold is a quantile over 4,096 fixed draws (level ± 0.01)."""

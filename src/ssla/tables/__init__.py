@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ssla.tables.columns import Column, Style, TableError
 from ssla.tables.plan import Encoded, Plan, make_plan
-from ssla.tables.reading import Table, read_table
+from ssla.tables.reading import Table, read_parts, read_table
 from ssla.tables.target import Target, later_labels, later_numbers, read_target
-from ssla.tables.writing import write_table
+from ssla.tables.writing import new_table, write_table
 
 __all__ = [
     "Column",
@@ -19,6 +19,8 @@ __all__ = [
     "later_labels",
     "later_numbers",
     "make_plan",
+    "new_table",
+    "read_parts",
     "read_table",
     "read_target",
     "write_table",

@@ -102,7 +102,7 @@ class Encoded:
     unlearned: np.ndarray  # (n, features) bool
     plan: Plan
 
-    def __getitem__(self, rows: np.ndarray) -> Encoded:
+    def __getitem__(self, rows: np.ndarray | slice) -> Encoded:
         return Encoded(self.values[rows], self.missing, self.unknown, self.notes[rows], self.unlearned[rows], self.plan)
 
     def __len__(self) -> int:
@@ -173,22 +173,24 @@ class Plan:
     def encode(self, table: Table) -> Encoded:
         """The columns of the plan; others are ignored. TableError for a missing column, or a cell of another kind."""
         blocks, missing, unknown, unlearned = [], {}, {}, []
-        notes: list[list[str]] = [[] for _ in range(table.rows)]
+        notes: dict[int, list[str]] = {}
         for feature in self.features:
             column = table.column_as(feature.name, feature.kind, feature.style)
             block, new = feature.encode(column)
             blocks.append(block)
             unlearned.append(feature.unlearned(column, new))
-            for row in column.missing.nonzero()[0]:
-                notes[row].append(f"{feature.name}: missing")
-            for row in new.nonzero()[0]:
+            for row in column.missing.nonzero()[0].tolist():
+                notes.setdefault(row, []).append(f"{feature.name}: missing")
+            for row in new.nonzero()[0].tolist():
                 rare = ", treated as a rare one" if feature.rare_learned else ""
-                notes[row].append(f"{feature.name}: unknown category {column.values[row][:40]!r}{rare}")
+                notes.setdefault(row, []).append(f"{feature.name}: unknown category {column.values[row][:40]!r}{rare}")
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
             if new.any():
                 unknown[feature.name] = int(new.sum())
-        texts = np.array(["; ".join(parts) for parts in notes], dtype=object)
+        texts = np.full(table.rows, "", dtype=object)
+        for row, parts in notes.items():
+            texts[row] = "; ".join(parts)
         return Encoded(np.concatenate(blocks, 1), missing, unknown, texts, np.stack(unlearned, 1), self)
 
     def as_json(self) -> dict[str, Any]:

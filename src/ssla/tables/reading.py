@@ -1,4 +1,7 @@
-"""Reading tables, with an error of one sentence for what is wrong."""
+"""Reading tables, with an error of one sentence for what is wrong.
+
+`read_table` reads a file as a whole, `read_parts` a bounded number of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import re
 import sys
 import zlib
 from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ssla._checks import did_you_mean, warn
 from ssla.tables.columns import Column, Style, TableError, interpret, read_as
@@ -22,6 +28,7 @@ MOST_COLUMNS = 10_000
 STANDARD_INPUT = "-"
 TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
 DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
+BYTES_AT_ONCE = 1 << 20
 THOUSANDS = ("", ".", ",", " ", "'")
 INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
 
@@ -31,9 +38,12 @@ class Table:
     """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
-    cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet or Excel file
+    cells: dict[str, Sequence[Any] | np.ndarray]  # by column: strings of a CSV, values of a Parquet or Excel file
     rows: int
     stated: Style | None = None  # the format of numbers, if given
+    first: int = 0  # rows of the file before these
+    part: bool = False  # whether the file may have more rows after these
+    types: dict[str, Any] = field(default_factory=dict)  # of the columns of a Parquet file, in pyarrow
 
     @property
     def names(self) -> list[str]:
@@ -42,6 +52,11 @@ class Table:
 
     def cells_of(self, name: str) -> list[Any]:
         """The cells as they were read; TableError if there is no such column."""
+        cells = self._cells(name)
+        found: list[Any] = cells.tolist() if isinstance(cells, np.ndarray) else list(cells)
+        return found
+
+    def _cells(self, name: str) -> Sequence[Any] | np.ndarray:
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
             raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
@@ -55,7 +70,7 @@ class Table:
         """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
-        return read_as(name, self.cells_of(name), kind, style, self.path)
+        return read_as(name, self._cells(name), kind, style, self.path, self.first, self.part)
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
@@ -64,83 +79,137 @@ def read_table(path: str | Path, decimal: str | None = None, thousands: str | No
     decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". Without
     them the format is detected for each column.
     """
-    if decimal is None and thousands is None:
-        return _read(Path(path), "")
-    decimal, thousands = decimal or ".", thousands or ""
+    (whole,) = read_parts(path, decimal, thousands)
+    return whole
+
+
+def read_parts(
+    path: str | Path,
+    decimal: str | None = None,
+    thousands: str | None = None,
+    rows: int | None = None,
+    only: Collection[str] | None = None,
+) -> Iterator[Table]:
+    """The same table in parts of `rows` rows each; the last has the rest. None: in one part.
+
+    CSV and Parquet files are read part by part, so that memory does not grow with the file; an Excel file is read as a whole.
+    only: the columns that are needed. Others of a Parquet file are not read: they have names, but no cells.
+    """
+    stated = None if decimal is None and thousands is None else _stated(decimal or ".", thousands or "")
+    marks = "" if stated is None else stated.decimal + stated.thousands
+    done = 0
+    for part in _parts(Path(path), marks, rows, only):
+        yield replace(part, stated=stated, first=done, part=part.rows == rows)
+        done += part.rows
+
+
+def _stated(decimal: str, thousands: str) -> Style:
     if decimal not in (".", ","):
         raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
     if thousands not in THOUSANDS or thousands == decimal:
         marks = ", ".join(repr(mark) for mark in THOUSANDS[1:] if mark != decimal)
         raise TableError(f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}.")
-    return replace(_read(Path(path), decimal + thousands), stated=Style(decimal, thousands))
+    return Style(decimal, thousands)
 
 
-def _read(file: Path, marks: str) -> Table:
+def _parts(file: Path, marks: str, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
     if str(file) == STANDARD_INPUT:
-        return _read_csv(Path("standard input"), sys.stdin.buffer.read(), marks)
+        return _csv_parts(Path("standard input"), sys.stdin.buffer, marks, rows)
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
         raise TableError(f"{file} is a directory, but a file with a table was expected.")
     name = file.name.lower()
     if name.endswith(PARQUET):
-        return _read_parquet(file)
+        return _parquet_parts(file, rows, only)
     if name.endswith(EXCEL):
-        return _read_excel(file)
+        return iter([_read_excel(file)])
     if name.removesuffix(".gz").endswith(TEXTS):
-        data = file.read_bytes()
-        return _read_csv(file, _unzipped(file, data) if name.endswith(".gz") else data, marks)
+        return _open_csv(file, marks, rows)
     raise TableError(
         f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet and .xlsx are read. "
         "Save the table in one of these formats."
     )
 
 
-def _unzipped(file: Path, data: bytes) -> bytes:
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise TableError(f"{file} is not a complete gzip file ({error}). Copy or compress it again.") from None
+def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
+    with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as stream:
+        try:
+            yield from _csv_parts(file, stream, marks, rows)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise TableError(f"{file} is not a complete gzip file ({error}). Copy or compress it again.") from None
 
 
-def _read_csv(file: Path, data: bytes, marks: str) -> Table:
-    text = _text(file, data)
-    if not text:
+def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
+    """stream: an open file of bytes."""
+    texts = _texts(file, stream)
+    head = ""
+    for text in texts:
+        head += text
+        if len(head) >= SNIFFED_TEXT:
+            break
+    if not head:
         raise TableError(f"{file} is empty.")
     tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
+    reader = csv.reader(_lines(chain([head], texts)), delimiter="\t" if tabs else _delimiter(head, marks))
+    del head
     try:
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else _delimiter(text, marks))
         names = _checked_names(file, [name.strip() for name in next(reader)])
-        columns: list[list[str]] = [[] for _ in names]
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != len(names):
-                raise TableError(f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {len(names)} columns.")
-            for cells, cell in zip(columns, row, strict=True):
-                cells.append(cell.strip())
+        full, width = False, len(names)
+        while (part := list(_rows(file, reader, width, rows))) or not full:
+            if not part:
+                raise TableError(f"{file} has a header but no rows.")
+            full = True
+            columns = (list(map(str.strip, cells)) for cells in zip(*part, strict=True))
+            yield Table(file, dict(zip(names, columns, strict=True)), len(part))
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
-    return _checked(Table(file, dict(zip(names, columns, strict=True)), len(columns[0])))
 
 
-def _text(file: Path, data: bytes) -> str:
-    """UTF-8, with or without a byte-order mark; for another encoding the error gives the conversion."""
+def _rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
+    """At most so many rows that are not empty, each of the width of the header."""
+    for row in islice(filter(None, reader), most):
+        if len(row) != width:
+            raise TableError(f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {width} columns.")
+        yield row
+
+
+def _texts(file: Path, stream: Any) -> Iterator[str]:
+    """UTF-8, with or without a byte-order mark, a block at a time; for another encoding the error gives the conversion."""
     remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    lines, data = 1, stream.read(BYTES_AT_ONCE)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise TableError(f"{file} is UTF-16 text. {remedy.format('UTF-16')}")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TableError(
-            f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. The encoding may be "
-            f"Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
-        ) from None
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise TableError(f"{file}, line {line}: a NUL byte, so this is not plain text. {remedy.format('UTF-16LE')}")
-    return text
+    while True:
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            line = lines + error.object.count(b"\n", 0, error.start)
+            raise TableError(
+                f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. The encoding may be "
+                f"Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
+            ) from None
+        if "\0" in text:
+            line = lines + text.count("\n", 0, text.index("\0"))
+            raise TableError(f"{file}, line {line}: a NUL byte, so this is not plain text. {remedy.format('UTF-16LE')}")
+        if text:
+            yield text
+        if not data:
+            return
+        lines += data.count(b"\n")
+        data = stream.read(BYTES_AT_ONCE)
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    """Lines with their ends; a line, or the end of a line in two characters, may be in two blocks."""
+    rest = ""
+    for text in texts:
+        lines = list(io.StringIO(rest + text, newline=""))
+        rest = "" if lines[-1].endswith("\n") else lines.pop()
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _delimiter(text: str, marks: str) -> str:
@@ -159,19 +228,59 @@ def _delimiter(text: str, marks: str) -> str:
     return max(DELIMITERS, key=fit)
 
 
-def _read_parquet(file: Path) -> Table:
+def _parquet_parts(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise TableError("Parquet files need pyarrow: pip install 'ssla[cli]'.") from None
     try:
-        table = pyarrow.parquet.read_table(file)
+        # a pre-buffered file keeps every row group that was read
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=BYTES_AT_ONCE) as source:
+            stored = [str(name) for name in source.schema_arrow.names]
+            names = _checked_names(file, stored)
+            count = source.metadata.num_rows
+            if not count:
+                raise TableError(f"{file} has a header but no rows.")
+            wanted = stored if only is None else [old for old, name in zip(stored, names, strict=True) if name in only]
+            batches = source.iter_batches(rows or count, columns=wanted or stored[:1])
+            new = dict(zip(stored, names, strict=True))
+            types = {new[one.name]: _decoded(one.type) for one in source.schema_arrow}
+            for table in _of_equal_size(pyarrow, batches, rows or count):
+                cells = {new[old]: _arrow_cells(table.column(old)) for old in table.column_names}
+                yield Table(file, {name: cells.get(name, []) for name in names}, table.num_rows, types=types)
+    except TableError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise TableError(f"{file} is not a readable Parquet file ({str(error)[:100]}).") from None
-    names = _checked_names(file, [str(name) for name in table.column_names])
-    cells = {name: table.column(i).to_pylist() for i, name in enumerate(names)}
-    return _checked(Table(file, cells, table.num_rows))
+
+
+def _of_equal_size(pyarrow: Any, batches: Any, rows: int) -> Iterator[Any]:
+    """Batches of any size -> tables of that many rows; the last has the rest."""
+    rest: list[Any] = []
+    for batch in batches:
+        rest.append(batch)
+        while sum(part.num_rows for part in rest) >= rows:
+            table = pyarrow.Table.from_batches(rest)
+            yield table.slice(0, rows)
+            rest = table.slice(rows).to_batches()
+    if sum(part.num_rows for part in rest):
+        yield pyarrow.Table.from_batches(rest)
+
+
+def _decoded(kind: Any) -> Any:
+    """The type of the values of a dictionary; another type itself."""
+    return kind.value_type if str(kind).startswith("dictionary") else kind
+
+
+def _arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
+    """An array if all cells are integers or floats, else a list."""
+    kind = str(column.type)
+    if column.null_count == 0 and kind.startswith(("int", "uint", "float", "double", "halffloat")):
+        array: np.ndarray = column.to_numpy()
+        return array
+    cells: list[Any] = column.to_pylist()
+    return cells
 
 
 def _read_excel(file: Path) -> Table:
@@ -207,7 +316,9 @@ def _read_excel(file: Path) -> Table:
         if any(cell is not None for cell in row)
     )
     names = _checked_names(file, ["" if name is None else str(name) for name in head])
-    return _checked(Table(file, {name: [row[i] for row in body] for i, name in enumerate(names)}, len(body)))
+    if not body:
+        raise TableError(f"{file} has a header but no rows.")
+    return Table(file, {name: [row[i] for row in body] for i, name in enumerate(names)}, len(body))
 
 
 def _checked_names(file: Path, names: list[str]) -> list[str]:
@@ -228,12 +339,6 @@ def _checked_names(file: Path, names: list[str]) -> list[str]:
     if twice:
         raise TableError(f"{file} has several columns named {twice[0]!r}. Rename or remove all but one.")
     return names
-
-
-def _checked(table: Table) -> Table:
-    if table.rows == 0:
-        raise TableError(f"{table.path} has a header but no rows.")
-    return table
 
 
 def _some(names: list[str]) -> str:

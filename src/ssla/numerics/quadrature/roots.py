@@ -11,11 +11,12 @@ MOST_ROUNDS = 100
 RELATIVE = 4e-15
 
 
-def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     """x in [low, high] with function(x) = 0, elementwise; function rises from ≤ 0 at low to ≥ 0 at high.
 
     Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends when every bracket has
-    the width of rounding error. Where low = high, or either is infinite, the result is low.
+    the width of rounding error, or a value of at most `noise`, which is the rounding error of the function. Where low = high,
+    or either is infinite, the result is low.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
     anywhere = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
@@ -32,7 +33,7 @@ def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tens
         best = torch.where(fa.abs() < fb.abs(), a, b)
         width = (b - a).abs()
         least = RELATIVE * torch.maximum(a.abs(), b.abs()) / width.clamp_min(1e-300)
-        if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) == 0)).all()):
+        if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) <= noise)).all()):
             break
         place, height = (a - b) / (c - b), (fa - fb) / (fc - fb)
         safe = (height**2 < place) & ((1 - height) ** 2 < 1 - place)

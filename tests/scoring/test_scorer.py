@@ -1,0 +1,115 @@
+"""One code from predictive to columns: the scorer gives what `ssla predict` writes, in the form in which the rows came."""
+
+import pickle
+
+import numpy as np
+import pandas
+import polars
+import pyarrow.parquet
+import pytest
+import torch
+
+import ssla
+from ssla.cli.train import Request
+from ssla.cli.work import predict_file, train_file
+from ssla.scoring import models
+from ssla.sklearn import SSLARegressor
+from ssla.tables import TableError
+
+
+def frame(rows=60, seed=0):
+    rng = np.random.default_rng(seed)
+    x, kind = rng.normal(size=rows), rng.choice(["cat", "dog", "eel"], rows)
+    return pandas.DataFrame(
+        {"id": np.arange(rows), "x": x, "kind": kind, "y": 3 * x + (kind == "cat") + 0.1 * rng.normal(size=rows)}
+    )
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    room = tmp_path_factory.mktemp("scoring")
+    frame().to_csv(room / "data.csv", index=False)
+    for target, name in (("y", "numbers"), ("kind", "classes")):
+        train_file(Request(room / "data.csv", target, room / name, ("id",), max_epochs=5), quiet=True)
+    return room
+
+
+@pytest.mark.parametrize("name", ["numbers", "classes"])
+def test_the_scorer_gives_what_the_command_writes(room, tmp_path, name):
+    table = frame(40, 1)
+    table.to_parquet(tmp_path / "new.parquet", index=False)
+    predict_file(room / name, tmp_path / "new.parquet", tmp_path / "out.parquet", (0.5, 0.95), keep=("id",))
+    written = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pandas()
+    scorer = ssla.Scorer(room / name, (0.5, 0.95), keep=["id"])
+    again = pickle.loads(pickle.dumps(scorer))
+    found = again(table.set_index(np.arange(40) + 7))
+    assert list(found.index) == list(range(7, 47))
+    pandas.testing.assert_frame_equal(found.reset_index(drop=True), written, check_dtype=False, check_exact=True)
+    by_name = scorer({column: table[column].to_numpy() for column in table})
+    framed = scorer(polars.from_pandas(table))
+    assert list(by_name) == framed.columns == list(written)
+    for column in written:
+        assert by_name[column].tolist() == framed[column].to_list() == written[column].tolist()
+    assert list(scorer(table.head(0))) == list(written)  # no rows, the same columns
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_blocks_of_a_file_give_the_bits_of_the_table(room, tmp_path, suffix, monkeypatch):
+    """The first block has only whole numbers, and the only gap and unknown category are in the third."""
+    monkeypatch.setattr(models, "BLOCK", 16)
+    monkeypatch.setattr("ssla.cli.work.BLOCK", 16)
+    table = frame(55, 2)
+    table.loc[:15, "x"] = np.arange(16)
+    table.loc[35, "x"], table.loc[40, "kind"] = np.nan, "yak"
+    write = table.to_csv if suffix == ".csv" else table.to_parquet
+    write(tmp_path / f"new{suffix}", index=False)
+    done = predict_file(room / "numbers", tmp_path / f"new{suffix}", tmp_path / "out.parquet", keep=("id",))
+    assert (done["rows"], done["rows_with_unknown_inputs"], done["rows_mixed"]) == (55, 2, 2)
+    assert (done["missing"], done["unknown_categories"]) == ({"x": 1}, {"kind": 1})
+    written = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pandas()
+    found = ssla.Scorer(room / "numbers")(table)
+    pandas.testing.assert_frame_equal(written[list(found)], found, check_dtype=False, check_exact=True)
+    monkeypatch.setattr(models, "BLOCK", 1000)
+    whole = ssla.Scorer(room / "numbers")(table)
+    np.testing.assert_allclose(whole["upper_95"], found["upper_95"], rtol=1e-10)
+
+
+def test_an_error_in_the_third_block_names_its_row_and_leaves_no_file(room, tmp_path, monkeypatch):
+    monkeypatch.setattr("ssla.cli.work.BLOCK", 16)
+    table = frame(55, 2).astype({"x": object})
+    table.loc[37, "x"] = "many"
+    table.to_csv(tmp_path / "new.csv", index=False)
+    with pytest.raises(TableError, match=r"row 38 of .*'many' \(1 such cells up to row 48\)"):
+        predict_file(room / "numbers", tmp_path / "new.csv", tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "is empty"), ("x,kind\n", "has a header but no rows")])
+def test_files_without_rows_are_refused(room, tmp_path, text, message):
+    (tmp_path / "new.csv").write_text(text)
+    with pytest.raises(TableError, match=message):
+        predict_file(room / "numbers", tmp_path / "new.csv", tmp_path / "out.csv")
+    (tmp_path / "new.csv").write_text("x,kind\n1,cat\n")
+    assert predict_file(room / "numbers", tmp_path / "new.csv", tmp_path / "out.csv")["rows"] == 1
+
+
+def test_estimators_and_posteriors(tmp_path):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(50, 2))
+    estimator = SSLARegressor(max_epochs=3, random_state=0).fit(X, X[:, 0] + 0.1 * rng.normal(size=50))
+    estimator.save(tmp_path / "estimator")
+    found = ssla.Scorer(tmp_path / "estimator", 0.9)(X)
+    np.testing.assert_array_equal(np.stack([found["lower_90"], found["upper_90"]], 1), estimator.predict_interval(X, 0.9))
+    named = ssla.Scorer(tmp_path / "estimator", 0.9, inputs=["a", "b"])(pandas.DataFrame(X, columns=["a", "b"]))
+    assert named["mean"].tolist() == found["mean"].tolist()
+    with pytest.raises(ValueError, match="has no names of inputs"):
+        ssla.Scorer(tmp_path / "estimator")(pandas.DataFrame(X, columns=["a", "b"]))
+    torch.manual_seed(0)
+    network = torch.nn.Linear(2, 1).eval()
+    x = torch.from_numpy(X).float()
+    post = ssla.fit(network, (x, x[:, 0]), likelihood=ssla.likelihoods.Gaussian(noise=0.1))
+    post.save(tmp_path / "posterior")
+    scorer = pickle.loads(pickle.dumps(ssla.Scorer(tmp_path / "posterior", model=network)))
+    assert scorer(x)["lower_95"].tolist() == post.predict(x).interval(0.95)[:, 0].double().tolist()
+    with pytest.raises(ssla.FileError, match="Give the module as model="):
+        ssla.Scorer(tmp_path / "posterior")(x)
