@@ -16,7 +16,8 @@ except ImportError:
     raise ImportError("The estimators need scikit-learn: pip install 'ssla[sklearn]'.") from None
 
 from ssla.sklearn.classifier import SSLAClassifier
+from ssla.sklearn.encoder import TableEncoder
 from ssla.sklearn.files import load
 from ssla.sklearn.regressor import SSLARegressor
 
-__all__ = ["SSLAClassifier", "SSLARegressor", "load"]
+__all__ = ["SSLAClassifier", "SSLARegressor", "TableEncoder", "load"]

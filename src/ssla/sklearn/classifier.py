@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import column_or_1d
 
-from ssla.sklearn.estimator import AUTO, TableEstimator
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 
 
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A network for a table of numbers that predicts class probabilities, including the uncertainty of its weights.
+    """A network for tables that predicts class probabilities, including the uncertainty of its weights.
 
     Parameters are those of `SSLARegressor`, without likelihood and conformal. `predict_dist(X).interval(0.95)` gives the smallest
     set of classes with that probability.
@@ -39,6 +39,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         validation_fraction: float = 0.1,
         patience: int = 40,
         random_state: Any = None,
+        verbose: int = 0,
     ) -> None:
         self.members = members
         self.hidden = hidden
@@ -55,17 +56,19 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.validation_fraction = validation_fraction
         self.patience = patience
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
-        X, y = validate_data(self, X, y, dtype=np.float64, order="C", ensure_min_samples=2)
+        given, y = self._read(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
-        present, weights = self._present(X, sample_weight)
-        self.ensemble_ = self._fit_rows(X[present], codes[present], weights, "classes", len(self.classes_))
+        present, weights = self._present(y, sample_weight)
+        rows = numbers(self._encode(given, present))
+        self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", len(self.classes_))
         self.n_iter_ = self.ensemble_.epochs
         return self
 

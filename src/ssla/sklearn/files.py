@@ -18,8 +18,10 @@ from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
+from ssla.sklearn.inputs import column_names
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
+from ssla.tables import Plan
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
 from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
 from ssla.tabular.training import Architecture, Schedule
@@ -51,6 +53,7 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             estimator.classes_ = np.array(content["classes"]["values"], dtype=_dtype(content["classes"]["dtype"]))
         estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
         estimator.n_iter_ = estimator.ensemble_.epochs
+        estimator.plan_ = Plan.from_json(content["plan"]) if "plan" in content else None  # older files have none
         if isinstance(estimator, SSLARegressor):
             estimator.conformal_ = _unpack_conformal(content, decoder, estimator.refit)
         _check(estimator)
@@ -81,8 +84,14 @@ def _check(estimator: Any) -> None:
         raise ValueError("the classes do not fit the estimator")
     if is_classifier and (len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes)):
         raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")
-    if estimator.n_features_in_ != width or len(getattr(estimator, "feature_names_in_", range(width))) != width:
+    columns, plan = estimator.n_features_in_, estimator.plan_
+    if (
+        len(getattr(estimator, "feature_names_in_", range(columns))) != columns
+        or (width if plan is None else plan.width) != width
+    ):
         raise ValueError(f"the columns are not the {width} inputs of the network")
+    if columns != width if plan is None else {f.name for f in plan.features} | set(plan.left_out) != set(column_names(estimator)):
+        raise ValueError("the plan is not that of the columns")
     targets = outputs if settings.likelihood == GAUSSIAN else 1
     if (ensemble.target is not None) != (settings.likelihood in CONTINUOUS) or ensemble.one_target != (targets == 1):
         raise ValueError("the scaling of the target does not fit the likelihood")

@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
-from ssla.sklearn.estimator import AUTO, TableEstimator
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.tabular import CONTINUOUS
 
 NAMES = (*CONTINUOUS, "poisson")
 
 
 class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
-    """A network for a table of numbers that predicts distributions.
+    """A network for tables that predicts distributions.
+
+    X is an array, or a data frame of pandas or polars with numbers, texts, categories, booleans, dates and gaps.
 
     Parameters
     ----------
@@ -47,11 +48,15 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Row weights are frequencies here too; rows of weight 0 are ignored.
     random_state:
         Seed. The same seed and data give the same fit.
+    verbose:
+        1 shows a bar of the epochs (needs tqdm).
 
     Attributes
     ----------
     ensemble_:
         Posteriors, scaling and networks.  n_iter_: epochs.
+    plan_:
+        What became of each column of X: see `TableEncoder`.
 
     Examples
     --------
@@ -80,6 +85,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         conformal: bool = False,
         calibration_fraction: float = 0.2,
         random_state: Any = None,
+        verbose: int = 0,
     ) -> None:
         self.likelihood = likelihood
         self.members = members
@@ -99,24 +105,24 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.conformal = conformal
         self.calibration_fraction = calibration_fraction
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
         """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows."""
         one_of("likelihood", self.likelihood, NAMES)
-        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, order="C", ensure_min_samples=2)
+        given, y = self._read(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
-        present, weights = self._present(X, sample_weight)
-        X, y = X[present], y[present]
-        self._check_target(y)
-        kept, aside = self._set_aside(len(X)) if self.conformal else (np.arange(len(X)), np.arange(0))
-        self.ensemble_ = self._fit_rows(X[kept], y[kept], weights[kept], self.likelihood)
+        present, weights = self._present(y, sample_weight)
+        self._check_target(y[present])
+        kept, aside = self._set_aside(np.flatnonzero(present)) if self.conformal else (np.flatnonzero(present), np.arange(0))
+        rows = self._encode(given, np.isin(np.arange(len(y)), kept))
+        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self.likelihood)
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
-            predictive = self.ensemble_.predict(torch.from_numpy(X[aside].copy()), self.refit)
-            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit)
+            self.conformal_ = Conformal.of(self._predict_rows(rows[aside]), y[aside], weights[aside], self.refit)
         return self
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -129,14 +135,14 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
             raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
 
-    def _set_aside(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def _set_aside(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < self.calibration_fraction < 1:
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        kept, aside = train_test_split(np.arange(rows), test_size=self.calibration_fraction, random_state=seed)
+        kept, aside = train_test_split(rows, test_size=self.calibration_fraction, random_state=seed)
         if len(kept) < 2:
             raise ValueError(
-                f"conformal=True leaves {len(kept)} of n_samples={rows} for the fit, which needs at least two. "
+                f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which needs at least two. "
                 "Use more rows or a smaller calibration_fraction."
             )
         return np.sort(kept), np.sort(aside)

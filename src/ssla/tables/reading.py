@@ -10,13 +10,14 @@ import re
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ssla._checks import did_you_mean, warn
-from ssla.tables.columns import Column, Style, TableError, interpret, read_as
+from ssla.tables.columns import Column, Style, TableError, checked, interpret, read_as
 
 MOST_COLUMNS = 10_000
 STANDARD_INPUT = "-"
@@ -31,31 +32,40 @@ class Table:
     """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
-    cells: dict[str, list[Any]]  # by column: strings of a CSV, values of a Parquet or Excel file
+    cells: Mapping[str, Sequence[Any] | Column]  # by column: strings of a CSV, values of a Parquet or Excel file; or a kind
     rows: int
     stated: Style | None = None  # the format of numbers, if given
+    indexed: bool = True  # whether a column with the name of a pandas index is one
 
     @property
     def names(self) -> list[str]:
         """Without the row index of pandas, which is recognised by its name."""
-        return [name for name in self.cells if not INDEX.match(name)]
+        return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
-    def cells_of(self, name: str) -> list[Any]:
+    def cells_of(self, name: str) -> Sequence[Any]:
         """The cells as they were read; TableError if there is no such column."""
-        if name not in self.cells:
-            hint = did_you_mean(name, self.names)
-            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
-        return self.cells[name]
+        found = self._given(name)
+        return found.cells if isinstance(found, Column) else found
 
     def column(self, name: str) -> Column:
         """The kind and values of a column, or TableError."""
-        return interpret(name, self.cells_of(name), self.stated)
+        found = self._given(name)
+        return checked(found) if isinstance(found, Column) else interpret(name, found, self.stated)
 
     def column_as(self, name: str, kind: str, style: Style) -> Column:
         """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
+        found = self._given(name)
+        if isinstance(found, Column) and (same := found.as_kind(kind, style)) is not None:
+            return checked(same)
         return read_as(name, self.cells_of(name), kind, style, self.path)
+
+    def _given(self, name: str) -> Sequence[Any] | Column:
+        if name not in self.cells:
+            hint = did_you_mean(name, self.names)
+            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
+        return self.cells[name]
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
