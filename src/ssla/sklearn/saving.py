@@ -67,6 +67,8 @@ def _plain(name: str, value: Any) -> Any:
     """A parameter as JSON can hold it. A random state that is an object is not needed to predict."""
     if isinstance(value, np.generic):
         value = value.item()
+    if name == "class_weight" and isinstance(value, dict):
+        return {str(label): float(weight) for label, weight in value.items()}  # not needed to predict
     if name == "random_state" and not isinstance(value, int | None):
         return None
     if name == "refit" and not isinstance(value, str):
