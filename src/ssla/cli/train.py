@@ -17,7 +17,7 @@ from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, rea
 from ssla.tabular import predict_with_gaps
 from ssla.tabular.training import Architecture
 
-LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
+LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "log_normal", "logit_normal", "classes")
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
 OF_INTERVALS = ("coverage", "width")
@@ -158,7 +158,7 @@ def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "
         found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
         return found | of_predictive(scores)
     for level in metrics.LEVELS:
-        low, high = conformal.interval(p, level).T
+        low, high = estimator.interval_of(p, level).T
         width = float((high - low).mean())
         found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
         found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def _separator(labels: list[str]) -> str:
     return next((mark for mark in SEPARATORS if not any(mark in label for label in labels)), LAST_SEPARATOR)
 
 
-def _beside(kept: dict[str, list[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _beside(kept: dict[str, Sequence[Any]], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Input columns before those of the output; a column with the name of an output gets a prefix, and a note."""
     inputs: dict[str, np.ndarray] = {}
     for name, cells in kept.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
@@ -16,7 +17,7 @@ from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
-from ssla.tabular import CONTINUOUS
+from ssla.tabular import CONTINUOUS, ON_SCALE
 
 NAMES = (*CONTINUOUS, "poisson")
 
@@ -29,7 +30,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts).
+        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts),
+        "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
+        strictly between 0 and 1).
     members:
         Number of networks, trained together; the prediction is the mixture of their predictives.
     hidden, activation:
@@ -122,7 +125,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
-            self.conformal_ = Conformal.of(self._predict_rows(rows[aside]), y[aside], weights[aside], self.refit)
+            predictive = self._predict_rows(rows[aside])
+            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, ON_SCALE.get(self.likelihood))
         return self
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -132,6 +136,12 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
+        scale = ON_SCALE.get(self.likelihood)
+        if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
+            raise ValueError(
+                f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is from {y.min():g} to "
+                f"{y.max():g}. Use 'gaussian', or leave out these rows."
+            )
         if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
             raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
 
@@ -165,7 +175,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 f"The conformal scores were computed with refit={self.conformal_.refit!r}, but refit is now {self.refit!r}, for "
                 "which their coverage does not hold. Fit again with the new refit, or predict with the first one."
             )
-        return self.conformal_.interval(predictive, checked_level(level))
+        return self.conformal_.interval(predictive, checked_level(level), ON_SCALE.get(self.likelihood))
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
@@ -178,5 +188,5 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood == "gaussian"
-        tags.target_tags.positive_only = self.likelihood == "poisson"
+        tags.target_tags.positive_only = self.likelihood in ("poisson", *ON_SCALE)
         return tags

@@ -14,7 +14,7 @@ from ssla._checks import unknown_name
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, Ensemble, Settings
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, ON_SCALE, Component, Ensemble, Settings
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.scaling import scaling_of
 from ssla.tabular.training import Architecture, Rows, folds, train
@@ -31,6 +31,7 @@ def fit_ensemble(
     """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number."""
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
+    y = _on_scale(y, settings.likelihood)
     columns = y[:, None] if y.dim() == 1 else y
     likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or columns.shape[1])
     inputs = scaling_of(x, weights)
@@ -56,6 +57,16 @@ def fit_ensemble(
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
     return Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
+
+
+def _on_scale(y: Tensor, likelihood: str) -> Tensor:
+    """y on the scale of the network: its logarithm for "log_normal"."""
+    scale = ON_SCALE.get(likelihood)
+    if scale is None:
+        return y
+    if y.dim() != 1 or not bool(scale.inside(y).all()):
+        raise ValueError(f"likelihood={likelihood!r} needs one target that is {scale.support} in every row.")
+    return scale.into(y)
 
 
 def _fraction(settings: Settings, rows: int) -> float:
