@@ -20,8 +20,9 @@ import ssla
 from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tabular import Settings, fit_ensemble
+from ssla.tabular.folds import folds
 from ssla.tabular.noise import at_noise, held_out_noise
-from ssla.tabular.training import Architecture, Rows, Schedule, folds, train
+from ssla.tabular.training import Architecture, Rows, Schedule, train
 
 QUICK = {"max_epochs": 25, "hidden": (16,), "random_state": 0}
 RNG = np.random.default_rng(0)

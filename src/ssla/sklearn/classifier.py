@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
-from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d
+from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.related import Related
 
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
@@ -66,19 +67,42 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLAClassifier:
-        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
+        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
         given, y = self._read(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
-        balance = compute_sample_weight(self.class_weight, y)
+        self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        balance = self.class_weights_[codes]
         present, weights = self._present(y, balance if sample_weight is None else balance * np.asarray(sample_weight))
         rows = numbers(self._encode(given, present))
-        self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", len(self.classes_))
+        related, count = Related.of(groups, time, len(y))[present], len(self.classes_)
+        self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", related, count)
         self.n_iter_ = self.ensemble_.epochs
+        return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SSLAClassifier:
+        """Add rows to a fitted model, as `SSLARegressor.partial_fit`. The first call is `fit`, and its y must have all classes.
+
+        class_weight="balanced" is that of the first call; later rows count with the weight of their class there.
+        """
+        if not hasattr(self, "ensemble_"):
+            missing = [] if classes is None else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))
+            if missing:
+                raise ValueError(f"The first rows must have every class, but have none of {missing}. Start with more rows.")
+            return self.fit(X, y, sample_weight)
+        rows, present, weights = self._more_rows(X, sample_weight)
+        labels = column_or_1d(y, warn=True)
+        check_consistent_length(rows, labels)
+        new = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
+        if new:
+            raise ValueError(f"y has the new classes {new}, but the model has {self.classes_.tolist()}. Fit again on all rows.")
+        codes = np.searchsorted(self.classes_, labels)
+        weights = weights * self.class_weights_[codes]
+        self._update(rows[present], codes[present], weights[present])
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:

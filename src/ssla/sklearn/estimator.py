@@ -13,15 +13,16 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
 
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 from ssla.sklearn.inputs import column_names, plan_of, read_inputs
 from ssla.sklearn.progress import epochs_bar
+from ssla.sklearn.related import Related
 from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
-from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps
+from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
 AUTO = "auto"
@@ -81,6 +82,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.plan_ = plan_of(self, given, kept)
         return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
 
+    def _rows_of(self, X: Any) -> np.ndarray | Encoded:
+        """Later rows by the plan of the fit; numbers without gaps as they are where the fit had only such."""
+        given = read_inputs(self, X, reset=False)
+        if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
+            return given
+        if self.plan_ is None:
+            raise ValueError(
+                "X has gaps or columns that are not numbers, but this model was saved by an earlier version (or by the command) "
+                "without the values that replace them. Fit it again, or give numbers only."
+            )
+        return self.plan_.encode(given if isinstance(given, Table) else table_of(given, column_names(self)))
+
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
         """The predictive; for rows with inputs that training did not teach a mixture over values of the training table."""
         if isinstance(rows, np.ndarray):
@@ -98,25 +111,35 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(present.sum())}.")
         return present, weights
 
-    def _fit_rows(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, classes: int = 0) -> Ensemble:
+    def _fit_rows(
+        self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, related: Related, classes: int = 0
+    ) -> Ensemble:
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
         with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
-            return fit_ensemble(x, target, w, settings, classes, getattr(self, "on_epoch", advance))
+            on_epoch = getattr(self, "on_epoch", advance)
+            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors)
+
+    def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""
+        rows = self._rows_of(X)
+        strange = 0 if isinstance(rows, np.ndarray) else int(rows.unlearned.any(1).sum())
+        if strange:
+            warn(
+                f"{strange} new rows have gaps or categories that the fit did not learn. They enter the update with the mean in "
+                "place of a gap, and without a category. Leave them out, or fit again on all rows."
+            )
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        return numbers(rows), weights > 0, weights
+
+    def _update(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
+        if len(X):
+            self.ensemble_ = updated(self.ensemble_, *(torch.from_numpy(part.copy()) for part in (X, y, weights)))
 
     def predict_dist(self, X: Any) -> Predictive:
         """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
         check_is_fitted(self, "ensemble_")
-        given = read_inputs(self, X, reset=False)
-        if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
-            return self._predict_numbers(given)
-        if self.plan_ is None:
-            raise ValueError(
-                "X has gaps or columns that are not numbers, but this model was saved by an earlier version (or by the command) "
-                "without the values that replace them. Fit it again, or give numbers only."
-            )
-        table = given if isinstance(given, Table) else table_of(given, column_names(self))
-        return self._predict_rows(self.plan_.encode(table))
+        return self._predict_rows(self._rows_of(X))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no other code is needed."""

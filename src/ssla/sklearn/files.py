@@ -51,6 +51,7 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             estimator.feature_names_in_ = np.array([str(name) for name in content["names"]], dtype=object)
         if content["classes"] is not None:
             estimator.classes_ = np.array(content["classes"]["values"], dtype=_dtype(content["classes"]["dtype"]))
+            _load_class_weights(estimator, content)
         estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
         estimator.n_iter_ = estimator.ensemble_.epochs
         estimator.plan_ = Plan.from_json(content["plan"]) if "plan" in content else None  # older files have none
@@ -59,6 +60,17 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         _check(estimator)
         extra = dict(content["extra"])
     return estimator, extra
+
+
+def _load_class_weights(estimator: Any, content: dict[str, Any]) -> None:
+    """One weight for each class (1 in older files), and the labels of `class_weight`, which a file holds as texts."""
+    weights = np.array(content.get("class_weights", [1.0] * len(estimator.classes_)), dtype=np.float64)
+    if weights.shape != estimator.classes_.shape or not bool(((weights >= 0) & (weights <= LARGEST)).all()):
+        raise ValueError("the weights of the classes do not fit the classes")
+    estimator.class_weights_ = weights
+    if isinstance(given := getattr(estimator, "class_weight", None), dict):
+        labels = {str(label): label for label in estimator.classes_.tolist()}
+        estimator.class_weight = {labels.get(name, name): weight for name, weight in given.items()}
 
 
 def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> Conformal | None:

@@ -9,7 +9,7 @@ import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, column_or_1d
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
@@ -17,6 +17,7 @@ from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.related import Related
 from ssla.tabular import CONTINUOUS, ON_SCALE
 
 NAMES = (*CONTINUOUS, "poisson")
@@ -110,8 +111,12 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
-        """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLARegressor:
+        """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows.
+
+        groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held out, and calibrate conformal
+        intervals. time (n,) numbers or dates: the latest rows are held out. Either gives the error on new groups or later rows.
+        """
         one_of("likelihood", self.likelihood, NAMES)
         given, y = self._read(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
@@ -119,14 +124,39 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         y = np.asarray(y, dtype=np.float64)
         present, weights = self._present(y, sample_weight)
         self._check_target(y[present])
-        kept, aside = self._set_aside(np.flatnonzero(present)) if self.conformal else (np.flatnonzero(present), np.arange(0))
+        related = Related.of(groups, time, len(y))
+        whole = np.flatnonzero(present)
+        kept, aside = self._set_aside(whole, related[whole]) if self.conformal else (whole, np.arange(0))
         rows = self._encode(given, np.isin(np.arange(len(y)), kept))
-        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self.likelihood)
+        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self.likelihood, related[kept])
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
             predictive = self._predict_rows(rows[aside])
             self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, ON_SCALE.get(self.likelihood))
+        return self
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
+        """Add rows to a fitted model in one pass over them: the networks, the noise and the prior stay, the last layers are
+        those of a fit to all rows (with likelihoods other than Gaussian an approximation). The first call is `fit`.
+        """
+        if not hasattr(self, "ensemble_"):
+            return self.fit(X, y, sample_weight)
+        if self.conformal_ is not None:
+            raise ValueError(
+                "The conformal scores hold for the fitted model only. Use conformal=False for partial_fit, or fit again."
+            )
+        rows, present, weights = self._more_rows(X, sample_weight)
+        target = np.asarray(_check_y(y, multi_output=True, y_numeric=True, estimator=self), dtype=np.float64)
+        check_consistent_length(rows, target)
+        if self.ensemble_.one_target:
+            target = column_or_1d(target)
+        elif target.shape[1:] != (self.ensemble_.architecture.outputs,):
+            raise ValueError(
+                f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has shape {target.shape}."
+            )
+        self._check_support(target[present])
+        self._update(rows[present], target[present], weights[present])
         return self
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -136,6 +166,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
+        self._check_support(y)
+
+    def _check_support(self, y: np.ndarray) -> None:
         scale = ON_SCALE.get(self.likelihood)
         if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
             raise ValueError(
@@ -145,11 +178,15 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
             raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
 
-    def _set_aside(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < self.calibration_fraction < 1:
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        kept, aside = train_test_split(rows, test_size=self.calibration_fraction, random_state=seed)
+        if related.given:
+            chosen = related.aside(self.calibration_fraction, seed)
+            kept, aside = rows[~chosen], rows[chosen]
+        else:
+            kept, aside = train_test_split(rows, test_size=self.calibration_fraction, random_state=seed)
         if len(kept) < 2:
             raise ValueError(
                 f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which needs at least two. "

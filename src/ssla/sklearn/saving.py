@@ -30,6 +30,8 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
         "extra": extra or {},
     }
+    if hasattr(estimator, "class_weights_"):
+        content["class_weights"] = estimator.class_weights_.tolist()
     plan = getattr(estimator, "plan_", None)
     if plan is not None and "plan" not in content["extra"]:
         content["plan"] = plan.as_json()
@@ -68,7 +70,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if name == "class_weight" and isinstance(value, dict):
-        return {str(label): float(weight) for label, weight in value.items()}  # not needed to predict
+        return {str(label): float(weight) for label, weight in value.items()}
     if name == "random_state" and not isinstance(value, int | None):
         return None
     if name == "refit" and not isinstance(value, str):

@@ -14,10 +14,11 @@ from ssla._checks import unknown_name
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, ON_SCALE, Component, Ensemble, Settings
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, Component, Ensemble, Settings, on_scale
+from ssla.tabular.folds import folds
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.scaling import scaling_of
-from ssla.tabular.training import Architecture, Rows, folds, train
+from ssla.tabular.training import Architecture, Rows, train
 from ssla.tuning import tune
 
 PRECISIONS = (1e-3, 1e3)  # of priors that held-out rows choose; inputs and targets are standardised
@@ -26,12 +27,22 @@ FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 
 
 def fit_ensemble(
-    x: Tensor, y: Tensor, weights: Tensor, settings: Settings, classes: int = 0, on_epoch: Callable[[int], None] | None = None
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    settings: Settings,
+    classes: int = 0,
+    on_epoch: Callable[[int], None] | None = None,
+    groups: Tensor | None = None,
+    time: Tensor | None = None,
 ) -> Ensemble:
-    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number."""
+    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
+
+    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.
+    """
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
-    y = _on_scale(y, settings.likelihood)
+    y = on_scale(y, settings.likelihood)
     columns = y[:, None] if y.dim() == 1 else y
     likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or columns.shape[1])
     inputs = scaling_of(x, weights)
@@ -40,7 +51,7 @@ def fit_ensemble(
     if target is not None:
         y = target(columns).reshape(y.shape)
     generator = torch.Generator().manual_seed(settings.seed)
-    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None)
+    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None, groups, time)
     architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation)
     # all rows at once: in double precision, so that row weights equal repeated rows
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
@@ -57,16 +68,6 @@ def fit_ensemble(
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
     return Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
-
-
-def _on_scale(y: Tensor, likelihood: str) -> Tensor:
-    """y on the scale of the network: its logarithm for "log_normal"."""
-    scale = ON_SCALE.get(likelihood)
-    if scale is None:
-        return y
-    if y.dim() != 1 or not bool(scale.inside(y).all()):
-        raise ValueError(f"likelihood={likelihood!r} needs one target that is {scale.support} in every row.")
-    return scale.into(y)
 
 
 def _fraction(settings: Settings, rows: int) -> float:

@@ -29,6 +29,16 @@ LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN])
 CONTINUOUS = (GAUSSIAN, "heteroscedastic", *ON_SCALE)
 
 
+def on_scale(y: Tensor, likelihood: str) -> Tensor:
+    """y on the scale of the network: its logarithm for "log_normal"."""
+    scale = ON_SCALE.get(likelihood)
+    if scale is None:
+        return y
+    if y.dim() != 1 or not bool(scale.inside(y).all()):
+        raise ValueError(f"likelihood={likelihood!r} needs one target that is {scale.support} in every row.")
+    return scale.into(y)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of the estimators and the command."""

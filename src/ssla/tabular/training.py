@@ -247,25 +247,3 @@ def _filled(architecture: Architecture, parameters: Mapping[str, Tensor]) -> nn.
     module = architecture.build().to(next(iter(parameters.values())).dtype)
     module.load_state_dict(dict(parameters))
     return module
-
-
-def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:
-    """The held-out rows of each member: disjoint parts of one random order if there are enough rows.  -> bool (M, n).
-
-    strata (n,): classes; each part has the same class proportions.
-    """
-    held = torch.zeros(members, rows, dtype=torch.bool)
-    count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
-    if count == 0 or rows < 2:
-        return held
-    order = torch.randperm(rows, generator=generator)
-    if strata is not None:  # classes interleaved: any consecutive part has their proportions
-        rank = torch.zeros(rows)
-        for label in strata.unique():
-            where = (strata[order] == label).nonzero().flatten()
-            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator)) / len(where)
-        order = order[rank.argsort(stable=True)]
-    for m in range(members):
-        part = torch.arange(m * count, (m + 1) * count) % rows
-        held[m, order[part]] = True
-    return held
