@@ -1,6 +1,6 @@
 """Scores and calibration of any Predictive, against observed y.
 
-Lower is better for nll, crps, interval_score, brier, rmse and the calibration errors. Functions give the mean over rows;
+Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors. Functions give the mean over rows;
 `reduce=False` gives one value for each row. CRPS of a Gaussian and interval scores are computed by `scoringrules`
 (`pip install 'ssla[metrics]'`).
 """
@@ -121,6 +121,16 @@ def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduc
     region = predictive.interval(checked_level(level))
     value = _near(y, predictive)
     return _mean(_scoringrules().interval_score(value, region[..., 0], region[..., 1], 1 - level, backend="torch"), reduce)
+
+
+def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
+    """Pinball loss of the quantile at probability q: q·(y − quantile) above it, (1 − q)·(quantile − y) below."""
+    if predictive.kind in ("class", "circular"):
+        raise TypeError(f"Quantiles need ordered targets, but the predictive is of kind {predictive.kind!r}.")
+    level = checked_level(q)
+    quantile: Tensor = predictive.icdf(level)
+    off = _like(y, quantile) - quantile
+    return _mean(torch.maximum(level * off, (level - 1) * off), reduce)
 
 
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:

@@ -20,8 +20,9 @@ import ssla
 from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tabular import Settings, fit_ensemble
+from ssla.tabular.folds import folds
 from ssla.tabular.noise import at_noise, held_out_noise
-from ssla.tabular.training import Architecture, Rows, Schedule, folds, train
+from ssla.tabular.training import Architecture, Rows, Schedule, train
 
 QUICK = {"max_epochs": 25, "hidden": (16,), "random_state": 0}
 RNG = np.random.default_rng(0)
@@ -293,3 +294,37 @@ def test_damaged_estimators_end_in_our_error(tmp_path):
         except ssla.FileError:
             continue
         assert json.loads((path / "manifest.json").read_text()) == json.loads(text)
+
+
+# --- classes ---------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_finite_and_sets_hold_their_probability():
+    model = SSLAClassifier(members=2, **QUICK).fit(X, LABELS)
+    probs, logs = model.predict_proba(X), model.predict_log_proba(X)
+    assert np.allclose(np.exp(logs), probs)
+    far = X[:1] + 1e6 * X.std(0)
+    assert np.isfinite(model.set_params(refit="plug_in").predict_log_proba(far)).all()
+    model.set_params(refit="output")
+    chosen = model.predict_set(X, 0.9)
+    assert chosen.shape == (160, 3)
+    assert chosen.dtype == bool
+    assert ((probs * chosen).sum(1) >= 0.9).all()
+    assert ((probs * chosen).sum(1) - np.where(chosen, probs, 1).min(1) < 0.9).all()  # no smaller set has
+
+
+def test_class_weights_are_row_weights(tmp_path):
+    options = QUICK | {"batch_size": None, "early_stopping": False}
+    weights = {"low": 2.0, "middle": 1.0, "high": 3.0}
+    one = SSLAClassifier(class_weight=weights, **options).fit(X, LABELS)
+    two = SSLAClassifier(**options).fit(X, LABELS, sample_weight=[weights[label] for label in LABELS])
+    assert np.array_equal(one.predict_proba(X), two.predict_proba(X))
+    rare = np.arange(160) % 8 == 0  # unrelated to X: the share of the class is its probability
+    plain, balanced = (
+        SSLAClassifier(class_weight=w, **options).fit(X, rare).predict_proba(X)[:, 1].mean() for w in (None, "balanced")
+    )
+    assert plain == pytest.approx(1 / 8, abs=0.03)
+    assert balanced == pytest.approx(1 / 2, abs=0.1)
+    assert np.array_equal(load(one.save(tmp_path / "model")).predict_proba(X), one.predict_proba(X))
+    with pytest.raises(ValueError, match="class_weight"):
+        SSLAClassifier(class_weight="equal", **options).fit(X, LABELS)

@@ -53,7 +53,9 @@ def train(
     target: Target,
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory of the model.")],
     drop: Drop = [],  # noqa: B006
-    likelihood: Annotated[str, typer.Option(help="auto, gaussian, heteroscedastic, poisson or classes.")] = "auto",
+    likelihood: Annotated[
+        str, typer.Option(help="auto, gaussian, heteroscedastic, poisson, log_normal, logit_normal or classes.")
+    ] = "auto",
     members: Annotated[int, typer.Option(help="Networks in the ensemble.")] = 1,
     max_epochs: Annotated[int, typer.Option(help="Maximal number of passes over the rows.")] = 200,
     test_fraction: Annotated[float, typer.Option(help="Share of rows held out for the scores; 0 trains on all rows.")] = 0.1,

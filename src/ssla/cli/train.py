@@ -16,7 +16,7 @@ from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
 from ssla.tabular.training import Architecture
 
-LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "classes")
+LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "log_normal", "logit_normal", "classes")
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
 OF_INTERVALS = ("coverage", "width")
@@ -149,7 +149,7 @@ def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "
         found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
         return found | of_predictive(scores)
     for level in metrics.LEVELS:
-        low, high = conformal.interval(p, level).T
+        low, high = estimator.interval_of(p, level).T
         width = float((high - low).mean())
         found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
         found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"

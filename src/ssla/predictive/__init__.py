@@ -25,6 +25,7 @@ from ssla.predictive.law import Law
 from ssla.predictive.mixture import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.refitted import check_refittable, refitted
+from ssla.predictive.transformed import transformed
 from ssla.priors import ADDITIVE, EXACT
 from ssla.refit import (
     AutoRefit,
@@ -55,6 +56,7 @@ __all__ = [
     "from_marginal",
     "mixture",
     "predict",
+    "transformed",
 ]
 
 

@@ -18,7 +18,7 @@ from ssla.refit.increments import Increments
 @final
 @dataclass(frozen=True, eq=False)
 class JoinedLaw(Law):
-    """Each law answers for its rows (indices into the N inputs): numbers, counts or classes. Made by `joined`."""
+    """Each law answers for its rows (indices into the N inputs): numbers, counts, vectors or classes. Made by `joined`."""
 
     laws: tuple[Law, ...]
     index: tuple[Tensor, ...]
@@ -53,6 +53,10 @@ class JoinedLaw(Law):
     @property
     def stddev(self) -> Tensor:
         return self._each(lambda law: law.stddev)
+
+    @property
+    def covariance(self) -> Tensor:
+        return self._each(lambda law: law.covariance)
 
     @property
     def mode(self) -> Tensor:
@@ -94,6 +98,10 @@ class JoinedLaw(Law):
         found = [law.hdr(level) for law in self.laws]
         if self.kind == "class":
             return self.put(found)
+        if self.kind == "vector":
+            raise TypeError(
+                "These rows have regions of several forms. Ask them one by one: [part.hdr(level) for part in p.parts]."
+            )
         return Regions(self.put([one.lower for one in found]), self.put([one.upper for one in found]))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:

@@ -16,7 +16,9 @@ except ImportError:
     raise ImportError("The estimators need scikit-learn: pip install 'ssla[sklearn]'.") from None
 
 from ssla.sklearn.classifier import SSLAClassifier
+from ssla.sklearn.encoder import TableEncoder
 from ssla.sklearn.files import load
 from ssla.sklearn.regressor import SSLARegressor
+from ssla.sklearn.scorers import crps_scorer, nll_scorer, pinball_scorer
 
-__all__ = ["SSLAClassifier", "SSLARegressor", "load"]
+__all__ = ["SSLAClassifier", "SSLARegressor", "TableEncoder", "crps_scorer", "load", "nll_scorer", "pinball_scorer"]

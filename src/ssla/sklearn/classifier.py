@@ -6,17 +6,24 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import check_consistent_length, column_or_1d
 
-from ssla.sklearn.estimator import AUTO, TableEstimator
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.related import Related
+
+SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A network for a table of numbers that predicts class probabilities, including the uncertainty of its weights.
+    """A network for tables that predicts class probabilities, including the uncertainty of its weights.
 
-    Parameters are those of `SSLARegressor`, without likelihood and conformal. `predict_dist(X).interval(0.95)` gives the smallest
-    set of classes with that probability.
+    Parameters are those of `SSLARegressor`, without likelihood and conformal, and
+
+    class_weight:
+        A dict {label: weight}, or "balanced": every class has the same total weight, and the weights sum to the number of rows.
+        It multiplies the row weights of the fit, so probabilities are those of a population with these frequencies of classes.
 
     >>> SSLAClassifier(random_state=0).fit(X, y).predict_proba(X_new)      # doctest: +SKIP
     """
@@ -38,7 +45,9 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.1,
         patience: int = 40,
+        class_weight: Any = None,
         random_state: Any = None,
+        verbose: int = 0,
     ) -> None:
         self.members = members
         self.hidden = hidden
@@ -54,19 +63,46 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.patience = patience
+        self.class_weight = class_weight
         self.random_state = random_state
+        self.verbose = verbose
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLAClassifier:
-        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
-        X, y = validate_data(self, X, y, dtype=np.float64, order="C", ensure_min_samples=2)
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
+        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
+        given, y = self._read(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
-        present, weights = self._present(X, sample_weight)
-        self.ensemble_ = self._fit_rows(X[present], codes[present], weights, "classes", len(self.classes_))
+        self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        balance = self.class_weights_[codes]
+        present, weights = self._present(y, balance if sample_weight is None else balance * np.asarray(sample_weight))
+        rows = numbers(self._encode(given, present))
+        related, count = Related.of(groups, time, len(y))[present], len(self.classes_)
+        self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", related, count)
         self.n_iter_ = self.ensemble_.epochs
+        return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SSLAClassifier:
+        """Add rows to a fitted model, as `SSLARegressor.partial_fit`. The first call is `fit`, and its y must have all classes.
+
+        class_weight="balanced" is that of the first call; later rows count with the weight of their class there.
+        """
+        if not hasattr(self, "ensemble_"):
+            missing = [] if classes is None else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))
+            if missing:
+                raise ValueError(f"The first rows must have every class, but have none of {missing}. Start with more rows.")
+            return self.fit(X, y, sample_weight)
+        rows, present, weights = self._more_rows(X, sample_weight)
+        labels = column_or_1d(y, warn=True)
+        check_consistent_length(rows, labels)
+        new = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
+        if new:
+            raise ValueError(f"y has the new classes {new}, but the model has {self.classes_.tolist()}. Fit again on all rows.")
+        codes = np.searchsorted(self.classes_, labels)
+        weights = weights * self.class_weights_[codes]
+        self._update(rows[present], codes[present], weights[present])
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -74,6 +110,17 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         p: Any = self.predict_dist(X)
         probs: np.ndarray = p.probs.numpy()
         return probs
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """log P(class) (N, C), accurate for very small probabilities too; at least −708, the logarithm of the smallest number."""
+        classes = np.arange(len(self.classes_))[None]
+        logs: np.ndarray = self.predict_dist(X).log_prob(classes).clamp_min(SMALLEST_LOG).numpy()
+        return logs
+
+    def predict_set(self, X: Any, level: float = 0.95) -> np.ndarray:
+        """The smallest set of classes with at least that probability: bool (N, C), columns as in classes_."""
+        chosen: np.ndarray = self.predict_dist(X).interval(level).numpy()
+        return chosen
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class (N,)."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ssla._checks import warn
 from ssla.predictive import Predictive
+from ssla.predictive.transformed import Transform, untransformed
 from ssla.refit import resolve
 
 ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
@@ -32,9 +34,12 @@ class Conformal:
     refit: Any  # of the predictives that were scored: the scores are valid only for it
 
     @staticmethod
-    def of(predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any) -> Conformal:
-        """y (n,) or (n, D), weights (n,)."""
-        mean, spread = (_columns(part.numpy()) for part in (predictive.mean, predictive.stddev))
+    def of(
+        predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any, transform: Transform | None = None
+    ) -> Conformal:
+        """y (n,) or (n, D), weights (n,). With a transform the scores are on the scale of the model."""
+        mean, spread = _centre(predictive, transform)
+        y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
         scores = np.abs(_columns(y) - mean) / spread
         order = np.argsort(scores, axis=0, kind="stable")
         return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
@@ -57,14 +62,22 @@ class Conformal:
         factor: np.ndarray = np.where(reached[-1], np.take_along_axis(self.scores, reached.argmax(0)[None], axis=0)[0], np.inf)
         return factor
 
-    def interval(self, predictive: Any, level: float) -> np.ndarray:
-        """mean ± q·stddev: (N, 2), or (N, D, 2)."""
-        mean, spread = (_columns(part.numpy()) for part in (predictive.mean, predictive.stddev))
+    def interval(self, predictive: Any, level: float, transform: Transform | None = None) -> np.ndarray:
+        """mean ± q·stddev: (N, 2), or (N, D, 2). With a transform, that of the interval on the scale of the model."""
+        mean, spread = _centre(predictive, transform)
         q = self.factor(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)
+        if transform is not None:
+            ends = transform.out(torch.from_numpy(ends)).numpy()
         if predictive.kind == "count":
             ends = np.stack([np.maximum(np.ceil(ends[..., 0]), 0), np.floor(ends[..., 1])], -1)
         return ends[:, 0] if predictive.mean.ndim == 1 else ends
+
+
+def _centre(predictive: Predictive, transform: Transform | None) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (N, D)."""
+    known = predictive if transform is None else untransformed(predictive)
+    return _columns(known.mean.numpy()), _columns(known.stddev.numpy())
 
 
 def _columns(values: np.ndarray) -> np.ndarray:

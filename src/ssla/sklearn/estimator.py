@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
 import os
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,18 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
 
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
+from ssla.sklearn.inputs import column_names, plan_of, read_inputs
+from ssla.sklearn.progress import epochs_bar
+from ssla.sklearn.related import Related
 from ssla.sklearn.saving import save
-from ssla.tabular import Ensemble, Settings, fit_ensemble
+from ssla.tables import Encoded, Plan, Table
+from ssla.tables.frames import table_of
+from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
 AUTO = "auto"
@@ -27,6 +32,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: settings -> ensemble. The two estimators define y."""
 
     ensemble_: Ensemble
+    plan_: Plan | None  # None: from a file of an earlier version, or of the command, which has a plan of its own
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
@@ -39,8 +45,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, ACTIVATIONS)
         resolve(self.refit)
-        hidden = (self.hidden,) if isinstance(self.hidden, numbers.Integral) else tuple(self.hidden)
-        if any(not isinstance(width, numbers.Integral) or width < 1 for width in hidden):
+        hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)
+        if any(not isinstance(width, Integral) or width < 1 for width in hidden):
             raise ValueError(f"hidden must be positive widths such as (50, 50), but is {self.hidden!r}.")
         batch: int | None
         if self.batch_size is None:
@@ -62,28 +68,78 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
 
-    def _present(self, X: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows have a positive weight (n,) bool, and the weights of these. Other rows are ignored."""
+    def _read(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray | Table, np.ndarray]:
+        """The rows of a fit: numbers or a table, and y."""
+        given = read_inputs(self, X, reset=True, least=2)
+        if y is None:
+            raise ValueError(f"This {type(self).__name__} estimator requires y to be passed, but the target y is None.")
+        target: np.ndarray = _check_y(y, estimator=self, **checks)
+        check_consistent_length(X, target)
+        return given, target
+
+    def _encode(self, given: np.ndarray | Table, kept: np.ndarray) -> np.ndarray | Encoded:
+        """Make the plan from the kept rows (n,) bool, and encode all rows by it."""
+        self.plan_ = plan_of(self, given, kept)
+        return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
+
+    def _rows_of(self, X: Any) -> np.ndarray | Encoded:
+        """Later rows by the plan of the fit; numbers without gaps as they are where the fit had only such."""
+        given = read_inputs(self, X, reset=False)
+        if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
+            return given
+        if self.plan_ is None:
+            raise ValueError(
+                "X has gaps or columns that are not numbers, but this model was saved by an earlier version (or by the command) "
+                "without the values that replace them. Fit it again, or give numbers only."
+            )
+        return self.plan_.encode(given if isinstance(given, Table) else table_of(given, column_names(self)))
+
+    def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
+        """The predictive; for rows with inputs that training did not teach a mixture over values of the training table."""
+        if isinstance(rows, np.ndarray):
+            return self._predict_numbers(rows)
+        return predict_with_gaps(self._predict_numbers, rows.values, rows.mixed, rows.copies(), rows.shares)
+
+    def _predict_numbers(self, X: np.ndarray) -> Predictive:
+        return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)
+
+    def _present(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows have a positive weight (n,) bool, and all weights. Other rows are ignored."""
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         present = weights > 0
         if int(present.sum()) < 2:
             raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(present.sum())}.")
-        return present, weights[present]
+        return present, weights
 
-    def _fit_rows(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, classes: int = 0) -> Ensemble:
+    def _fit_rows(
+        self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, related: Related, classes: int = 0
+    ) -> Ensemble:
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
-        return fit_ensemble(x, target, w, settings, classes, self._on_epoch(settings))
+        with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
+            on_epoch = getattr(self, "on_epoch", advance)
+            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors)
 
-    def _on_epoch(self, settings: Settings) -> Any:
-        """Progress callback, called with the number of each finished epoch."""
-        return getattr(self, "on_epoch", None)
+    def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""
+        rows = self._rows_of(X)
+        strange = 0 if isinstance(rows, np.ndarray) else int(rows.unlearned.any(1).sum())
+        if strange:
+            warn(
+                f"{strange} new rows have gaps or categories that the fit did not learn. They enter the update with the mean in "
+                "place of a gap, and without a category. Leave them out, or fit again on all rows."
+            )
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        return numbers(rows), weights > 0, weights
+
+    def _update(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
+        if len(X):
+            self.ensemble_ = updated(self.ensemble_, *(torch.from_numpy(part.copy()) for part in (X, y, weights)))
 
     def predict_dist(self, X: Any) -> Predictive:
         """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
         check_is_fitted(self, "ensemble_")
-        X = validate_data(self, X, reset=False, dtype=np.float64, order="C")
-        return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)
+        return self._predict_rows(self._rows_of(X))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no other code is needed."""
@@ -93,7 +149,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = False
+        tags.input_tags.allow_nan = True
+        tags.input_tags.categorical = True
         return tags
+
+
+def numbers(rows: np.ndarray | Encoded) -> np.ndarray:
+    return rows if isinstance(rows, np.ndarray) else rows.values
 
 
 def auto_batch(rows: int) -> int:
@@ -103,9 +165,9 @@ def auto_batch(rows: int) -> int:
 
 def _number(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:
     value: Any = getattr(estimator, name)
-    whole = isinstance(value, numbers.Integral)
+    whole = isinstance(value, Integral)
     right = (
-        (whole if kind is int else isinstance(value, numbers.Real))
+        (whole if kind is int else isinstance(value, Real))
         and not isinstance(value, bool)
         and (value > least if strict else value >= least)
     )

@@ -18,8 +18,10 @@ from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
+from ssla.sklearn.inputs import column_names
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
+from ssla.tables import Plan
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
 from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
 from ssla.tabular.training import Architecture, Schedule
@@ -49,13 +51,26 @@ def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             estimator.feature_names_in_ = np.array([str(name) for name in content["names"]], dtype=object)
         if content["classes"] is not None:
             estimator.classes_ = np.array(content["classes"]["values"], dtype=_dtype(content["classes"]["dtype"]))
+            _load_class_weights(estimator, content)
         estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
         estimator.n_iter_ = estimator.ensemble_.epochs
+        estimator.plan_ = Plan.from_json(content["plan"]) if "plan" in content else None  # older files have none
         if isinstance(estimator, SSLARegressor):
             estimator.conformal_ = _unpack_conformal(content, decoder, estimator.refit)
         _check(estimator)
         extra = dict(content["extra"])
     return estimator, extra
+
+
+def _load_class_weights(estimator: Any, content: dict[str, Any]) -> None:
+    """One weight for each class (1 in older files), and the labels of `class_weight`, which a file holds as texts."""
+    weights = np.array(content.get("class_weights", [1.0] * len(estimator.classes_)), dtype=np.float64)
+    if weights.shape != estimator.classes_.shape or not bool(((weights >= 0) & (weights <= LARGEST)).all()):
+        raise ValueError("the weights of the classes do not fit the classes")
+    estimator.class_weights_ = weights
+    if isinstance(given := getattr(estimator, "class_weight", None), dict):
+        labels = {str(label): label for label in estimator.classes_.tolist()}
+        estimator.class_weight = {labels.get(name, name): weight for name, weight in given.items()}
 
 
 def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> Conformal | None:
@@ -81,8 +96,14 @@ def _check(estimator: Any) -> None:
         raise ValueError("the classes do not fit the estimator")
     if is_classifier and (len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes)):
         raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")
-    if estimator.n_features_in_ != width or len(getattr(estimator, "feature_names_in_", range(width))) != width:
+    columns, plan = estimator.n_features_in_, estimator.plan_
+    if (
+        len(getattr(estimator, "feature_names_in_", range(columns))) != columns
+        or (width if plan is None else plan.width) != width
+    ):
         raise ValueError(f"the columns are not the {width} inputs of the network")
+    if columns != width if plan is None else {f.name for f in plan.features} | set(plan.left_out) != set(column_names(estimator)):
+        raise ValueError("the plan is not that of the columns")
     targets = outputs if settings.likelihood == GAUSSIAN else 1
     if (ensemble.target is not None) != (settings.likelihood in CONTINUOUS) or ensemble.one_target != (targets == 1):
         raise ValueError("the scaling of the target does not fit the likelihood")

@@ -9,26 +9,31 @@ import torch
 from sklearn.base import RegressorMixin
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, column_or_1d
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
-from ssla.sklearn.estimator import AUTO, TableEstimator
-from ssla.tabular import CONTINUOUS
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.related import Related
+from ssla.tabular import CONTINUOUS, ON_SCALE
 
 NAMES = (*CONTINUOUS, "poisson")
 
 
 class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
-    """A network for a table of numbers that predicts distributions.
+    """A network for tables that predicts distributions.
+
+    X is an array, or a data frame of pandas or polars with numbers, texts, categories, booleans, dates and gaps.
 
     Parameters
     ----------
     likelihood:
-        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts).
+        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts),
+        "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
+        strictly between 0 and 1).
     members:
         Number of networks, trained together; the prediction is the mixture of their predictives.
     hidden, activation:
@@ -47,11 +52,15 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Row weights are frequencies here too; rows of weight 0 are ignored.
     random_state:
         Seed. The same seed and data give the same fit.
+    verbose:
+        1 shows a bar of the epochs (needs tqdm).
 
     Attributes
     ----------
     ensemble_:
         Posteriors, scaling and networks.  n_iter_: epochs.
+    plan_:
+        What became of each column of X: see `TableEncoder`.
 
     Examples
     --------
@@ -80,6 +89,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         conformal: bool = False,
         calibration_fraction: float = 0.2,
         random_state: Any = None,
+        verbose: int = 0,
     ) -> None:
         self.likelihood = likelihood
         self.members = members
@@ -99,24 +109,54 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.conformal = conformal
         self.calibration_fraction = calibration_fraction
         self.random_state = random_state
+        self.verbose = verbose
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
-        """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLARegressor:
+        """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows.
+
+        groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held out, and calibrate conformal
+        intervals. time (n,) numbers or dates: the latest rows are held out. Either gives the error on new groups or later rows.
+        """
         one_of("likelihood", self.likelihood, NAMES)
-        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, order="C", ensure_min_samples=2)
+        given, y = self._read(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
-        present, weights = self._present(X, sample_weight)
-        X, y = X[present], y[present]
-        self._check_target(y)
-        kept, aside = self._set_aside(len(X)) if self.conformal else (np.arange(len(X)), np.arange(0))
-        self.ensemble_ = self._fit_rows(X[kept], y[kept], weights[kept], self.likelihood)
+        present, weights = self._present(y, sample_weight)
+        self._check_target(y[present])
+        related = Related.of(groups, time, len(y))
+        whole = np.flatnonzero(present)
+        kept, aside = self._set_aside(whole, related[whole]) if self.conformal else (whole, np.arange(0))
+        rows = self._encode(given, np.isin(np.arange(len(y)), kept))
+        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self.likelihood, related[kept])
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
-            predictive = self.ensemble_.predict(torch.from_numpy(X[aside].copy()), self.refit)
-            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit)
+            predictive = self._predict_rows(rows[aside])
+            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, ON_SCALE.get(self.likelihood))
+        return self
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
+        """Add rows to a fitted model in one pass over them: the networks, the noise and the prior stay, the last layers are
+        those of a fit to all rows (with likelihoods other than Gaussian an approximation). The first call is `fit`.
+        """
+        if not hasattr(self, "ensemble_"):
+            return self.fit(X, y, sample_weight)
+        if self.conformal_ is not None:
+            raise ValueError(
+                "The conformal scores hold for the fitted model only. Use conformal=False for partial_fit, or fit again."
+            )
+        rows, present, weights = self._more_rows(X, sample_weight)
+        target = np.asarray(_check_y(y, multi_output=True, y_numeric=True, estimator=self), dtype=np.float64)
+        check_consistent_length(rows, target)
+        if self.ensemble_.one_target:
+            target = column_or_1d(target)
+        elif target.shape[1:] != (self.ensemble_.architecture.outputs,):
+            raise ValueError(
+                f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has shape {target.shape}."
+            )
+        self._check_support(target[present])
+        self._update(rows[present], target[present], weights[present])
         return self
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -126,17 +166,30 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
+        self._check_support(y)
+
+    def _check_support(self, y: np.ndarray) -> None:
+        scale = ON_SCALE.get(self.likelihood)
+        if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
+            raise ValueError(
+                f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is from {y.min():g} to "
+                f"{y.max():g}. Use 'gaussian', or leave out these rows."
+            )
         if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
             raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
 
-    def _set_aside(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < self.calibration_fraction < 1:
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        kept, aside = train_test_split(np.arange(rows), test_size=self.calibration_fraction, random_state=seed)
+        if related.given:
+            chosen = related.aside(self.calibration_fraction, seed)
+            kept, aside = rows[~chosen], rows[chosen]
+        else:
+            kept, aside = train_test_split(rows, test_size=self.calibration_fraction, random_state=seed)
         if len(kept) < 2:
             raise ValueError(
-                f"conformal=True leaves {len(kept)} of n_samples={rows} for the fit, which needs at least two. "
+                f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which needs at least two. "
                 "Use more rows or a smaller calibration_fraction."
             )
         return np.sort(kept), np.sort(aside)
@@ -159,7 +212,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 f"The conformal scores were computed with refit={self.conformal_.refit!r}, but refit is now {self.refit!r}, for "
                 "which their coverage does not hold. Fit again with the new refit, or predict with the first one."
             )
-        return self.conformal_.interval(predictive, checked_level(level))
+        return self.conformal_.interval(predictive, checked_level(level), ON_SCALE.get(self.likelihood))
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
@@ -172,5 +225,5 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood == "gaussian"
-        tags.target_tags.positive_only = self.likelihood == "poisson"
+        tags.target_tags.positive_only = self.likelihood in ("poisson", *ON_SCALE)
         return tags

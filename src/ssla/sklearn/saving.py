@@ -17,7 +17,8 @@ KIND = "estimator"
 
 
 def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
-    """Write a fitted estimator. extra: more that is plain JSON, given back by `read_extra`."""
+    """Write a fitted estimator. extra: more that is plain JSON, given back by `load_with_extra`. If it has a "plan", that of the
+    estimator is not written."""
     encoder = Encoder()
     parameters = {name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()}
     content = {
@@ -29,6 +30,11 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
         "extra": extra or {},
     }
+    if hasattr(estimator, "class_weights_"):
+        content["class_weights"] = estimator.class_weights_.tolist()
+    plan = getattr(estimator, "plan_", None)
+    if plan is not None and "plan" not in content["extra"]:
+        content["plan"] = plan.as_json()
     conformal = getattr(estimator, "conformal_", None)
     if conformal is not None:
         arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
@@ -65,6 +71,8 @@ def _plain(name: str, value: Any) -> Any:
     """A parameter as JSON can hold it. A random state that is an object is not needed to predict."""
     if isinstance(value, np.generic):
         value = value.item()
+    if name == "class_weight" and isinstance(value, dict):
+        return {str(label): float(weight) for label, weight in value.items()}
     if name == "random_state" and not isinstance(value, int | None):
         return None
     if name == "refit" and not isinstance(value, str):

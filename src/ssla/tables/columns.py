@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import date, datetime, timezone
+from dataclasses import dataclass, field, replace
+from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -94,6 +94,19 @@ class Column:
             return np.array([value is None for value in self.values], dtype=bool)
         gaps: np.ndarray = np.isnan(self.values)
         return gaps
+
+    @property
+    def cells(self) -> list[Any]:
+        """The values as cells of a table: whole numbers as int, None where missing."""
+        if self.kind == TEXT:
+            return list(self.values)
+        make: Callable[[float], Any] = _shortest if self.kind == NUMBER else bool if self.kind == BOOLEAN else _moment
+        return [None if math.isnan(value) else make(value) for value in self.values.tolist()]
+
+    def as_kind(self, kind: str, style: Style) -> Column | None:
+        """The column, if its kind is that of the training column, or booleans for numbers without a unit; else None."""
+        right = self.kind == kind or (self.kind, kind) == (BOOLEAN, NUMBER)
+        return replace(self, kind=kind) if right and not (style.before or style.after) else None
 
 
 def interpret(name: str, cells: Sequence[Any], style: Style | None = None) -> Column:
@@ -212,6 +225,19 @@ def _boolean(cell: Any) -> float | None:
 def _floats(cells: Sequence[Any], read: Callable[[Any], float | None]) -> np.ndarray:
     """NaN for gaps, and for cells that are not numbers."""
     return np.array([math.nan if is_missing(cell) else read(cell) for cell in cells], dtype=float)
+
+
+def checked(column: Column) -> Column:
+    """The column; TableError if it has infinite values."""
+    return column if column.kind == TEXT else replace(column, values=_finite(column.name, column.values))
+
+
+def _shortest(value: float) -> int | float:
+    return int(value) if value.is_integer() else value
+
+
+def _moment(days: float) -> datetime:
+    return EPOCH + timedelta(days=days)
 
 
 def _finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -> np.ndarray:

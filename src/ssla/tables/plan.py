@@ -52,6 +52,16 @@ class Feature:
     def width(self) -> int:
         return len(self.levels) + bool(self.rare) if self.kind == TEXT else 1 + self.flag + 2 * len(self.periods)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the columns of numbers (width)."""
+        if self.kind == TEXT:
+            return [f"{self.name}={level}" for level in self.levels] + [f"{self.name}: rare"] * bool(self.rare)
+        cycles = [
+            f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}" for p in self.periods for wave in ("sine", "cosine")
+        ]
+        return [self.name] + [f"{self.name}: missing"] * self.flag + cycles
+
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """(n, width), and which categories were unknown (n,)."""
         gaps = column.missing
@@ -156,6 +166,11 @@ class Plan:
         return sum(feature.width for feature in self.features)
 
     @property
+    def plain(self) -> bool:
+        """Whether numbers without gaps are encoded as themselves."""
+        return not self.left_out and all(feature.kind == NUMBER and feature.width == 1 for feature in self.features)
+
+    @property
     def said(self) -> dict[str, str]:
         """How columns were interpreted, if that is not obvious."""
         return {feature.name: feature.said for feature in self.features if feature.said}
@@ -252,8 +267,9 @@ def _list(value: Any) -> list[Any] | tuple[Any, ...]:
     return value
 
 
-def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) -> Plan:
-    """Make a plan from the given rows (n,) bool, for every column except those named."""
+def make_plan(table: Table, without: set[str], given: np.ndarray | None = None, constants: bool = False) -> Plan:
+    """Make a plan from the given rows (n,) bool, for every column except those named. constants: keep numbers that are constant,
+    so that a table of numbers without gaps is encoded as itself."""
     kept = np.ones(table.rows, dtype=bool) if given is None else given
     features, columns, left_out = [], [], {}
     for name in table.names:
@@ -263,7 +279,10 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) 
         column = Column(name, whole.kind, whole.values[kept], whole.style)
         if bool(column.missing.all()):
             raise TableError(f"Column {name!r} is empty in every row. Leave it out with --drop {name!r}.")
-        feature = _categories(column) if column.kind == TEXT else _numeric(column, table.cells_of(name))
+        if column.kind == TEXT:
+            feature = _categories(column)
+        else:
+            feature = _numeric(column, "" if column.style == Style() else column.style.words(table.cells_of(name)), constants)
         if isinstance(feature, str):
             left_out[name] = feature
         else:
@@ -275,12 +294,12 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None) 
     return Plan(tuple(features), left_out, _rows(features, columns))
 
 
-def _numeric(column: Column, cells: list[Any]) -> Feature | str:
+def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
     gaps = int(column.missing.sum())
     values = column.values[~column.missing]
-    if bool((values == values[0]).all()) and not gaps:
+    if bool((values == values[0]).all()) and not gaps and not constants:
         return "constant"
-    start, said = 0.0, column.style.words(cells)
+    start = 0.0
     periods: tuple[float, ...] = ()
     if column.kind == DATE:
         start, span = float(values.min()), float(np.ptp(values))

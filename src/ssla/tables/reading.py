@@ -13,7 +13,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ssla._checks import did_you_mean, warn
-from ssla.tables.columns import Column, Style, TableError, interpret, read_as
+from ssla.tables.columns import Column, Style, TableError, checked, interpret, read_as
 
 MOST_COLUMNS = 10_000
 STANDARD_INPUT = "-"
@@ -38,39 +38,48 @@ class Table:
     """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
-    cells: dict[str, Sequence[Any] | np.ndarray]  # by column: strings of a CSV, values of a Parquet or Excel file
+    cells: Mapping[str, Sequence[Any] | np.ndarray | Column]  # by column: strings of a CSV, values of other files; or a kind
     rows: int
     stated: Style | None = None  # the format of numbers, if given
     first: int = 0  # rows of the file before these
     part: bool = False  # whether the file may have more rows after these
     types: dict[str, Any] = field(default_factory=dict)  # of the columns of a Parquet file, in pyarrow
+    indexed: bool = True  # whether a column with the name of a pandas index is one
 
     @property
     def names(self) -> list[str]:
         """Without the row index of pandas, which is recognised by its name."""
-        return [name for name in self.cells if not INDEX.match(name)]
+        return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
-    def cells_of(self, name: str) -> list[Any]:
+    def cells_of(self, name: str) -> Sequence[Any]:
         """The cells as they were read; TableError if there is no such column."""
-        cells = self._cells(name)
-        found: list[Any] = cells.tolist() if isinstance(cells, np.ndarray) else list(cells)
-        return found
-
-    def _cells(self, name: str) -> Sequence[Any] | np.ndarray:
-        if name not in self.cells:
-            hint = did_you_mean(name, self.names)
-            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
-        return self.cells[name]
+        found = self._given(name)
+        if isinstance(found, Column):
+            return found.cells
+        cells: Sequence[Any] = found.tolist() if isinstance(found, np.ndarray) else list(found)
+        return cells
 
     def column(self, name: str) -> Column:
         """The kind and values of a column, or TableError."""
-        return interpret(name, self.cells_of(name), self.stated)
+        found = self._given(name)
+        return checked(found) if isinstance(found, Column) else interpret(name, self.cells_of(name), self.stated)
 
     def column_as(self, name: str, kind: str, style: Style) -> Column:
         """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
-        return read_as(name, self._cells(name), kind, style, self.path, self.first, self.part)
+        found = self._given(name)
+        if isinstance(found, Column):
+            if (same := found.as_kind(kind, style)) is not None:
+                return checked(same)
+            found = found.cells
+        return read_as(name, found, kind, style, self.path, self.first, self.part)
+
+    def _given(self, name: str) -> Sequence[Any] | np.ndarray | Column:
+        if name not in self.cells:
+            hint = did_you_mean(name, self.names)
+            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
+        return self.cells[name]
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:

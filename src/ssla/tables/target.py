@@ -42,7 +42,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
     if classes is False:
         raise TableError(
             f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} (row {given.argmax() + 1} is "
-            f"{text_of(cells[given.argmax()])[:30]!r}), but this likelihood needs numbers. Use --likelihood classes."
+            f"{text_of(cells[int(given.argmax())])[:30]!r}), but this likelihood needs numbers. Use --likelihood classes."
         )
     labels = [text_of(cell) for cell, there in zip(cells, given, strict=True) if there]
     _check_labels(name, labels, bool(classes))

@@ -7,8 +7,20 @@ all rows. The estimators and the command use this package; it needs only torch.
 from __future__ import annotations
 
 from ssla.tabular.building import fit_ensemble
-from ssla.tabular.ensemble import CONTINUOUS, LIKELIHOODS, Ensemble, Settings
+from ssla.tabular.ensemble import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Settings
 from ssla.tabular.gaps import predict_with_gaps
 from ssla.tabular.scaling import Scaling, scaling_of
+from ssla.tabular.updating import updated
 
-__all__ = ["CONTINUOUS", "LIKELIHOODS", "Ensemble", "Scaling", "Settings", "fit_ensemble", "predict_with_gaps", "scaling_of"]
+__all__ = [
+    "CONTINUOUS",
+    "LIKELIHOODS",
+    "ON_SCALE",
+    "Ensemble",
+    "Scaling",
+    "Settings",
+    "fit_ensemble",
+    "predict_with_gaps",
+    "scaling_of",
+    "updated",
+]

@@ -15,11 +15,12 @@ from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.tabular.calibration import as_trained, shares, spreads_of, stretched_log_densities
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Component, Ensemble, Settings
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Component, Ensemble, Settings, on_scale
+from ssla.tabular.folds import folds
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.pieces import counts_of, edges_of
 from ssla.tabular.scaling import scaling_of
-from ssla.tabular.training import Architecture, Rows, folds, train
+from ssla.tabular.training import Architecture, Rows, train
 from ssla.tuning import tune
 
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
@@ -28,11 +29,22 @@ FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 
 
 def fit_ensemble(
-    x: Tensor, y: Tensor, weights: Tensor, settings: Settings, classes: int = 0, on_epoch: Callable[[int], None] | None = None
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    settings: Settings,
+    classes: int = 0,
+    on_epoch: Callable[[int], None] | None = None,
+    groups: Tensor | None = None,
+    time: Tensor | None = None,
 ) -> Ensemble:
-    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number."""
+    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
+
+    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.
+    """
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
+    y = on_scale(y, settings.likelihood)
     columns = y[:, None] if y.dim() == 1 else y
     likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or columns.shape[1])
     inputs = scaling_of(x, weights)
@@ -41,7 +53,7 @@ def fit_ensemble(
     if target is not None:
         y = target(columns).reshape(y.shape)
     generator = torch.Generator().manual_seed(settings.seed)
-    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None)
+    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None, groups, time)
     edges = edges_of(z, weights) if settings.piecewise else ()
     architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation, counts_of(edges))
     # all rows at once: in double precision, so that row weights equal repeated rows

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ssla import likelihoods
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
-from ssla.predictive import Predictive, affine, mixture
+from ssla.predictive import Predictive, affine, mixture, transformed
+from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import Refit
 from ssla.tabular.calibration import as_trained, spread_out
 from ssla.tabular.scaling import Scaling
@@ -25,7 +26,19 @@ LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # ta
     "poisson": lambda count: (likelihoods.Poisson(), 1),
     CLASSES: lambda count: (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count),
 }
-CONTINUOUS = (GAUSSIAN, HETEROSCEDASTIC)
+ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": Logistic()}  # Gaussian on another scale of y
+LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN])
+CONTINUOUS = (GAUSSIAN, HETEROSCEDASTIC, *ON_SCALE)
+
+
+def on_scale(y: Tensor, likelihood: str) -> Tensor:
+    """y on the scale of the network: its logarithm for "log_normal"."""
+    scale = ON_SCALE.get(likelihood)
+    if scale is None:
+        return y
+    if y.dim() != 1 or not bool(scale.inside(y).all()):
+        raise ValueError(f"likelihood={likelihood!r} needs one target that is {scale.support} in every row.")
+    return scale.into(y)
 
 
 @dataclass(frozen=True)
@@ -85,4 +98,6 @@ class Ensemble:
         if self.target is None:
             return whole
         shift, scale = self.target.shift, self.target.scale
-        return affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
+        whole = affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
+        scaled = ON_SCALE.get(self.settings.likelihood)
+        return whole if scaled is None else transformed(whole, scaled)

@@ -276,25 +276,3 @@ def _filled(module: nn.Sequential, parameters: Mapping[str, Tensor]) -> nn.Seque
     copy = deepcopy(module)
     copy.load_state_dict(dict(parameters), strict=False)
     return copy
-
-
-def folds(rows: int, members: int, fraction: float, generator: torch.Generator, strata: Tensor | None = None) -> Tensor:
-    """The held-out rows of each member: disjoint parts of one random order if there are enough rows.  -> bool (M, n).
-
-    strata (n,): classes; each part has the same class proportions.
-    """
-    held = torch.zeros(members, rows, dtype=torch.bool)
-    count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
-    if count == 0 or rows < 2:
-        return held
-    order = torch.randperm(rows, generator=generator)
-    if strata is not None:  # classes interleaved: any consecutive part has their proportions
-        rank = torch.zeros(rows)
-        for label in strata.unique():
-            where = (strata[order] == label).nonzero().flatten()
-            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator)) / len(where)
-        order = order[rank.argsort(stable=True)]
-    for m in range(members):
-        part = torch.arange(m * count, (m + 1) * count) % rows
-        held[m, order[part]] = True
-    return held
