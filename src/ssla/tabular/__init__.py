@@ -10,5 +10,16 @@ from ssla.tabular.building import fit_ensemble
 from ssla.tabular.ensemble import CONTINUOUS, LIKELIHOODS, Ensemble, Settings
 from ssla.tabular.gaps import predict_with_gaps
 from ssla.tabular.scaling import Scaling, scaling_of
+from ssla.tabular.stacking import stacking_weights
 
-__all__ = ["CONTINUOUS", "LIKELIHOODS", "Ensemble", "Scaling", "Settings", "fit_ensemble", "predict_with_gaps", "scaling_of"]
+__all__ = [
+    "CONTINUOUS",
+    "LIKELIHOODS",
+    "Ensemble",
+    "Scaling",
+    "Settings",
+    "fit_ensemble",
+    "predict_with_gaps",
+    "scaling_of",
+    "stacking_weights",
+]
