@@ -7,8 +7,10 @@ that fold. These out-of-fold predictions are the features of a Bayesian last lay
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
+from ssla.sklearn.saving import save_wrapped
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
 from ssla.tabular.scaling import Scaling
 
@@ -36,25 +39,10 @@ MEAN, NOISE, CLASSES = "mean", "noise", "classes"
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
 
 
-@dataclass(frozen=True, eq=False)
-class Wrapped:
-    """The fitted last layer, and what the report asks of an estimator."""
-
-    layer: NumberLayer | ClassLayer
-    inputs: Scaling | None  # means and standard deviations of the columns of X; None: not all columns are numbers
-
-    @property
-    def components(self) -> Any:
-        return self.layer.components
-
-    def with_components(self, components: Any) -> Wrapped:
-        return replace(self, layer=replace(self.layer, components=components))
-
-
 class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: folds, clones and features. The two estimators define y."""
 
-    ensemble_: Wrapped
+    ensemble_: NumberLayer | ClassLayer
     models_: dict[str, tuple[Any, ...]]
 
     # --- rows ------------------------------------------------------------------------------
@@ -157,27 +145,52 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         except (AttributeError, TypeError):  # a library without tags: the base decides
             return True
 
+    def probe(self) -> list[Tensor] | None:
+        """The predictions of the models at three rows, the means of the columns and one standard deviation off: their identity in
+        a file. None where such rows cannot be predicted (columns that are not numbers, or are categories)."""
+        inputs = self.ensemble_.inputs
+        if inputs is None:
+            return None
+        rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
+        if hasattr(self, "feature_names_in_"):
+            import pandas
+
+            rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
+        try:
+            return list(self._predictions(rows))
+        except Exception:  # of any library
+            return None
+
     # --- answers ---------------------------------------------------------------------------
 
     @property
     def posterior_(self) -> Posterior:
         """The posterior of the last layer. Its inputs are `features(X)`."""
         check_is_fitted(self, "ensemble_")
-        return self.ensemble_.layer.posterior
+        return self.ensemble_.posterior
 
     def features(self, X: Any) -> Tensor:
         """The inputs of the last layer at X (N, F), for the methods of `posterior_`."""
         check_is_fitted(self, "ensemble_")
-        layer: Any = self.ensemble_.layer
+        layer: Any = self.ensemble_
         features: Tensor = layer.features(*self._predictions(self._rows(X, reset=False)))
         return features
 
     def predict_dist(self, X: Any) -> Predictive:
         """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
         check_is_fitted(self, "ensemble_")
-        layer: Any = self.ensemble_.layer
+        layer: Any = self.ensemble_
         predictive: Predictive = layer.predict(*self._predictions(self._rows(X, reset=False)), self.refit)
         return predictive
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the last layer to a directory of tensors and JSON. The models are not in it.
+
+        Trees have no common format that is free of code. Keep `models_` in the format of its library (or with skops or joblib),
+        and give it to `ssla.sklearn.load(path, models=…)`.
+        """
+        check_is_fitted(self, "ensemble_")
+        return save_wrapped(self, path)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -267,12 +280,12 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         parts = [torch.from_numpy(part) for part in (m, v, y)]
         layer = fit_numbers(parts[0], parts[1], parts[2], w, float(self.prior_strength))
         self.models_ = {MEAN: means, NOISE: noises}
-        self.ensemble_ = Wrapped(layer, _scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], parts[1], self.refit).log_prob(parts[2]).numpy()
         return self
 
     def _predictions(self, X: Any) -> tuple[Tensor, Tensor]:
-        layer: Any = self.ensemble_.layer
+        layer: Any = self.ensemble_
         m = self._mean_of(MEAN, X, _predict)
         return m, self._mean_of(NOISE, X, _predict) if self.models_[NOISE] else torch.full_like(m, layer.centre)
 
@@ -342,23 +355,25 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
                 raise ValueError(
                     f"A fold leaves rows of one class only for its model (n_samples={len(y)}). Use fewer folds, or more rows."
                 )
+        if is_fitted(base):
+            self._probs(base, _safe_indexing(X, [0]))  # refuses other classes before the work
         p, models = self._grown(base, X, y, None if sample_weight is None else weights, folds, generator, self._probs)
         parts = [torch.from_numpy(part) for part in (p, codes, weights)]
         layer = fit_classes(parts[0], parts[1], parts[2], float(self.prior_strength))
         self.models_ = {CLASSES: models}
-        self.ensemble_ = Wrapped(layer, _scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], self.refit).log_prob(parts[1]).numpy()
         return self
 
     def _probs(self, model: Any, X: Any) -> np.ndarray:
         """Probabilities (N, C) in the order of classes_; zero for classes that the model has not seen."""
         found = np.asarray(model.predict_proba(X), dtype=np.float64)
-        labels = np.asarray(model.classes_).reshape(-1)
-        place = np.searchsorted(self.classes_, labels).clip(max=len(self.classes_) - 1)
-        if not bool((self.classes_[place] == labels).all()):
-            raise ValueError(f"base was fitted on the classes {labels.tolist()}, but y has {self.classes_.tolist()}.")
-        probs = np.zeros((len(found), len(self.classes_)))
-        probs[:, place] = found
+        labels = np.asarray(model.classes_).reshape(-1).tolist()
+        places = {label: i for i, label in enumerate(self.classes_.tolist())}
+        if not places.keys() >= set(labels):
+            raise ValueError(f"base was fitted on the classes {labels}, but y has {list(places)}.")
+        probs = np.zeros((len(found), len(places)))
+        probs[:, [places[label] for label in labels]] = found
         return probs
 
     def _predictions(self, X: Any) -> tuple[Tensor]:

@@ -54,6 +54,7 @@ class NumberLayer:
     target: Scaling  # mean of y, out-of-fold error
     centre: float  # of v
     shares: Tensor  # of OFFSETS
+    inputs: Scaling | None = None  # of the columns that the models take, for reports; None: not all are numbers
 
     @property
     def posterior(self) -> Posterior:
@@ -80,6 +81,7 @@ class ClassLayer:
 
     components: tuple[Component, ...]  # one
     floor: float  # of probabilities
+    inputs: Scaling | None = None
 
     @property
     def posterior(self) -> Posterior:
