@@ -37,7 +37,7 @@ from ssla.tabular.stacking import stacking_weights
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
 LEAST_SHARE = 1e-4  # smaller shares of the mixture are left out
 LEAST_ERROR = 1e-6  # of the target's spread
-FLOOR = 1e-2  # of the mean square, added to squares before their logarithm
+FLOOR = 1e-2  # added to squares in units of their mean, before their logarithm
 # prior precisions, in units of the out-of-fold error; chosen with seeds 0 to 2 (docs/tables.md)
 LINE, ACROSS, LEVEL, SLOPE, KNOWN, OFFSET = 1e3, 1e4, 10.0, 1.0, 1e12, 0.1
 SHRINKAGE = (10.0, 100.0)  # of the least-squares line towards 0 + 1·m, as rows
@@ -97,10 +97,10 @@ class ClassLayer:
 
 
 def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
-    """log (r² + 0.01·mean r²) (n,): what the noise model is grown on. The second term bounds the logarithm of small errors."""
+    """log (r²/mean r² + 0.01) (n,): what the noise model is grown on. The second term bounds the logarithm of small errors."""
     squares = errors**2
     mean = weights @ squares / weights.sum()
-    return (squares + FLOOR * mean.clamp_min(torch.finfo(mean.dtype).tiny)).log()
+    return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
 
 def log_features(p: Tensor, floor: float) -> Tensor:
