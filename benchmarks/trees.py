@@ -1,11 +1,11 @@
 """Trees with a predictive: `PredictiveRegressor` and `PredictiveClassifier` beside the plain models, on public tables.
 
-    SSLA_TABLES=…/tables python benchmarks/trees.py [--first 100] [--splits 3] [--rows 2000] [--bases hgb,forest,lightgbm,catboost]
-        [--tables stock,…] [--final folds|all]
+    SSLA_TABLES=…/tables python benchmarks/trees.py [--first 100] [--splits 3] [--rows 2000]
+        [--bases hgb,forest,lightgbm,catboost] [--tables stock,…] [--final folds|all]
 
 Random splits of at most --rows rows, three quarters for training. Texts are codes. Regression, NLL in units of the target's
-standard deviation: `training noise` is the model of all rows with the noise of its training residuals, `constant noise` the mean of
-the models of the folds with the standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows, with
+standard deviation: `training noise` is the model of all rows with the noise of its training residuals, `constant noise` the mean
+of the models of the folds with the standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows, with
 probabilities of at least 1e-15, and of `PredictiveClassifier` on it. Seeds 0 to 2 chose the defaults; report seeds from 100.
 """
 

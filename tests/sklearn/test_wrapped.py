@@ -214,7 +214,7 @@ def test_tables_with_texts_and_gaps():
     assert model.predict_interval(frame.iloc[:5]).shape == (5, 2)
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame.rename(columns={"x": "z"}))
-    with pytest.raises(ValueError, match="table of numbers|could not convert"):
+    with pytest.raises(ValueError, match=r"table of numbers|could not convert"):
         ssla.html_report(model, frame, y)
     gaps = np.where(RNG.uniform(size=(N, 3)) < 0.1, np.nan, X[:N])
     assert np.isfinite(PredictiveRegressor(random_state=0).fit(gaps, y).predict(gaps)).all()
@@ -328,4 +328,4 @@ def test_nothing_is_written_and_no_warning_is_given(regressor):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         regressor.predict_dist(X[N:])
-    assert (X == before).all()
+    assert (before == X).all()

@@ -4,8 +4,8 @@ Numbers. m is the out-of-fold prediction, v an out-of-fold prediction of log (y 
 
     μ = a + b m + c v,   log σ² = d + e m + g v + o,    y ~ N(μ, σ²)
 
-in units of the out-of-fold error. The prior is centred on the least-squares line for μ, tightly, so that the noisy rows keep their
-say in the mean, and on log σ² = v, loosely. o is zero in the fit, and its weight is one. Predictions take several values of o: a
+in units of the out-of-fold error. The prior is centred on the least-squares line for μ, tightly, so that noisy rows count in
+the mean as well, and on log σ² = v, loosely. o is zero in the fit, and its weight is one. Predictions take several values of o: a
 scale mixture of Gaussians, whose shares are the stacking weights of the out-of-fold densities. It has the heavy tails or the
 sharp peak that the errors have.
 
@@ -110,7 +110,7 @@ def log_features(p: Tensor, floor: float) -> Tensor:
 
 
 def fit_numbers(m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> NumberLayer:
-    """From out-of-fold predictions m and v (n,), targets y (n,) and row weights (n,). strength: a factor on the prior precisions."""
+    """From out-of-fold predictions m and v (n,), targets y (n,) and row weights (n,). strength: a factor on the prior."""
     total = weights.sum()
     shift = weights @ y / total
     spread = (weights @ (y - shift) ** 2 / total).sqrt()

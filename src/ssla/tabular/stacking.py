@@ -51,7 +51,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
         w, value, gradient, power = proposal, new, new_gradient, power * FASTER
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
-        f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of two models that are almost equal."
+        f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of two similar models."
     )
     return w
 
@@ -67,12 +67,12 @@ def _checked(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
     if L.dim() != 2 or not L.numel():
         raise ValueError(f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them with dim=1.")
     impossible = L.amax(1) == -torch.inf
-    if bool(torch.isnan(L).any()) or bool((L == torch.inf).any()):
+    if bool(torch.isnan(L).any()) or bool((torch.inf == L).any()):
         raise ValueError("log_densities must be numbers below infinity, but some are NaN or +inf. Leave out these models.")
     if bool(impossible.any()):
         raise ValueError(
-            f"All models give density zero to {int(impossible.sum())} rows (first: {int(impossible.nonzero()[0])}), so no mixture "
-            "can predict them. Leave out these rows, or add a model with a wider predictive."
+            f"All models give density zero to {int(impossible.sum())} rows (first: {int(impossible.nonzero()[0])}), so no "
+            "mixture can predict them. Leave out these rows, or add a model with a wider predictive."
         )
     if row_weights is None:
         return L, torch.full((len(L),), 1 / len(L), dtype=torch.float64)
