@@ -5,8 +5,8 @@
 
 Random splits of at most --rows rows, three quarters for training. Texts are codes. Regression, NLL in units of the target's
 standard deviation: `training noise` is the model of all rows with the noise of its training residuals, `constant noise` the mean
-of the models of the folds with the standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows, with
-probabilities of at least 1e-15, and of `PredictiveClassifier` on it. Seeds 0 to 2 chose the defaults; report seeds from 100.
+of the models of the folds with the standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows,
+with probabilities of at least 1e-15, and of `PredictiveClassifier` on it. Seeds 0 to 2 chose the defaults; report seeds from 100.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         """Validated at fit and not in __init__, as scikit-learn requires."""
         one_of("final", self.final, (FOLDS, ALL))
         resolve(self.refit)
-        strength = self.prior_strength
+        strength: Any = self.prior_strength
         if not isinstance(strength, numbers.Real) or isinstance(strength, bool) or not 0 < strength < np.inf:
             raise ValueError(f"prior_strength must be a positive number, but is {strength!r}.")
         if isinstance(self.cv, numbers.Integral) and (isinstance(self.cv, bool) or self.cv < 2):
@@ -153,7 +154,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             return None
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
         if hasattr(self, "feature_names_in_"):
-            import pandas
+            pandas = import_module("pandas")
 
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
         try:
