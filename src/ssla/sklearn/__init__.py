@@ -5,7 +5,8 @@
     model = SSLARegressor(members=5).fit(X, y)
     model.predict_interval(X_new, level=0.95)
 
-They train their own small networks. For a network of your own use `ssla.fit`.
+`SSLARegressor` and `SSLAClassifier` train their own small networks; `PredictiveRegressor` and `PredictiveClassifier` give
+distributions to trees, forests and boosters of any library. For a network of your own use `ssla.fit`.
 """
 
 from __future__ import annotations
@@ -20,5 +21,18 @@ from ssla.sklearn.encoder import TableEncoder
 from ssla.sklearn.files import load
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.scorers import crps_scorer, nll_scorer, pinball_scorer
+from ssla.sklearn.wrapped import PredictiveClassifier, PredictiveRegressor
+from ssla.tabular import stacking_weights
 
-__all__ = ["SSLAClassifier", "SSLARegressor", "TableEncoder", "crps_scorer", "load", "nll_scorer", "pinball_scorer"]
+__all__ = [
+    "PredictiveClassifier",
+    "PredictiveRegressor",
+    "SSLAClassifier",
+    "SSLARegressor",
+    "TableEncoder",
+    "crps_scorer",
+    "load",
+    "nll_scorer",
+    "pinball_scorer",
+    "stacking_weights",
+]

@@ -21,6 +21,7 @@ from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.inputs import column_names
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
+from ssla.sklearn.wrapped_files import WRAPPED, open_wrapped
 from ssla.tables import Plan
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
 from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
@@ -29,18 +30,24 @@ from ssla.tabular.training import Architecture, Schedule
 ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassifier": SSLAClassifier}
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], models: Any = None) -> Any:
     """Load an estimator that `estimator.save(path)` wrote. Its predictions have the same bits.
+
+    models: the fitted models of a `PredictiveRegressor` or `PredictiveClassifier`, its `models_`, which the file does not hold.
 
     >>> ssla.sklearn.load("model").predict_interval(X)      # doctest: +SKIP
     """
-    return load_with_extra(path)[0]
+    return load_with_extra(path, models)[0]
 
 
-def load_with_extra(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
+def load_with_extra(path: str | os.PathLike[str], models: Any = None) -> tuple[Any, dict[str, Any]]:
     """The estimator, and the plain JSON that was saved with it."""
     content, tensors = read(path, KIND)
     source = Path(path)
+    if content.get("estimator") in WRAPPED:
+        return open_wrapped(content, tensors, models, source), {}
+    if models is not None:
+        raise ValueError(f"models= is for a PredictiveRegressor or PredictiveClassifier, but {source} holds its own networks.")
     with guarded(source):
         decoder = Decoder(tensors)
         if content["estimator"] not in ESTIMATORS:

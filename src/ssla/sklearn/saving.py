@@ -1,4 +1,7 @@
-"""Fitted estimators to files, self-contained: networks, posteriors, scaling, settings. `files` opens them."""
+"""Fitted estimators to files: networks, posteriors, scaling, settings. `files` opens them.
+
+They are self-contained, except for the models of other libraries inside `PredictiveRegressor` and `PredictiveClassifier`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ssla.network import module_of
 from ssla.persistence import Encoder, FileError, pack, write
 from ssla.tabular import Ensemble
 
@@ -39,6 +43,38 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
     if conformal is not None:
         arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
         content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
+    return write(path, KIND, content, encoder.tensors)
+
+
+def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the last layer of a fitted `PredictiveRegressor` or `PredictiveClassifier`, without its models."""
+    encoder = Encoder()
+    layer = estimator.ensemble_
+    given = estimator.get_params(deep=False)
+    parameters = {name: _plain(name, value) for name, value in given.items() if name not in ("base", "noise_base")}
+    if not isinstance(parameters["cv"], int):
+        del parameters["cv"]  # an object that predictions do not need
+    for name, value in module_of(layer.posterior.network).state_dict().items():
+        encoder.tensors[f"network.0.{name}"] = value
+    numbers = {name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)}
+    scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
+    content = {
+        "estimator": type(estimator).__name__,
+        "parameters": encoder.encode(parameters, "parameters"),
+        "columns": int(estimator.n_features_in_),
+        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
+        "classes": _labels(getattr(estimator, "classes_", None)),
+        "numbers": encoder.encode(numbers, "numbers"),
+        "scaling": {
+            name: None
+            if part is None
+            else [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
+            for name, part in scalings.items()
+        },
+        "posterior": pack(layer.posterior.state, encoder, "posterior."),
+        "models": {kind: [type(model).__name__ for model in models] for kind, models in estimator.models_.items()},
+        "probe": encoder.encode(estimator.probe(), "probe"),
+    }
     return write(path, KIND, content, encoder.tensors)
 
 

@@ -10,6 +10,7 @@ from ssla.tabular.building import fit_ensemble
 from ssla.tabular.ensemble import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Settings
 from ssla.tabular.gaps import predict_with_gaps
 from ssla.tabular.scaling import Scaling, scaling_of
+from ssla.tabular.stacking import stacking_weights
 from ssla.tabular.updating import updated
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "fit_ensemble",
     "predict_with_gaps",
     "scaling_of",
+    "stacking_weights",
     "updated",
 ]

@@ -93,6 +93,8 @@ def of_estimator(estimator: Any, X: Any, y: Any, target: str, names: Sequence[st
     value = _targets(given, len(x))
     named = _names(names, x.shape[1])
     scaling = estimator.ensemble_.inputs
+    if scaling is None:
+        raise ValueError("The report needs a table of numbers, but this estimator was fitted on other columns too.")
 
     def at_mean(rows: np.ndarray, place: int) -> Predictive:
         changed = x[rows].copy()
@@ -100,8 +102,9 @@ def of_estimator(estimator: Any, X: Any, y: Any, target: str, names: Sequence[st
         predictive: Predictive = estimator.predict_dist(_like(X, changed))
         return predictive
 
+    wrapped = not hasattr(estimator.ensemble_, "epochs")  # models of other libraries take the columns as they are
     uses = tuple(
-        (name, f"number, less {float(shift):.4g}, divided by {float(scale):.4g}")
+        (name, "given to the models as it is" if wrapped else f"number, less {float(shift):.4g}, divided by {float(scale):.4g}")
         for name, shift, scale in zip(named, scaling.shift, scaling.scale, strict=True)
     )
     return Subject(
@@ -146,8 +149,9 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
     settings = "\n".join(f"{name:<22} {value!r}" for name, value in sorted(estimator.get_params().items()))
     count = len(ensemble.components)
     heading = "Posterior" if count == 1 else f"The first of {count} posteriors, whose predictives are mixed"
+    epochs = f", trained for {ensemble.epochs} epochs" if hasattr(ensemble, "epochs") else ""
     return (
-        (f"{type(estimator).__name__}, trained for {ensemble.epochs} epochs", settings),
+        (f"{type(estimator).__name__}{epochs}", settings),
         (heading, str(main.posterior.report)),
     )
 
@@ -164,7 +168,9 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
         return posterior
     bound = posterior.state.bound_prior
     assert isinstance(bound, BoundGaussian)
-    return posterior.with_prior(GaussianPrior(bound.scale_precision * factor, bound.mean), posterior.convention)
+    places = posterior.network.layout.positions.items()  # by name: tensors (P,) of a prior are not in the order of θ
+    precision, mean = ({name: part[index] for name, index in places} for part in (bound.scale_precision * factor, bound.mean))
+    return posterior.with_prior(GaussianPrior(precision, mean), posterior.convention)
 
 
 def why_fixed(posteriors: Any) -> str:

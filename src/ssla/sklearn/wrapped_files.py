@@ -1,0 +1,119 @@
+"""Opening the estimators of `wrapped`. The file has the last layer; the models are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
+from ssla.persistence import Decoder, FileError, unpack
+from ssla.persistence.container import guarded
+from ssla.persistence.posteriors import LARGEST
+from ssla.posterior import Posterior
+from ssla.sklearn.wrapped import CLASSES, MEAN, NOISE, PredictiveClassifier, PredictiveRegressor, is_fitted
+from ssla.tabular.ensemble import Component
+from ssla.tabular.out_of_fold import OFFSETS, ClassLayer, NumberLayer, linear
+from ssla.tabular.scaling import Scaling
+
+WRAPPED: dict[str, type[Any]] = {"PredictiveRegressor": PredictiveRegressor, "PredictiveClassifier": PredictiveClassifier}
+TOLERANCE = 1e-6  # of predictions at the probe: other versions of a library may round differently
+
+
+def open_wrapped(content: Mapping[str, Any], tensors: Mapping[str, Tensor], models: Any, source: Path) -> Any:
+    """The estimator, with its models. Other models than those of the fit are refused, as far as the file can tell."""
+    with guarded(source):
+        decoder = Decoder(dict(tensors))
+        estimator = WRAPPED[content["estimator"]](**decoder.decode(content["parameters"], dict))
+        estimator.n_features_in_ = content["columns"]
+        if content["names"]:
+            estimator.feature_names_in_ = np.array([str(name) for name in content["names"]], dtype=object)
+        if content["classes"] is not None:
+            kinds = {"bool": bool, "int": int, "float": float, "str": str, "object": object}
+            estimator.classes_ = np.array(content["classes"]["values"], dtype=kinds[content["classes"]["dtype"]])
+        estimator.ensemble_ = _layer(content, decoder, tensors, source)
+        _check(estimator)
+        expected = {kind: [str(name) for name in names] for kind, names in content["models"].items()}
+        if set(expected) != ({MEAN, NOISE} if isinstance(estimator, PredictiveRegressor) else {CLASSES}):
+            raise ValueError("the models are not those of the estimator")
+        probe = decoder.decode(content["probe"])
+    estimator.models_ = _checked_models(models, expected, source)
+    found = None if probe is None else estimator.probe()
+    if probe is not None and (found is None or not all(_alike(a, b) for a, b in zip(found, probe, strict=True))):
+        raise FileError(
+            f"The models given do not predict what those of {source} did, at the means of the columns. "
+            "Give the models_ of the estimator that was saved."
+        )
+    return estimator
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * float(b.abs().max())).all())
+
+
+def _checked_models(models: Any, expected: Mapping[str, Sequence[str]], source: Path) -> dict[str, tuple[Any, ...]]:
+    wanted = ", ".join(f"{kind}: {len(names)} × {names[0]}" for kind, names in expected.items() if names)
+    if models is None:
+        raise FileError(
+            f"{source} holds the last layer, but not the models that it needs ({wanted}): trees have no common format that is "
+            "free of code. Keep model.models_ by other means, and give it as load(path, models=…)."
+        )
+    if not isinstance(models, Mapping) or {k: [type(m).__name__ for m in models.get(k, ())] for k in expected} != dict(expected):
+        raise FileError(f"models must be the models_ of the estimator that was saved ({wanted}), but is not.")
+    kept = {kind: tuple(models[kind]) for kind in expected}
+    if not all(is_fitted(model) for group in kept.values() for model in group):
+        raise FileError("The models are not fitted. Give the models_ of the fitted estimator.")
+    return kept
+
+
+def _layer(content: Mapping[str, Any], decoder: Decoder, tensors: Mapping[str, Tensor], source: Path) -> Any:
+    module = linear(tensors["network.0.weight"], tensors["network.0.bias"])
+    components = (Component(Posterior(unpack(content["posterior"], tensors, module, source)), 0, 1.0),)
+    scalings = {
+        name: None if part is None else Scaling(*(decoder.decode(one, Tensor) for one in part))
+        for name, part in content["scaling"].items()
+    }
+    numbers = decoder.decode(content["numbers"], dict)
+    if content["estimator"] == PredictiveClassifier.__name__:
+        return ClassLayer(components, float(numbers["floor"]), scalings["inputs"])
+    if scalings["target"] is None:
+        raise ValueError("the target has no scaling")
+    return NumberLayer(components, scalings["target"], float(numbers["centre"]), numbers["shares"], scalings["inputs"])
+
+
+def _check(estimator: Any) -> None:
+    """ValueError for a forged file: sizes, scales, shares, classes, likelihood."""
+    layer = estimator.ensemble_
+    outputs, width = layer.posterior.parameters["weight"].shape
+    columns = estimator.n_features_in_
+    estimator._check_settings(estimator._base(0))
+    if type(columns) is not int or columns < 1 or len(getattr(estimator, "feature_names_in_", range(columns))) != columns:
+        raise ValueError("the columns do not fit their number")
+    scalings = [(layer.inputs, columns)]
+    if isinstance(layer, NumberLayer):
+        scalings.append((layer.target, 1))
+        shares = layer.shares
+        if type(layer.posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
+            raise ValueError("the layer is not one of mean and log variance")
+        if shares.shape != (len(OFFSETS),) or not bool((shares >= 0).all()) or abs(float(shares.sum()) - 1) > 1e-6:
+            raise ValueError("the shares are not positive with sum 1")
+        if not abs(layer.centre) <= LARGEST or hasattr(estimator, "classes_"):
+            raise ValueError("the centre is not a number, or there are classes")
+    else:
+        classes = getattr(estimator, "classes_", np.zeros(0))
+        expected = Bernoulli if outputs == 1 else Categorical
+        if len(classes) != max(outputs, 2) or width != outputs or len(set(classes.tolist())) != len(classes):
+            raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")
+        if type(layer.posterior.likelihood) is not expected or not 0 < layer.floor < 0.5:
+            raise ValueError("the layer is not one of classes")
+    for scaling, size in scalings:
+        if scaling is not None and not (
+            scaling.shift.shape == scaling.scale.shape == (size,)
+            and bool((scaling.shift.abs() <= LARGEST).all())
+            and bool(((scaling.scale > 0) & (scaling.scale <= LARGEST)).all())
+        ):
+            raise ValueError("a scaling does not fit its columns")
