@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ssla import exporting, fitting, persistence, predictive, tuning
+from ssla import fitting, persistence, predictive, tuning
 from ssla.data import Inputs, Source, open_source
-from ssla.exporting import Exported
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
+from ssla.persistence import exporting
+from ssla.persistence.exporting import Exported
 from ssla.predictive import Predictive, explanations, functions
 from ssla.predictive.explanations import Explanation, LabelGains
 from ssla.predictive.functions import Functions, Joint

@@ -30,4 +30,5 @@ class LayerInputs(nn.Module):
         with SeenInputs(self.module.get_parameter(self.weight)) as seen:
             self.call(self.module, x)
         assert seen.input is not None
-        return seen.input
+        phi: Tensor = seen.input
+        return phi

@@ -25,9 +25,10 @@ def _erfc_coefficients() -> tuple[float, ...]:
     def values(u: np.ndarray) -> np.ndarray:
         t = (u + 1) / 2
         found: np.ndarray = torch.special.erfcx(torch.from_numpy(2 / t - 2)).numpy()
-        return np.log(found) - np.log(t)
+        logs: np.ndarray = np.log(found) - np.log(t)
+        return logs
 
-    return tuple(float(c) for c in np.polynomial.chebyshev.chebinterpolate(values, DEGREE))
+    return tuple(float(c) for c in np.polynomial.chebyshev.chebinterpolate(values, DEGREE))  # type: ignore[type-var]
 
 
 def _log_erfc(z: Tensor) -> Tensor:

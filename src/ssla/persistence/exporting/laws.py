@@ -38,7 +38,7 @@ class Levels(NamedTuple):
 
 
 class Numbers(Protocol):
-    """A law of numbers or counts. Moments are (N,), or (N, D); quantiles and their probabilities have one more axis at the end."""
+    """A law of numbers or counts. Moments are (N,), or (N, D); quantiles have one more axis at the end."""
 
     @property
     def mean(self) -> Tensor: ...

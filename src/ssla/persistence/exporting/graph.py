@@ -1,4 +1,4 @@
-"""One module from x to the answers: the network, f̂ and K of each posterior, their laws, the mixture, and the units of the target."""
+"""One module from x to the answers: the network, f̂ and K of each posterior, their laws, the mixture, the target's unit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ssla.data import Inputs
-from ssla.exporting.counts import count_law
-from ssla.exporting.laws import (
-    Levels,
-    MixtureLaw,
-    Numbers,
-    binary_probabilities,
-    gaussian,
-    root_of,
-    softmax_probabilities,
-)
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
@@ -27,9 +17,18 @@ from ssla.likelihoods import (
     Likelihood,
     NegativeBinomial,
     Poisson,
-    StudentT,
 )
 from ssla.network import LastLayer, LayerInputs
+from ssla.persistence.exporting.counts import count_law
+from ssla.persistence.exporting.laws import (
+    Levels,
+    MixtureLaw,
+    Numbers,
+    binary_probabilities,
+    gaussian,
+    root_of,
+    softmax_probabilities,
+)
 from ssla.priors import EXACT
 from ssla.state import State
 from ssla.structures import Operator
@@ -159,7 +158,7 @@ def refuse(state: State) -> None:
         )
     if not isinstance(likelihood, Gaussian | Bernoulli | Categorical | Poisson | NegativeBinomial):
         raise ValueError(
-            f"export knows the library's own likelihoods, but not {type(likelihood).__name__}: its predictive is found by an "
+            f"export writes Gaussian noise, classes and counts, but not {type(likelihood).__name__}: its predictive is found by an "
             "adaptive search, which a static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssla._checks import writable
 from ssla.data import Inputs, leaves
-from ssla.exporting.graph import CLASSES, Graph
+from ssla.persistence.exporting.graph import CLASSES, Graph
 from ssla.persistence.replacing import new_file
 from ssla.predictive import Predictive
 
@@ -135,8 +135,8 @@ def _traced(graph: Graph, parts: list[Tensor]) -> torch.export.ExportedProgram:
             return torch.export.export(graph, several, dynamic_shapes=(tuple({0: rows} for _ in parts),), strict=False)
     except Exception as error:  # whatever the user's module raises while it is traced
         raise ValueError(
-            f"torch.export could not trace the network: {error}. Likely causes: (a) steps in its forward that depend on the values "
-            "of x (if, loops, .item()); (b) a fixed number of rows in its forward. Remedy: write its forward without them."
+            f"torch.export could not trace the network: {error}. Likely causes: (a) steps in its forward that depend on the "
+            "values of x (if, loops, .item()); (b) a fixed number of rows in its forward. Remedy: write its forward without them."
         ) from error
 
 
@@ -153,7 +153,7 @@ def _write_onnx(program: Any, graph: Graph, names: tuple[str, ...], draft: Path,
             )
     except Exception as error:  # the exporter's own, of many kinds
         raise ValueError(
-            f"The graph could not be written as ONNX: {error}. A likely cause: an operation of the network that ONNX does not have. "
+            f"The graph could not be written as ONNX: {error}. A likely cause: an operation of the network that ONNX lacks. "
             f"Write a {TORCH} file, which holds every operation of torch."
         ) from error
     assert made is not None

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ssla.data import Inputs, as_inputs, row_count
-from ssla.exporting.files import Exported, checked_levels, write
-from ssla.exporting.graph import Graph, Part, Unit, refuse
+from ssla.persistence.exporting.files import Exported, checked_levels, write
+from ssla.persistence.exporting.graph import Graph, Part, Unit, refuse
 from ssla.predictive import predict
 from ssla.state import State
 

@@ -9,10 +9,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from ssla.exporting import modes
-from ssla.exporting.laws import Levels
 from ssla.likelihoods import NegativeBinomial, Poisson
 from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.persistence.exporting import modes
+from ssla.persistence.exporting.laws import Levels
 from ssla.predictive.counts import (
     BLOCKS_PER_UNIT,
     FIRST_REACH,
