@@ -209,7 +209,7 @@ def plain(value: Tensor) -> Tensor:
     """The numbers of a tensor inside torch.func.grad or jacrev, without their graph. ValueError inside vmap."""
     if batched(value):
         raise ValueError(
-            "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend on the values of its rows. Rows "
+            "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend on the values of rows. Rows "
             "do not depend on each other: give all rows in one call, as in torch.func.grad(lambda x: post.predict(x, "
             "differentiable=True).mean.sum())(x), which has the gradient of each row."
         )

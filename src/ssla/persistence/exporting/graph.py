@@ -158,8 +158,8 @@ def refuse(state: State) -> None:
         )
     if not isinstance(likelihood, Gaussian | Bernoulli | Categorical | Poisson | NegativeBinomial):
         raise ValueError(
-            f"export writes Gaussian noise, classes and counts, but not {type(likelihood).__name__}: its predictive is found by an "
-            "adaptive search, which a static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
+            f"export writes Gaussian noise, classes and counts, but not {type(likelihood).__name__}: its predictive is found by "
+            "an adaptive search, which a static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )
     whole = isinstance(likelihood, Categorical) and not isinstance(state.covariance, KfacOperator | DiagonalOperator)
