@@ -7,10 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 PACKAGE = Path(__file__).parent
 
@@ -50,9 +54,27 @@ def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
     return name
 
 
+def layers_of(value: Tensor) -> list[Tensor]:
+    """A tensor and those that torch.func has wrapped in it, the innermost last."""
+    found = [value]
+    while is_functorch_wrapped_tensor(found[-1]):
+        found.append(get_unwrapped(found[-1]))
+    return found
+
+
+def batched(value: Tensor) -> bool:
+    """Whether a tensor is inside torch.func.vmap, where no step may depend on its values."""
+    return any(is_batchedtensor(layer) for layer in layers_of(value))
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """The block runs as if no torch.func transform were active: for constants and for values without a graph."""
+    return temporarily_clear_interpreter_stack()
+
+
 def finite(what: str, values: Tensor, remedy: str) -> None:
-    """Raise ValueError for NaN and infinity, with the index of the first."""
-    if not (values.is_floating_point() or values.is_complex()):
+    """Raise ValueError for NaN and infinity, with the index of the first. Inside torch.func.vmap values cannot be read."""
+    if not (values.is_floating_point() or values.is_complex()) or batched(values):
         return
     if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
         return

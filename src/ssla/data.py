@@ -22,6 +22,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from ssla._checks import batched, layers_of, outside_transforms
+
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
 
@@ -194,13 +196,25 @@ def _refuse_gradient(value: Tensor) -> None:
 
 
 def _refuse_transform(value: Tensor) -> None:
-    """ValueError for derivatives that are not taken by reverse-mode autograd."""
-    if unpack_dual(value).tangent is not None or is_functorch_wrapped_tensor(value):
+    """ValueError for derivatives in forward mode: jvp, jacfwd."""
+    if any(unpack_dual(layer).tangent is not None for layer in layers_of(value)):
         raise ValueError(
-            "differentiable=True supports reverse-mode autograd (backward, torch.autograd.grad, torch.autograd.functional), but "
-            "x or y is inside a torch.func transform (grad, jacrev, jvp, vmap, …) or carries a forward-mode tangent. Call it "
-            "outside the transform with x.requires_grad_()."
+            "differentiable=True supports reverse mode (backward, torch.autograd.grad, torch.func.grad, jacrev, vjp), but x or y "
+            "carries a forward-mode tangent (torch.func.jvp, jacfwd, hessian, make_dual). Use jacrev in place of jacfwd, and "
+            "jacrev(grad(…)) in place of hessian."
         )
+
+
+def plain(value: Tensor) -> Tensor:
+    """The numbers of a tensor inside torch.func.grad or jacrev, without their graph. ValueError inside vmap."""
+    if batched(value):
+        raise ValueError(
+            "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend on the values of rows. Rows "
+            "do not depend on each other: give all rows in one call, as in torch.func.grad(lambda x: post.predict(x, "
+            "differentiable=True).mean.sum())(x), which has the gradient of each row."
+        )
+    with outside_transforms():
+        return layers_of(value)[-1].detach()
 
 
 def leaves(x: Inputs) -> list[Tensor]:

@@ -20,6 +20,8 @@ from ssla.data import Inputs, Source, open_source
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
+from ssla.persistence import exporting
+from ssla.persistence.exporting import Exported
 from ssla.predictive import Predictive, explanations, functions
 from ssla.predictive.explanations import Explanation, LabelGains
 from ssla.predictive.functions import Functions, Joint
@@ -234,6 +236,22 @@ class Posterior:
         Neither the network nor any data are stored: keep the module's state_dict beside it.
         """
         return persistence.save(self.state, path)
+
+    def export(
+        self, path: str | os.PathLike[str], levels: Sequence[float] = exporting.LEVELS, example: Inputs = None
+    ) -> Exported:
+        """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or .pt2 (torch.export).
+
+        The answers are mean, sd and the quantiles at `levels`, or of classes probabilities and label. They are float64; the
+        network computes in its own dtype. For posteriors of a last layer; others are refused. The number of rows is free.
+
+        example: inputs like those that the graph will see (by default the first batch of the training data). The file is
+        compared with the library on them, and it is not written if an answer differs by more than 1e-5. The result has the
+        differences. Counts whose sums need other nodes than the graph has are NaN.
+
+        >>> print(post.export("model.onnx", example=x))      # doctest: +SKIP
+        """
+        return exporting.export(self.state, path, levels, example)
 
     def __repr__(self) -> str:
         r = self.report

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla._checks import batched
 from ssla.data import Inputs, Source, as_inputs, leaves
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.likelihoods.likelihood import LOG_2PI
@@ -334,7 +335,7 @@ class State:
             f = centre
         else:
             scale = torch.full_like(f, torch.inf)
-        if bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
+        if batched(f) or bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
             dtype = torch.float64
         return torch.empty(0, dtype=dtype, device=self.network.device)
 

@@ -318,8 +318,8 @@ def test_what_has_no_gradient_is_refused():
         free.increments(Y[:3])
     with pytest.raises(ValueError, match="Mixtures carry no gradients"):
         mixture([free, free])
-    with pytest.raises(ValueError, match=r"inside a torch.func transform"):
-        torch.func.jacrev(lambda x: gaussian.marginal(x, differentiable=True).mean)(AT)
+    with pytest.raises(ValueError, match=r"forward-mode tangent"):
+        torch.func.jacfwd(lambda x: gaussian.marginal(x, differentiable=True).mean)(AT)
     with pytest.raises(ValueError, match=r"gradient would be zero here. Gradients need differentiable=True"):
         gaussian.draw_functions(2)(at())
 
@@ -343,3 +343,23 @@ def test_a_singular_covariance_of_classes_is_refused():
     zero = torch.full((1, 3), 300.0, dtype=torch.float64)  # saturated units: no output depends on the first layer
     with pytest.raises(ValueError, match="covariance of the outputs is singular at 1 of 1 inputs"):
         post.predict(zero.requires_grad_(True), differentiable=True)
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "own"])
+def test_transforms_of_torch_func_give_the_same_gradients(target):
+    post = fitted(target)
+
+    def answer(row):
+        p = post.predict(row[None], differentiable=True)
+        return (p.probs if p.kind == "class" else p.mean + p.variance).flatten()[0]
+
+    x = at()
+    plain = torch.stack([torch.autograd.grad(answer(row), x)[0][i] for i, row in enumerate(x)])
+    for transform in (torch.func.grad, torch.func.jacrev):
+        assert torch.allclose(torch.stack([transform(answer)(row) for row in AT]), plain, atol=1e-12)
+    variance = torch.func.vmap(torch.func.grad(lambda row: post.marginal(row[None], differentiable=True).covariance.sum()))
+    (expected,) = torch.autograd.grad(post.marginal(x, differentiable=True).covariance.sum(), x)
+    assert torch.allclose(variance(AT), expected, atol=1e-12)
+    if target in ("counts", "dispersed counts", "outliers", "noise by x"):
+        with pytest.raises(ValueError, match="vmap"):
+            torch.func.vmap(torch.func.grad(answer))(AT)

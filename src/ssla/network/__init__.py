@@ -10,6 +10,7 @@ from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
 from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
+from ssla.network.tapping import LayerInputs
 from ssla.network.watch import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "VALUES",
     "AnyParameters",
     "LastLayer",
+    "LayerInputs",
     "LayerPlan",
     "Network",
     "Opening",

@@ -63,8 +63,8 @@ def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> 
 
 
 def _softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
-    z = _nodes(f.shape[1]).to(root.dtype)
-    logs = torch.log_softmax(f.unsqueeze(-1) + _deviations(root, z).double(), 1)  # (B, C, S)
+    z = softmax_nodes(f.shape[1]).to(root.dtype)
+    logs = torch.log_softmax(f.unsqueeze(-1) + deviations(root, z).double(), 1)  # (B, C, S)
     return ClassIntegrals(torch.log_softmax(logs.logsumexp(-1), 1), logs.exp().var(-1, correction=0))
 
 
@@ -80,7 +80,7 @@ def _binary(f: Tensor, root: Root) -> ClassIntegrals:
 def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     """In blocks of rows, so that no more than a share of the budget is taken (but at least one row at a time)."""
     size = f.shape[1]
-    z = _nodes(size).to(root.dtype)
+    z = softmax_nodes(size).to(root.dtype)
     entries = min(ENTRIES_AT_ONCE, budget // (COPIES * root.dtype.itemsize))
     rows = max(entries // z.numel(), 1)
     blocks = [slice(start, start + rows) for start in range(0, len(f), rows)]
@@ -90,7 +90,7 @@ def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     return ClassIntegrals(log_probs, spread)
 
 
-def _nodes(size: int) -> Tensor:
+def softmax_nodes(size: int) -> Tensor:
     """(C, S)."""
     return normal_nodes(size, (POINTS if size < MANY else FEWER_POINTS) // 2)[0].mT.contiguous()
 
@@ -98,7 +98,7 @@ def _nodes(size: int) -> Tensor:
 def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor]:
     """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C)."""
     top = f - f.amax(1, keepdim=True)
-    p = _deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S): logits, and then probabilities
+    p = deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S): logits, and then probabilities
     p.sub_(p.amax(1, keepdim=True)).exp_()
     p.mul_(p.sum(1, keepdim=True).reciprocal_())
     mean = p.mean(-1)
@@ -107,12 +107,12 @@ def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor]:
     tiny = (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist()
     for row in tiny:
         one = slice(row, row + 1)
-        logits = _deviations(root.take(one), z).double().add_(top[one].unsqueeze(-1))
+        logits = deviations(root.take(one), z).double().add_(top[one].unsqueeze(-1))
         log_probs[one] = torch.log_softmax(logits, 1).logsumexp(-1)
     return torch.log_softmax(log_probs, 1), spread
 
 
-def _deviations(root: Root, z: Tensor) -> Tensor:
+def deviations(root: Root, z: Tensor) -> Tensor:
     """R z (B, C, S). Each output has its own variance exactly: of many outputs, the nodes have it only in the mean."""
     moved = root.times(z)
     if z.shape[1] < 4 * z.shape[0]:  # fewer nodes are not whitened
@@ -135,12 +135,12 @@ def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
         line, weights = normal_line()
         z = torch.stack([torch.zeros_like(line), line])
     else:
-        z = _nodes(f.shape[1])
+        z = softmax_nodes(f.shape[1])
         weights = torch.full_like(z[0], 1 / z.shape[1])
     root, rows = full_root(K), max(ENTRIES_AT_ONCE // z.numel(), 1)
     slopes = torch.empty_like(f)
     for block in (slice(start, start + rows) for start in range(0, len(f), rows)):
-        p = torch.softmax(f[block].unsqueeze(-1) + _deviations(root.take(block), z), 1).mT  # (B, S, C)
+        p = torch.softmax(f[block].unsqueeze(-1) + deviations(root.take(block), z), 1).mT  # (B, S, C)
         turned, diagonal = p @ dK[block], dK[block].diagonal(dim1=1, dim2=2)
         whole = (turned * p).sum(-1, keepdim=True)
         first = df[block].unsqueeze(1) - p @ df[block].unsqueeze(-1)

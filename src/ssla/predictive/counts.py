@@ -23,6 +23,7 @@ FINEST = 256  # times as many, where those do not resolve a peak
 ROUGH = 1e-6  # the mean square of the blocks' relative corrections above which they do not
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
+WIDER = 1.6  # the factor from one reach to the next
 LARGEST_COUNT = 1e30
 SMALL_DOUBT = 0.25
 SINGLE_COUNTS = 128
@@ -185,7 +186,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
         real = frame.widths > 0
         fallback[rows] |= (density.fallback & real).any(1)
         unconverged[rows] |= (~density.converged & real).any(1)
-        totals, centres, corrections = _blocks(frame, density.log)
+        totals, centres, corrections = block_totals(frame, density.log)
         totals = torch.where(real, totals, NOTHING).clamp_min(NOTHING)
         accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
         return frame._replace(logs=totals, centres=centres, accurate=accurate)
@@ -209,7 +210,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
         again = []
         for rows in _groups(pending, mean, scale, reach):
             table = tabulate(rows, reach)
-            left, right = _tails(table)
+            left, right = tails_of(table)
             done = (left <= TAIL) & (right <= TAIL)
             endless = torch.isinf(right) & last
             if bool(done.any()):
@@ -222,7 +223,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
             if not last:
                 again.append(rows[~done])
         pending = torch.cat(again) if again else pending[:0]
-        reach = min(1.6 * reach, WIDEST_REACH)
+        reach = min(WIDER * reach, WIDEST_REACH)
     inaccurate = torch.zeros_like(fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
@@ -255,10 +256,12 @@ def _edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
         steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * by_unit) + 1
         growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / by_unit)
         more = torch.cat([more, growing.round()])
-    return torch.cat([edges, torch.minimum(more, edges[:, -1:])], 1).sort(1).values
+    # beyond a row's last edge: small counts repeat it, so that its window is widened; others are blocks without a count, at zero
+    surplus = torch.where(more > SINGLE_COUNTS, 0.0, edges[:, -1:])
+    return torch.cat([edges, torch.where(more < edges[:, -1:], more, surplus)], 1).sort(1).values
 
 
-def _blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def block_totals(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log Σ p over each block, its mean count and the relative correction that p's curvature made, from log p at the middles."""
     w, x = table.widths, table.middles
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
@@ -295,8 +298,11 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     return table._replace(logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate))
 
 
-def _tails(table: Table) -> tuple[Tensor, Tensor]:
-    """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left."""
+def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left.
+
+    first: the number of the first block that has counts, where a row does not begin at zero.
+    """
     total = table.logs.logsumexp(1)
     heights = _heights(table)
     ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
@@ -304,6 +310,6 @@ def _tails(table: Table) -> tuple[Tensor, Tensor]:
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
     impossible = (table.logs[:, -1] <= NOTHING) & (table.widths[:, -1] > 0)  # the counts have an end
     right = torch.where(impossible, torch.zeros_like(right), right)
-    first = heights[:, 0] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
-    left = torch.where(table.edges[:, 0] > 0, first.exp(), torch.zeros_like(first))
+    below = heights[:, first] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
+    left = torch.where(table.edges[:, 0] > 0, below.exp(), torch.zeros_like(below))
     return left, right

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ssla._checks import batched
 from ssla.data import Inputs
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.numerics.roots import FullRoot, Root
@@ -89,7 +90,7 @@ def _regular(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
     for f, root in posterior.roots_at(x, differentiable=True):
         pivots = root.values.diagonal(dim1=1, dim2=2) ** 2 if isinstance(root, FullRoot) else root.variances()
         bad = (pivots <= SINGULAR * root.variances()).any(1)
-        if bool(bad.any()):
+        if not batched(bad) and bool(bad.any()):
             raise ValueError(
                 f"The covariance of the outputs is singular at {int(bad.sum())} of {len(bad)} inputs, and the probabilities of "
                 "classes have no derivative there by its root. Select more weights (the last layer with its bias), or predict "

@@ -14,7 +14,8 @@ from typing import NoReturn, final
 import torch
 from torch import Tensor
 
-from ssla.data import Inputs, as_inputs, map_inputs
+from ssla._checks import outside_transforms
+from ssla.data import Inputs, as_inputs, map_inputs, plain
 from ssla.likelihoods import HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
 from ssla.likelihoods.support import Real
 from ssla.numerics import linalg
@@ -53,8 +54,9 @@ class GraphDensity:
         return _change(log_density_with_graph(self.likelihood, y, f, K))
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        with torch.no_grad():
-            found = self.plain.at(y.detach(), rows)
+        values = plain(y)
+        with torch.no_grad(), outside_transforms():
+            found = self.plain.at(values, rows)
         return found._replace(log=found.log + self.change(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:
@@ -89,7 +91,7 @@ class ImplicitLaw(Law):
         return self.law.mass
 
     def check(self, y: Tensor) -> None:
-        self.law.check(y.detach())
+        self.law.check(plain(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
         return self.law.log_prob(y)
@@ -148,9 +150,10 @@ def _refuse(what: str) -> NoReturn:
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
     rows, count = y.shape
-    with torch.no_grad():
-        spread, R = (part.repeat_interleave(count, 0) for part in (f, linalg.root(K)))
-        found = at_mode(likelihood, y.reshape(-1), spread, R)
+    values = [plain(part) for part in (y, f, K)]
+    with torch.no_grad(), outside_transforms():
+        spread, R = (part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2])))
+        found = at_mode(likelihood, values[0].reshape(-1), spread, R)
         if bool(found.fallback.any()) or not bool(found.converged.all()):
             bad = (found.fallback | ~found.converged).view(rows, count).any(1)
             raise ValueError(
@@ -184,11 +187,12 @@ def _with_graph(table: Table, density: GraphDensity) -> Table:
 
 def pointwise_predictive(posterior: State, x: Inputs, rung: OutputRefit) -> Predictive:
     """The predictive of a count or a number, with the graph of x."""
-    with torch.no_grad():
-        plain = rung(posterior, map_inputs(torch.detach, as_inputs(x, differentiable=True)))
-        support = plain.likelihood.support_for(posterior.network.outputs)
-        found = grid_predictive(plain, support, rung.name) if isinstance(support, Real) else count_predictive(plain, rung.name)
-    density = GraphDensity(plain, posterior.outputs_at(x, differentiable=True))
+    numbers = map_inputs(plain, as_inputs(x, differentiable=True))
+    with torch.no_grad(), outside_transforms():
+        values = rung(posterior, numbers)
+        support = values.likelihood.support_for(posterior.network.outputs)
+        found = grid_predictive(values, support, rung.name) if isinstance(support, Real) else count_predictive(values, rung.name)
+    density = GraphDensity(values, posterior.outputs_at(x, differentiable=True))
     law = found.law
     if isinstance(law, GridLaw):
         grids = [(p.rows, replace(p.grid, logs=p.grid.logs + density.change(p.grid.nodes, p.rows))) for p in law.pieces]

@@ -15,6 +15,7 @@ Sums are taken in logarithms, and the tail of L beyond the last node is added in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,9 +35,9 @@ class LogisticNormal(NamedTuple):
     spread: Tensor  # Var σ(f)
 
 
-def logistic_normal(mean: Tensor, sd: Tensor) -> LogisticNormal:
-    """mean, sd (N,), in float64."""
-    small, large = _by_normal(mean, sd.clamp_max(LARGE)), _by_logistic(mean, sd.clamp_min(LARGE))
+def logistic_normal(mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tensor] = torch.special.log_ndtr) -> LogisticNormal:
+    """mean, sd (N,), in float64. log_ndtr: another implementation, where torch's own cannot be exported."""
+    small, large = _by_normal(mean, sd.clamp_max(LARGE)), _by_logistic(mean, sd.clamp_min(LARGE), log_ndtr)
     return LogisticNormal(*(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True)))
 
 
@@ -54,22 +55,22 @@ def _by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
     return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ weights)
 
 
-def _by_logistic(m: Tensor, s: Tensor) -> LogisticNormal:
+def _by_logistic(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> LogisticNormal:
     L = _nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
     one, zero = (
-        torch.logaddexp((log_weights + torch.special.log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s)) for sign in (1, -1)
+        torch.logaddexp((log_weights + log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s, log_ndtr)) for sign in (1, -1)
     )
     noise = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))  # dE σ/dm
     return LogisticNormal(one, zero, ((one + zero).exp() - noise).clamp_min(0))
 
 
-def _beyond(m: Tensor, s: Tensor) -> Tensor:
+def _beyond(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
     """log ∫ e^l Φ((m − l)/s) dl over l < −LOGISTIC_REACH, where the logistic density is e^l."""
     end = -LOGISTIC_REACH
-    ends = end + torch.special.log_ndtr((m - end) / s)
-    return torch.logaddexp(ends, m + s * s / 2 + torch.special.log_ndtr((end - m) / s - s))
+    ends = end + log_ndtr((m - end) / s)
+    return torch.logaddexp(ends, m + s * s / 2 + log_ndtr((end - m) / s - s))
 
 
 def _nodes(reach: float, step: float) -> Tensor:

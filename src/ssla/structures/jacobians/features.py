@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ssla.numerics.linalg import stack_square
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
 
@@ -85,12 +86,12 @@ class Features:
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
         white = [self._times(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
-        K = torch.empty(C, C, self.phi.shape[0], dtype=self.phi.dtype)
+        K: list[list[Tensor]] = [[white[0]] * C for _ in range(C)]
         for a in range(C):
             for b in range(a):
-                K[a, b] = K[b, a] = torch.linalg.vecdot(white[a], white[b][:, (a - b) * F :])
-            K[a, a] = torch.linalg.vecdot(white[a], white[a])
-        return K.movedim(-1, 0)
+                K[a][b] = K[b][a] = torch.linalg.vecdot(white[a], white[b][:, (a - b) * F :])
+            K[a][a] = torch.linalg.vecdot(white[a], white[a])
+        return stack_square(K)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         return torch.diag_embed(self.weighted_squares(variances))
