@@ -113,8 +113,9 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """log P(class) (N, C), accurate for very small probabilities too; at least −708, the logarithm of the smallest number."""
+        predictive = self.predict_dist(X)
         classes = np.arange(len(self.classes_))[None]
-        logs: np.ndarray = self.predict_dist(X).log_prob(classes).clamp_min(SMALLEST_LOG).numpy()
+        logs: np.ndarray = predictive.log_prob(classes).clamp_min(SMALLEST_LOG).numpy()
         return logs
 
     def predict_set(self, X: Any, level: float = 0.95) -> np.ndarray:

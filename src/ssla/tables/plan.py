@@ -77,14 +77,15 @@ class Feature:
     def _levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         other = len(self.levels)
         places = {level: i for i, level in enumerate(self.levels)} | dict.fromkeys(self.rare, other)
-        block, unknown = np.zeros((len(column.values), self.width)), np.zeros(len(column.values), dtype=bool)
-        for row, value in enumerate(column.values):
-            at = places.get(value)
-            if value is not None and at is None:
-                unknown[row] = True
-                at = other if self.rare_learned else None
-            if at is not None:
-                block[row, at] = 1.0
+        codes = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
+        new = np.array([value is not None and value not in places for value in codes], dtype=bool)
+        at = np.array(
+            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(codes, new, strict=True)]
+        )
+        index = np.fromiter(map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values))
+        block, unknown = np.zeros((len(column.values), self.width)), new[index]
+        rows = np.flatnonzero(at[index] >= 0)
+        block[rows, at[index[rows]]] = 1.0
         return block, unknown
 
     @property
