@@ -84,7 +84,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         one_of("final", self.final, (FOLDS, ALL))
         resolve(self.refit)
         strength: Any = self.prior_strength
-        if not isinstance(strength, numbers.Real) or isinstance(strength, bool) or not 0 < strength < np.inf:
+        if not isinstance(strength, numbers.Real) or isinstance(strength, bool) or not 0 < float(strength) < np.inf:
             raise ValueError(f"prior_strength must be a positive number, but is {strength!r}.")
         if isinstance(self.cv, numbers.Integral) and (isinstance(self.cv, bool) or self.cv < 2):
             raise ValueError(f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}.")
