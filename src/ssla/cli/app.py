@@ -56,7 +56,9 @@ def train(
     likelihood: Annotated[
         str, typer.Option(help="auto, gaussian, heteroscedastic, poisson, log_normal, logit_normal or classes.")
     ] = "auto",
-    members: Annotated[int, typer.Option(help="Networks in the ensemble.")] = 1,
+    members: Annotated[
+        int | None, typer.Option(help="Networks in the ensemble; if not given, as many as the table allows.")
+    ] = None,
     max_epochs: Annotated[int, typer.Option(help="Maximal number of passes over the rows.")] = 200,
     test_fraction: Annotated[float, typer.Option(help="Share of rows held out for the scores; 0 trains on all rows.")] = 0.1,
     conformal: Annotated[bool, typer.Option(help="Correct intervals on held-out rows (numbers only).")] = False,
@@ -84,7 +86,7 @@ def train(
         output,
         tuple(drop),
         likelihood,
-        members,
+        "auto" if members is None else members,
         max_epochs,
         test_fraction,
         conformal,

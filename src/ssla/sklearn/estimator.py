@@ -23,9 +23,12 @@ from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
+from ssla.tabular.ensemble import HETEROSCEDASTIC
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
 AUTO = "auto"
+SMALL_TABLE, LARGE_TABLE = 300, 100_000
+ROWS_VISITED = 4_000_000
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -36,14 +39,19 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
-        for name in ("members", "max_epochs", "patience"):
-            _number(self, name, int, 1)
+        members, epochs = (
+            auto(rows) if getattr(self, name) == AUTO else _number(self, name, int, 1)
+            for name, auto in (("members", auto_members), ("max_epochs", auto_epochs))
+        )
+        patience = min(_number(self, "patience", int, 1), max(epochs // 5, 2) if self.max_epochs == AUTO else epochs)
         for name in ("learning_rate", "prior_precision"):
             _number(self, name, float, 0, strict=True)
         _number(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
-        one_of("activation", self.activation, ACTIVATIONS)
+        one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
+        piecewise = self.activation == AUTO and likelihood == HETEROSCEDASTIC
+        activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)
         if any(not isinstance(width, Integral) or width < 1 for width in hidden):
@@ -58,13 +66,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return Settings(
             likelihood=likelihood,
             hidden=tuple(int(width) for width in hidden),
-            activation=self.activation,
-            members=self.members,
+            activation=activation,
+            piecewise=piecewise,
+            members=members,
             weights=self.weights,
             structure=self.structure,
             tune=bool(self.tune),
             validation_fraction=float(self.validation_fraction) if self.early_stopping else 0.0,
-            schedule=Schedule(self.max_epochs, batch, float(self.learning_rate), self.patience, float(self.prior_precision)),
+            schedule=Schedule(epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)),
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
 
@@ -159,8 +168,18 @@ def numbers(rows: np.ndarray | Encoded) -> np.ndarray:
 
 
 def auto_batch(rows: int) -> int:
-    """batch_size="auto": a sixteenth of the rows, between 16 and 256."""
-    return min(256, max(16, rows // 16))
+    """batch_size="auto": a sixteenth of the rows, between 16 and 256; a 256th of more than 65,536 rows, at most 4,096."""
+    return min(4096, max(16, min(256, rows // 16), rows // 256))
+
+
+def auto_members(rows: int) -> int:
+    """members="auto": five; ten for small tables, two for large ones."""
+    return 10 if rows <= SMALL_TABLE else 5 if rows <= LARGE_TABLE else 2
+
+
+def auto_epochs(rows: int) -> int:
+    """max_epochs="auto": 200 epochs, or as many as visit four million rows, but at least eight."""
+    return min(200, max(8, ROWS_VISITED // rows))
 
 
 def _number(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:

@@ -18,6 +18,7 @@ from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
+from ssla.sklearn.estimator import AUTO
 from ssla.sklearn.inputs import column_names
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
@@ -97,7 +98,8 @@ def _check(estimator: Any) -> None:
     classes: Any = getattr(estimator, "classes_", None)
     estimator._settings(settings.likelihood, 1)  # refuses unknown names and settings out of range
     is_classifier = isinstance(estimator, SSLAClassifier)
-    if settings.likelihood not in LIKELIHOODS or settings.likelihood != (CLASSES if is_classifier else estimator.likelihood):
+    asked = CLASSES if is_classifier else estimator.likelihood
+    if settings.likelihood not in LIKELIHOODS or asked not in (settings.likelihood, AUTO):
         raise ValueError(f"the likelihood {settings.likelihood!r} is not that of the estimator")
     if (classes is not None) != is_classifier:
         raise ValueError("the classes do not fit the estimator")

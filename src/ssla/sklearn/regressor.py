@@ -19,8 +19,9 @@ from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 from ssla.tabular import CONTINUOUS, ON_SCALE
+from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC
 
-NAMES = (*CONTINUOUS, "poisson")
+NAMES = (AUTO, *CONTINUOUS, "poisson")
 
 
 class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
@@ -31,13 +32,16 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
+        "auto" ("heteroscedastic"; "gaussian" for several targets, or if more weights than the last layer are uncertain),
         "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts),
         "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
         strictly between 0 and 1).
     members:
-        Number of networks, trained together; the prediction is the mixture of their predictives.
+        Number of networks, trained together; the prediction is the mixture of their predictives. "auto": five, ten for tables of
+        up to 300 rows, two for more than 100,000.
     hidden, activation:
-        Widths of the hidden layers; "silu", "relu" or "tanh".
+        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "silu", and for "heteroscedastic" "relu" with the numbers
+        also given by the pieces of their ranges.
     refit:
         The refit used in predictions: "output", "newton", "none" or "plug_in".
     weights, structure:
@@ -46,7 +50,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Precision of the Gaussian prior: the weight decay of training; if `tune`, it is then tuned by the evidence.
     max_epochs, batch_size, learning_rate, early_stopping, validation_fraction, patience:
         Training. Each member holds out different rows for early stopping and noise; its last layer is then fitted to all rows.
-        batch_size="auto" is a sixteenth of the rows, between 16 and 256; None uses all rows at once.
+        batch_size="auto" is a sixteenth of the rows, between 16 and 256 (large tables: up to 4,096); None uses all rows at once.
+        max_epochs="auto" is 200, or as many as visit four million rows, at least eight.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
         Row weights are frequencies here too; rows of weight 0 are ignored.
@@ -70,17 +75,17 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        likelihood: str = "gaussian",
+        likelihood: str = AUTO,
         *,
-        members: int = 1,
+        members: int | str = AUTO,
         hidden: tuple[int, ...] = (50, 50),
-        activation: str = "silu",
+        activation: str = AUTO,
         refit: str = "output",
         weights: str = "last_layer",
         structure: str = "dense",
         prior_precision: float = 1.0,
         tune: bool = True,
-        max_epochs: int = 200,
+        max_epochs: int | str = AUTO,
         batch_size: int | str | None = AUTO,
         learning_rate: float = 1e-2,
         early_stopping: bool = True,
@@ -128,7 +133,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         whole = np.flatnonzero(present)
         kept, aside = self._set_aside(whole, related[whole]) if self.conformal else (whole, np.arange(0))
         rows = self._encode(given, np.isin(np.arange(len(y)), kept))
-        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self.likelihood, related[kept])
+        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self._likelihood(y), related[kept])
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
@@ -159,8 +164,14 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self._update(rows[present], target[present], weights[present])
         return self
 
+    def _likelihood(self, y: np.ndarray) -> str:
+        """The likelihood by name; "auto" decides by y and the weights."""
+        if self.likelihood != AUTO:
+            return str(self.likelihood)
+        return HETEROSCEDASTIC if y.ndim == 1 and self.weights == "last_layer" else GAUSSIAN
+
     def _check_target(self, y: np.ndarray) -> None:
-        if self.likelihood != "gaussian" and y.ndim == 2:
+        if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs one target, but y has {y.shape[1]} columns. Fit one for each."
             )
@@ -224,6 +235,6 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = self.likelihood == "gaussian"
+        tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
         tags.target_tags.positive_only = self.likelihood in ("poisson", *ON_SCALE)
         return tags

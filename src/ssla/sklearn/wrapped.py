@@ -20,7 +20,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import check_cv
-from sklearn.utils import _safe_indexing, check_array, check_consistent_length, check_random_state, get_tags
+from sklearn.utils import _safe_indexing, assert_all_finite, check_array, check_consistent_length, check_random_state, get_tags
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, has_fit_parameter, validate_data
 from torch import Tensor
@@ -84,7 +84,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         one_of("final", self.final, (FOLDS, ALL))
         resolve(self.refit)
         strength: Any = self.prior_strength
-        if not isinstance(strength, numbers.Real) or isinstance(strength, bool) or not 0 < float(strength) < np.inf:
+        real = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
+        if not real or not 0 < float(strength) < np.inf:
             raise ValueError(f"prior_strength must be a positive number, but is {strength!r}.")
         if isinstance(self.cv, numbers.Integral) and (isinstance(self.cv, bool) or self.cv < 2):
             raise ValueError(f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}.")
@@ -432,12 +433,13 @@ def _numbers(y: Any) -> np.ndarray:
     y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
     if y.ndim == 2 and y.shape[1] > 1:
         raise ValueError(f"y must be one target, but has {y.shape[1]} columns. Fit one estimator for each.")
-    return np.asarray(column_or_1d(y, warn=True), dtype=np.float64)
+    return np.array(column_or_1d(y, warn=True), dtype=np.float64)
 
 
 def _labels(y: Any) -> np.ndarray:
     if y is None:
         raise ValueError("This estimator requires y to be passed, but the target y is None.")
+    assert_all_finite(y, input_name="y")
     check_classification_targets(y)
     labels: np.ndarray = column_or_1d(y, warn=True)
     return labels

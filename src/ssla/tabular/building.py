@@ -26,6 +26,7 @@ from ssla.tuning import tune
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
+MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 
 
 def fit_ensemble(
@@ -80,6 +81,16 @@ def _fraction(settings: Settings, rows: int) -> float:
     """Small tables hold out a larger fraction: thirty rows, but at most a fifth."""
     least = settings.validation_fraction
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
+
+
+def _at_most(chosen: Tensor, most: int) -> Tensor:
+    """At most that many of the chosen rows (n,) bool, evenly spread: enough for a prior and for spreads."""
+    rows = chosen.nonzero().flatten()
+    if len(rows) <= most:
+        return chosen
+    some = torch.zeros_like(chosen)
+    some[rows[torch.linspace(0, len(rows) - 1, most).long()]] = True
+    return some
 
 
 def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor:
@@ -156,8 +167,8 @@ class _Work:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
         if not (self.settings.tune and bool(held.any())):
             return self._tuned(self._fit(module, None, likelihood))
+        held, others = _at_most(held, MOST_HELD_OUT), self._fit(module, _at_most(~held, MOST_OTHERS), likelihood).state
         z, y, weights = self.data.of(held)
-        others = self._fit(module, ~held, likelihood).state
         chosen = tune(others, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
         predictive = Posterior(chosen).predict(z)
         if self.settings.likelihood == HETEROSCEDASTIC:

@@ -66,7 +66,7 @@ def _checked(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
     L = as_tensor(log_densities).to("cpu", torch.float64)
     if L.dim() != 2 or not L.numel():
         raise ValueError(f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them with dim=1.")
-    impossible = torch.isneginf(L.amax(1))
+    impossible = L.amax(1) == -torch.inf
     if bool(torch.isnan(L).any()) or bool(torch.isposinf(L).any()):
         raise ValueError("log_densities must be numbers below infinity, but some are NaN or +inf. Leave out these models.")
     if bool(impossible.any()):
