@@ -170,13 +170,12 @@ class _Work:
         held, others = _at_most(held, MOST_HELD_OUT), self._fit(module, _at_most(~held, MOST_OTHERS), likelihood).state
         z, y, weights = self.data.of(held)
         chosen = tune(others, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
-        predictive = Posterior(chosen).predict(z)
         if self.settings.likelihood == HETEROSCEDASTIC:
             disagreement = _disagreement(self.modules, z)[:, 0]
-            self.held_out.append((stretched_log_densities(predictive, y, disagreement), weights))
+            self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), weights))
         elif self.settings.likelihood == CLASSES:
-            own = as_trained(module, likelihood, z)
-            self.held_out.append((torch.stack([p.log_prob(y) for p in (predictive, own)], 1), weights))
+            both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
+            self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), weights))
         return self._fit(module, None, likelihood, chosen.prior)
 
     def calibrated(self) -> tuple[tuple[tuple[float, float], ...], float]:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, from_marginal
+from ssla.predictive.normals import averaged
+from ssla.state import Marginal
 
 FACTORS = 1.5 ** torch.arange(-2, 7, dtype=torch.float64)
 DOUBT = 0.3
@@ -42,12 +44,13 @@ def as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> Predicti
     return from_marginal(likelihood, f, f.new_zeros(*f.shape, f.shape[-1]), "plug_in")
 
 
-def stretched_log_densities(predictive: Predictive, y: Tensor, disagreement: Tensor) -> Tensor:
-    """log p(m + (y − m)/c)/c for all factors (n, K), at y (n,) moved towards m by V (n,)."""
-    law = predictive.law
+def stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
+    """log p(m + (y − m)/c)/c for all factors (n, K), at y (n,) moved towards m by V (n,); p averages over the marginal (n, 2)."""
+    one = torch.ones(1, dtype=torch.float64)
+    law = averaged([marginal], one, one, one, y, "output").law
     kept = (1 - disagreement / law.variance).clamp(LEAST_RESIDUAL, 1.0).sqrt()
     residual = (y - law.mean) * kept
-    return predictive.log_prob(law.mean[:, None] + residual[:, None] / FACTORS) - FACTORS.log()
+    return law.log_prob(law.mean[:, None] + residual[:, None] / FACTORS) - FACTORS.log()
 
 
 def spreads_of(log_densities: Tensor, weights: Tensor) -> tuple[tuple[float, float], ...]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ssla import likelihoods
 from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture, transformed
+from ssla.predictive.normals import averaged
 from ssla.predictive.transformed import Exponential, Logistic, Transform
-from ssla.refit import Refit
+from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tabular.calibration import as_trained, spread_out
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.training import Architecture, Schedule
@@ -85,6 +87,26 @@ class Ensemble:
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
         z = self.inputs(x)
+        whole = self._averaged(z) if self._averages(refit) else self._mixed(z, refit)
+        if self.target is None:
+            return whole
+        shift, scale = self.target.shift, self.target.scale
+        whole = affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
+        scaled = ON_SCALE.get(self.settings.likelihood)
+        return whole if scaled is None else transformed(whole, scaled)
+
+    def _averages(self, refit: str | Refit) -> bool:
+        """Whether the average over mean and log variance has a closed form: the default rung of a variational Gaussian."""
+        variational = all(component.posterior.gaussian == "variational" for component in self.components)
+        return self.settings.likelihood == HETEROSCEDASTIC and variational and resolve(refit) == OutputRefit()
+
+    def _averaged(self, z: Tensor) -> Predictive:
+        marginals = [component.posterior.state.outputs_at(z) for component in self.components]
+        weights = torch.tensor([component.weight for component in self.components], dtype=torch.float64)
+        factors, shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
+        return averaged(marginals, weights, factors, shares, z, "output")
+
+    def _mixed(self, z: Tensor, refit: str | Refit) -> Predictive:
         parts, weights = [], []
         for component in self.components:
             own = component.posterior.predict(z, refit)
@@ -94,10 +116,4 @@ class Ensemble:
         if self.trust < 1:
             parts += [as_trained(module, self.components[0].posterior.likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
-        whole = parts[0] if len(parts) == 1 else mixture(parts, weights)
-        if self.target is None:
-            return whole
-        shift, scale = self.target.shift, self.target.scale
-        whole = affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
-        scaled = ON_SCALE.get(self.settings.likelihood)
-        return whole if scaled is None else transformed(whole, scaled)
+        return parts[0] if len(parts) == 1 else mixture(parts, weights)

@@ -13,6 +13,13 @@ PAIRS = 64  # points of the low-discrepancy set, each with its mirror image
 
 
 @lru_cache(maxsize=32)
+def hermite(count: int) -> tuple[Tensor, Tensor]:
+    """Points (J,) and weights (J,) of Gauss–Hermite for N(0, 1)."""
+    x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(count))
+    return x, w / w.sum()
+
+
+@lru_cache(maxsize=32)
 def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     """Points z (J, C) and weights (J,) with Σ_j w_j h(z_j) ≈ E h(Z), Z ~ N(0, I).
 
@@ -20,8 +27,7 @@ def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     them, the set is whitened: its first, second and third moments are then those of N(0, I) (the second of every direction).
     """
     if size <= 2:
-        x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(HERMITE_NODES[size]))
-        w = w / w.sum()
+        x, w = hermite(HERMITE_NODES[size])
         if size == 1:
             return x.unsqueeze(1), w
         return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
