@@ -175,7 +175,9 @@ def test_units_change_scores_as_they_change_densities():
 @pytest.fixture(scope="module")
 def fitted():
     case = Case.of(STAND_IN, 0)
-    return case, SSLARegressor(max_epochs=40, random_state=0).fit(case.x, case.y).ensemble_
+    return case, SSLARegressor("gaussian", members=1, activation="silu", max_epochs=40, random_state=0).fit(
+        case.x, case.y
+    ).ensemble_
 
 
 def test_real_refits_agree_with_the_closed_form(fitted):

@@ -89,8 +89,9 @@ def own(name: str, seed: int, epochs: int = 200) -> Record:
     methods: Record = {}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        one, fit_one = _clocked(lambda: SSLARegressor(max_epochs=epochs, random_state=seed).fit(case.x, case.y))
-        five, fit_five = _clocked(lambda: SSLARegressor(members=5, max_epochs=epochs, random_state=seed).fit(case.x, case.y))
+        shared: dict[str, Any] = {"likelihood": "gaussian", "activation": "silu", "max_epochs": epochs, "random_state": seed}
+        one, fit_one = _clocked(lambda: SSLARegressor(members=1, **shared).fit(case.x, case.y))
+        five, fit_five = _clocked(lambda: SSLARegressor(members=5, **shared).fit(case.x, case.y))
     for label, model, cost in (("", one, fit_one), (" x5", five, fit_five)):
         for rung in ("output", "weights", "none"):
             answer, answering = _clocked(partial(model.ensemble_.predict, torch.from_numpy(case.new), rung))

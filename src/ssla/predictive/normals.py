@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +109,11 @@ class NormalsLaw(Law):
         )
 
 
-def averaged(marginals: list[Marginal], weights: Tensor, factors: Tensor, shares: Tensor, like: Tensor, name: str) -> Predictive:
+def averaged(
+    marginals: list[Marginal], weights: Tensor, factors: Tensor, shares: Tensor, like: Tensor, most: float = math.inf
+) -> Predictive:
     """y ~ N(μ, eˢ) averaged over (μ, s) ~ N(f, K), for several marginals f (N, 2), K (N, 2, 2) with weights (M,), each stretched
-    around its mean by factors (F,) with shares (F,).
+    around its mean by factors (F,) with shares (F,). most: the largest s, because an exponential explodes far from the data.
 
     Closed in μ: given s, y is normal with mean μ̂ + β(s − ŝ), β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). Gauss–Hermite in s.
     """
@@ -120,7 +123,7 @@ def averaged(marginals: list[Marginal], weights: Tensor, factors: Tensor, shares
         c = K[:, 1, 1].clamp_min(1e-300)
         slope = (K[:, 0, 1] / c)[:, None]
         away = c.sqrt()[:, None] * nodes  # s − ŝ (N, J)
-        variance = (f[:, 1:] + away).exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
+        variance = (f[:, 1:] + away).clamp_max(most).exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
         means.append(f[:, :1, None] + (slope * away)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
@@ -129,4 +132,4 @@ def averaged(marginals: list[Marginal], weights: Tensor, factors: Tensor, shares
     whole = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
     law = NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt)
     no = torch.zeros(law.rows, dtype=torch.bool)
-    return Predictive(law, like, Diagnostics(name, no, no, no))
+    return Predictive(law, like, Diagnostics("output", no, no, no))

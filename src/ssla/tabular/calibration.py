@@ -16,6 +16,8 @@ Few rows decide little: the shares start with PSEUDO_ROWS rows, spread like a no
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ PSEUDO_ROWS = 10.0
 STEPS = 500
 LEAST_SHARE = 2e-3
 LEAST_RESIDUAL = 0.25
+LARGEST_LOG_VARIANCE = 2 * math.log(10.0)  # noise of at most ten standard deviations of the target
 
 
 def spread_out(predictive: Predictive, factor: float) -> Predictive:
@@ -47,7 +50,7 @@ def as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> Predicti
 def stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
     """log p(m + (y − m)/c)/c for all factors (n, K), at y (n,) moved towards m by V (n,); p averages over the marginal (n, 2)."""
     one = torch.ones(1, dtype=torch.float64)
-    law = averaged([marginal], one, one, one, y, "output").law
+    law = averaged([marginal], one, one, one, y, LARGEST_LOG_VARIANCE).law
     kept = (1 - disagreement / law.variance).clamp(LEAST_RESIDUAL, 1.0).sqrt()
     residual = (y - law.mean) * kept
     return law.log_prob(law.mean[:, None] + residual[:, None] / FACTORS) - FACTORS.log()

@@ -15,7 +15,7 @@ from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.normals import averaged
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
-from ssla.tabular.calibration import as_trained, spread_out
+from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.training import Architecture, Schedule
 
@@ -104,7 +104,7 @@ class Ensemble:
         marginals = [component.posterior.state.outputs_at(z) for component in self.components]
         weights = torch.tensor([component.weight for component in self.components], dtype=torch.float64)
         factors, shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
-        return averaged(marginals, weights, factors, shares, z, "output")
+        return averaged(marginals, weights, factors, shares, z, LARGEST_LOG_VARIANCE)
 
     def _mixed(self, z: Tensor, refit: str | Refit) -> Predictive:
         parts, weights = [], []
