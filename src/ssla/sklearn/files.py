@@ -181,6 +181,8 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     total = sum(share for _, share in spreads)
     if not (abs(total - 1) <= 1e-6 and all(0 < factor <= LARGEST and share > 0 for factor, share in spreads) and 0 <= trust <= 1):
         raise ValueError("the spreads are not positive factors with shares of sum 1, or the trust is not a share")
+    if scalings[1] is None and any(factor != 1 for factor, _ in spreads):
+        raise ValueError("only the predictive of a continuous target is stretched")
     return Ensemble(
         Settings(**settings),
         architecture,
