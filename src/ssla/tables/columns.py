@@ -100,7 +100,7 @@ class Column:
     def missing(self) -> np.ndarray:
         """bool (n,)."""
         if self.kind == TEXT:
-            return np.fromiter((value is None for value in self.values.tolist()), dtype=bool, count=len(self.values))
+            return np.equal(self.values, None).astype(bool)
         gaps: np.ndarray = np.isnan(self.values)
         return gaps
 

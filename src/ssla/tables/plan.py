@@ -371,9 +371,12 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     pool = np.flatnonzero(~gaps.any(axis=1))
     pool = pool if len(pool) else np.arange(len(numbers))
     scale = numbers.std(0)
-    z = (numbers - numbers.mean(0)) / np.where(scale > 0, scale, 1.0)
+    numbers -= numbers.mean(0)
+    numbers /= np.where(scale > 0, scale, 1.0)
+    z = numbers
     sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
-    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - z.std(0)) ** 2).sum() for s in sets]
+    spread = z.std(0)
+    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - spread) ** 2).sum() for s in sets]
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]
     return tuple(

@@ -30,6 +30,7 @@ STANDARD_INPUT = "-"
 TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
 DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
 BYTES_AT_ONCE = 1 << 20
+LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow
 THOUSANDS = ("", ".", ",", " ", "'")
 INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
 
@@ -151,7 +152,8 @@ def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
 
 
 def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first part that they may read differently."""
+    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first part that they may split in
+    different ways."""
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
@@ -165,7 +167,7 @@ def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterato
         raise TableError(f"{file} is empty.")
     tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if tabs else _delimiter(head, marks)
-    large = len(head) >= SNIFFED_TEXT
+    large = len(head) >= LARGE
     reader = csv.reader(_lines(chain([head], texts)), delimiter=delimiter)
     del head
     done = 0

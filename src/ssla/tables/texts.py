@@ -46,7 +46,7 @@ class Texts(Sequence[str]):
         """Different texts in the order of their first rows, and which of them each row has (n,)."""
         chunks = self.array.dictionary_encode().unify_dictionaries().chunks
         levels: list[str] = chunks[0].dictionary.to_pylist() if chunks else []
-        return levels, np.concatenate([chunk.indices.to_numpy() for chunk in chunks] or [np.zeros(0, dtype=np.intp)])
+        return levels, np.concatenate([np.zeros(0, np.int32), *(_values(chunk.indices, np.int32) for chunk in chunks)])
 
     def numbers(self, decimal: str, gaps: Collection[str]) -> np.ndarray | None:
         """Floats (n,), NaN for the texts in gaps, if all others are numbers such as 1, +1.5 and 1e5; else None.
@@ -56,7 +56,7 @@ class Texts(Sequence[str]):
         import pyarrow
         import pyarrow.compute
 
-        there = pyarrow.compute.invert(pyarrow.compute.is_in(self.array, value_set=pyarrow.array(sorted(gaps), pyarrow.string())))
+        there = pyarrow.compute.invert(pyarrow.compute.is_in(self.array, value_set=_array(sorted(gaps))))
         values = np.full(len(self), np.nan)
         given = self.array.filter(there)
         found = []
@@ -65,13 +65,14 @@ class Texts(Sequence[str]):
             if data.translate(None, SIGNS + decimal.encode()):
                 return None
             if decimal != ".":
-                chunk = pyarrow.array([text.replace(decimal, ".") for text in chunk.to_pylist()], pyarrow.string())
+                chunk = _array([text.replace(decimal, ".") for text in chunk.to_pylist()])
             try:
-                found.append(chunk.cast(pyarrow.float64()).to_numpy())
+                found.append(_values(chunk.cast(pyarrow.float64()), np.float64))
             except pyarrow.ArrowInvalid:
                 return None
         if found:
-            values[np.asarray(there.to_numpy(), dtype=bool)] = np.concatenate(found)
+            rows = [_values(chunk.cast(pyarrow.uint8()), np.uint8) for chunk in there.chunks]
+            values[np.concatenate(rows).astype(bool)] = np.concatenate(found)
         return values
 
 
@@ -85,18 +86,20 @@ def arrow_columns(stream: Any, delimiter: str, width: int, rows: int | None) -> 
         import pyarrow.csv
     except ImportError:
         raise DifferentError from None
-    options = {
-        "read_options": pyarrow.csv.ReadOptions(autogenerate_column_names=True, block_size=BLOCK),
-        "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        "convert_options": pyarrow.csv.ConvertOptions(column_types={f"f{i}": pyarrow.string() for i in range(width)}),
-    }
     watched = _Watched(stream)
     try:
-        source = pyarrow.PythonFile(watched, mode="r")
+        data = watched.read() if rows is None else None
+        options = {
+            "read_options": pyarrow.csv.ReadOptions(autogenerate_column_names=True, block_size=BLOCK),
+            "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=data is None or b'"' in data),
+            "convert_options": pyarrow.csv.ConvertOptions(column_types={f"f{i}": pyarrow.string() for i in range(width)}),
+        }
         if rows is None:
-            tables = iter([pyarrow.csv.read_csv(source, **options).slice(1)])
+            tables = iter([pyarrow.csv.read_csv(pyarrow.BufferReader(data), **options).slice(1)])
         else:
-            tables = of_equal_size(_without_first(pyarrow.csv.open_csv(source, **options)), rows)
+            batches = pyarrow.csv.open_csv(pyarrow.PythonFile(watched, mode="r"), **options)
+            tables = of_equal_size(_without_first(batches), rows)
+        del data
         for table in tables:
             if table.num_columns != width:
                 raise DifferentError
@@ -144,9 +147,25 @@ def _stripped(column: Any) -> Any:
     return column if bare else pyarrow.compute.utf8_trim_whitespace(column)
 
 
+def _array(texts: list[str]) -> Any:
+    """Like pyarrow.array, which would import pandas, for seconds."""
+    import pyarrow
+
+    data = [text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, data)], dtype=np.int32)
+    return pyarrow.StringArray.from_buffers(len(texts), pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(data)))
+
+
+def _values(chunk: Any, dtype: type[np.generic], more: int = 0) -> np.ndarray:
+    """Like to_numpy, which would import pandas: (n + more,), for arrays without nulls."""
+    if not len(chunk):
+        return np.zeros(0, dtype)
+    return np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : chunk.offset + len(chunk) + more]
+
+
 def _offsets(chunk: Any) -> np.ndarray:
     """Where the texts of an array start (n + 1,), in bytes of its data."""
-    return np.frombuffer(chunk.buffers()[1], dtype=np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+    return _values(chunk, np.int32, 1)
 
 
 def _bytes(chunk: Any) -> bytes:
@@ -155,7 +174,7 @@ def _bytes(chunk: Any) -> bytes:
 
 
 class _Watched:
-    """A file of bytes for a thread of pyarrow. An error for NUL bytes, and for line ends that are a single carriage return."""
+    """A file of bytes, also for a thread of pyarrow. An error for NUL bytes, and for line ends that are a single carriage return."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.after_return, self.closed, self.lock = stream, False, False, threading.Lock()
@@ -163,10 +182,9 @@ class _Watched:
     def read(self, size: int = -1) -> bytes:
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)
-        returns = block.count(b"\r")
-        single = (self.after_return and not block.startswith(b"\n")) or returns != block.count(b"\r\n") + block.endswith(b"\r")
+        single = self.after_return and not block.startswith(b"\n")
         self.after_return = block.endswith(b"\r")
-        if single or b"\0" in block:
+        if single or block.count(b"\r") != block.count(b"\r\n") + self.after_return or b"\0" in block:
             raise OSError("csv reads this file")
         return block
 
