@@ -99,9 +99,7 @@ class Column:
     @cached_property
     def missing(self) -> np.ndarray:
         """bool (n,)."""
-        if self.kind == TEXT:
-            return np.equal(self.values, None).astype(bool)
-        gaps: np.ndarray = np.isnan(self.values)
+        gaps: np.ndarray = self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         return gaps
 
     @property

@@ -174,7 +174,7 @@ def _bytes(chunk: Any) -> bytes:
 
 
 class _Watched:
-    """A file of bytes, also for a thread of pyarrow. An error for NUL bytes, and for line ends that are a single carriage return."""
+    """A file of bytes, also for a thread of pyarrow. OSError for NUL bytes, and for line ends of a single carriage return."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.after_return, self.closed, self.lock = stream, False, False, threading.Lock()
