@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -57,13 +57,13 @@ class Style:
             return None
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
-        if self != Style():
+        if (self.decimal, self.thousands, self.before, self.after) != (".", "", "", ""):
             parts = UNIT.fullmatch(cell)
             if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (self.before, self.after):
                 return None
             cell = parts[1] + parts[3]
             if (self.decimal, self.thousands) != (".", ""):
-                if not re.fullmatch(self._form, cell):
+                if not _form(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
         try:
@@ -71,18 +71,20 @@ class Style:
         except ValueError:
             return None
 
-    @property
-    def _form(self) -> str:
-        point, group = re.escape(self.decimal), re.escape(self.thousands)
-        grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
-        return rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?"
-
     def words(self, cells: Iterable[Any]) -> str:
         """The format, with a cell as an example; empty for plain numbers."""
         if self == Style():
             return ""
         shown = next((c for c in cells if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None), None)
         return "numbers" + (f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else "")
+
+
+@lru_cache
+def _form(decimal: str, thousands: str) -> re.Pattern[str]:
+    """Numbers with these marks, without a unit."""
+    point, group = re.escape(decimal), re.escape(thousands)
+    grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
+    return re.compile(rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +134,9 @@ def interpret(name: str, cells: Sequence[Any] | np.ndarray, style: Style | None 
     counts = np.bincount(codes, minlength=len(levels))[there]  # rows of each given value
     if given and all(truth(cell) is not None for cell in given):
         return Column(name, BOOLEAN, _floats(levels, truth)[codes])
-    days = np.array([day(cell) is not None for cell in given], dtype=bool)
+    values = _floats(levels, day)
+    days = ~np.isnan(values[there])
     if counts[days].sum() > counts.sum() / 2:
-        values = _floats(levels, day)
         if not days.all():
             raise _mixed(name, levels, codes, there & np.isnan(values), "dates")
         return Column(name, DATE, values[codes])
