@@ -241,6 +241,45 @@ def test_a_zero_one_target_gets_a_note_and_a_percent_target_is_a_number(tmp_path
     )
 
 
+# --- numbers and texts in one column
+
+
+def test_numbers_with_few_frequent_texts_are_categories():
+    doors = ["2", "3", "4", "5more"] * 30
+    train = table(doors=doors, y=range(120))
+    plan = Plan.from_json(json.loads(json.dumps(make_plan(train, {"y"}).as_json())))
+    assert plan.said == {"doors": "4 categories, because some values are texts ('5more')"}
+    assert plan.features[0].levels == ("2", "3", "4", "5more")
+    later = plan.encode(table(doors=["2", "5more", "7", 3, ""]))
+    assert later.values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0] * 4, [0, 1, 0, 0], [0] * 4]
+    assert later.notes.tolist() == ["", "", "doors: unknown category '7'", "", "doors: missing"]
+    assert make_plan(table(doors=[2, 3, 4, "5more"] * 30, y=range(120)), {"y"}).features == plan.features  # as in Excel
+    with pytest.raises(TableError, match="'y' mixes numbers and texts: row 4 is '5more', 30 such cells"):
+        read_target(table(y=doors), "y", None)  # a target is classes only if that is clear
+
+
+def test_a_typing_error_is_not_a_category():
+    def column(texts, numbers):
+        return table(c=[*texts, *numbers], y=range(len(texts) + len(numbers)))
+
+    few = [str(i % 5) for i in range(400)]
+    for texts, numbers, refused in [
+        (["x"] * 5, few, False),
+        (["x"] * 4, few, True),  # too few rows
+        (["x"] * 5, few * 2, True),  # less than 1% of the rows
+        (["x"] * 9, few * 2, False),
+        (["x"] * 50 + ["l"], few, True),  # one of the texts is rare
+        (["x"] * 50, [str(i % 19) for i in range(400)], False),
+        (["x"] * 50, [str(i % 20) for i in range(400)], True),  # 21 different values
+        (["soon"] * 50, ["2024-01-01", "2024-01-02"] * 50, True),  # dates
+    ]:
+        if refused:
+            with pytest.raises(TableError, match="mixes"):
+                make_plan(column(texts, numbers), {"y"})
+        else:
+            assert "because some values are texts ('x')" in make_plan(column(texts, numbers), {"y"}).said["c"]
+
+
 # --- cells of another kind
 
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
+from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from ssla.tables.texts import Texts
+
 MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
+MARKS = {"".join(letters) for mark in MISSING for letters in product(*zip(mark, mark.upper(), strict=True))}  # in any case
 TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 NUMBER, BOOLEAN, TEXT, DATE = "number", "boolean", "text", "date"
 SPACES = " \u00a0\u2009\u202f"
@@ -26,6 +32,8 @@ ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 SECONDS = 86400
 TRIED = 100  # cells that are examined for a unit
+MOST_MIXED = 20  # different values of a column of numbers and texts that are categories
+ROWS_OF_A_TEXT, SHARE_OF_A_TEXT = 5, 0.01  # rows that each of its texts needs, so that it is not a typing error
 
 
 class TableError(ValueError):
@@ -49,13 +57,13 @@ class Style:
             return None
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
-        if self != Style():
+        if (self.decimal, self.thousands, self.before, self.after) != (".", "", "", ""):
             parts = UNIT.fullmatch(cell)
             if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (self.before, self.after):
                 return None
             cell = parts[1] + parts[3]
             if (self.decimal, self.thousands) != (".", ""):
-                if not re.fullmatch(self._form, cell):
+                if not _form(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
         try:
@@ -63,18 +71,20 @@ class Style:
         except ValueError:
             return None
 
-    @property
-    def _form(self) -> str:
-        point, group = re.escape(self.decimal), re.escape(self.thousands)
-        grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
-        return rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?"
-
     def words(self, cells: Iterable[Any]) -> str:
         """The format, with a cell as an example; empty for plain numbers."""
         if self == Style():
             return ""
         shown = next((c for c in cells if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None), None)
         return "numbers" + (f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else "")
+
+
+@lru_cache
+def _form(decimal: str, thousands: str) -> re.Pattern[str]:
+    """Numbers with these marks, without a unit."""
+    point, group = re.escape(decimal), re.escape(thousands)
+    grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
+    return re.compile(rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +96,12 @@ class Column:
     kind: str
     values: np.ndarray
     style: Style = field(default_factory=Style)
+    said: str = ""  # why these are texts, if that is not obvious
 
-    @property
+    @cached_property
     def missing(self) -> np.ndarray:
         """bool (n,)."""
-        if self.kind == TEXT:
-            return np.array([value is None for value in self.values], dtype=bool)
-        gaps: np.ndarray = np.isnan(self.values)
+        gaps: np.ndarray = self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         return gaps
 
     @property
@@ -109,28 +118,52 @@ class Column:
         return replace(self, kind=kind) if right and not (style.before or style.after) else None
 
 
-def interpret(name: str, cells: Sequence[Any], style: Style | None = None) -> Column:
+def interpret(name: str, cells: Sequence[Any] | np.ndarray, style: Style | None = None, mixed: bool = False) -> Column:
     """Booleans, dates or numbers if all cells are, else texts. Numbers or dates mixed with a few texts are refused.
 
     style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other formats (WAYS): one that fits
     every cell is used, and two that fit with different values are refused.
+    mixed: numbers and texts are categories if they have at most MOST_MIXED different values and no text is rare.
     """
-    given = [cell for cell in cells if not is_missing(cell)]
+    stated = style or Style()
+    if isinstance(cells, Texts | np.ndarray) and (plain := _plain_numbers(cells, stated)) is not None:
+        return Column(name, NUMBER, _finite(name, plain), stated)
+    levels, codes = _distinct(cells)
+    there = np.array([not is_missing(cell) for cell in levels], dtype=bool)
+    given = [cell for cell, known in zip(levels, there, strict=True) if known]
+    counts = np.bincount(codes, minlength=len(levels))[there]  # rows of each given value
     if given and all(truth(cell) is not None for cell in given):
-        return Column(name, BOOLEAN, _floats(cells, truth))
-    days = sum(day(cell) is not None for cell in given)
-    if days > len(given) / 2:
-        if days < len(given):
-            raise _mixed(name, cells, day, "dates")
-        return Column(name, DATE, _floats(cells, day))
-    chosen = _style(name, given, style)
-    values = _floats(cells, chosen.number)
-    wrong = len(given) - int((~np.isnan(values)).sum())
-    if wrong > len(given) / 2:
+        return Column(name, BOOLEAN, _floats(levels, truth)[codes])
+    values = _floats(levels, day)
+    days = ~np.isnan(values[there])
+    if counts[days].sum() > counts.sum() / 2:
+        if not days.all():
+            raise _mixed(name, levels, codes, there & np.isnan(values), "dates")
+        return Column(name, DATE, values[codes])
+    chosen = _style(name, given, counts, style)
+    values = _floats(levels, chosen.number)
+    no_number = there & np.isnan(values)
+    wrong = counts[no_number[there]].sum()
+    if wrong > counts.sum() / 2:
         return read_as(name, cells, TEXT)
     if wrong:
-        raise _mixed(name, cells, chosen.number, "numbers")
-    return Column(name, NUMBER, _finite(name, values), chosen)
+        if mixed and (said := _few_values(given, counts, no_number[there])):
+            return replace(read_as(name, cells, TEXT), said=said)
+        raise _mixed(name, levels, codes, no_number, "numbers")
+    return Column(name, NUMBER, _finite(name, values[codes]), chosen)
+
+
+def _few_values(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
+    """How numbers and texts are read as categories; empty if they are not. A text in few rows may be a typing error."""
+    rows: Counter[str] = Counter()
+    for cell, count in zip(given, counts.tolist(), strict=True):
+        rows[text_of(cell)] += count
+    texts = {text_of(given[i]) for i in np.flatnonzero(no_number).tolist()}
+    fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
+    if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
+        return ""
+    shown = ", ".join(repr(text[:30]) for text in sorted(texts)[:3]) + ", …" * (len(texts) > 3)
+    return f"{len(rows)} categories, because some values are texts ({shown})"
 
 
 def read_as(
@@ -148,29 +181,45 @@ def read_as(
     """
     if kind == NUMBER and (plain := _plain_numbers(cells, style)) is not None:
         return Column(name, kind, _finite(name, plain, first, part), style)
-    cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
+    levels, codes = _distinct(cells)
     if kind == TEXT:
-        return Column(name, TEXT, np.array([None if is_missing(c) else text_of(c) for c in cells], dtype=object))
+        return Column(name, TEXT, np.array([None if is_missing(c) else text_of(c) for c in levels], dtype=object)[codes])
     read: Callable[[Any], float | None] = {NUMBER: style.number, BOOLEAN: _boolean, DATE: day}[kind]
-    found = [math.nan if is_missing(cell) else read(cell) for cell in cells]
-    wrong = [i for i, value in enumerate(found) if value is None]
-    if wrong:
+    found = [math.nan if is_missing(cell) else read(cell) for cell in levels]
+    wrong = np.flatnonzero(np.array([value is None for value in found], dtype=bool)[codes])
+    if len(wrong):
         what = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}[kind]
         if kind == NUMBER and style != Style():
             written = f"{style.before}1{style.thousands}234{style.decimal}5{style.after}"
             what += f" written like {written}"
         raise TableError(
             f"Column {name!r} held {what} at training, but row {first + wrong[0] + 1} of {source} is "
-            f"{str(cells[wrong[0]])[:30]!r} ({len(wrong)} such cells {_counted(first + len(cells), part)}). Correct or empty "
-            "them."
+            f"{str(levels[codes[wrong[0]]])[:30]!r} ({len(wrong)} such cells {_counted(first + len(cells), part)}). Correct or "
+            "empty them."
         )
-    return Column(name, kind, _finite(name, np.array(found, dtype=float), first, part), style)
+    return Column(name, kind, _finite(name, np.array(found, dtype=float)[codes], first, part), style)
+
+
+def _distinct(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
+    """Different cells in the order of their first rows, and which of them each row has (n,).
+
+    Only texts are compared: equal numbers can be of different types, as 1, 1.0 and True.
+    """
+    if isinstance(cells, Texts):
+        return cells.distinct()
+    cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
+    if not set(map(type, cells)) <= {str, type(None)}:
+        return cells, np.arange(len(cells))
+    places = {cell: i for i, cell in enumerate(dict.fromkeys(cells))}
+    return list(places), np.fromiter(map(places.__getitem__, cells), dtype=np.intp, count=len(cells))
 
 
 def _plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.ndarray | None:
     """What `Style.number` gives, but faster, if all cells are numbers or texts of plain numbers; else None."""
     if isinstance(cells, np.ndarray):
         return cells.astype(float) if cells.dtype.kind in "iuf" and not (style.before or style.after) else None
+    if isinstance(cells, Texts):
+        return None if style.before or style.after else cells.numbers(style.decimal, MARKS)
     if style != Style():
         return None
     try:
@@ -250,28 +299,29 @@ def _finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -
     return values
 
 
-def _mixed(name: str, cells: Sequence[Any], read: Callable[[Any], float | None], what: str) -> TableError:
-    wrong = [i for i, cell in enumerate(cells) if not is_missing(cell) and read(cell) is None]
+def _mixed(name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, what: str) -> TableError:
+    """wrong: which of the levels are of another kind."""
+    rows = np.flatnonzero(wrong[codes])
     return TableError(
-        f"Column {name!r} mixes {what} and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
+        f"Column {name!r} mixes {what} and texts: row {rows[0] + 1} is {str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such "
         f"cells in total. Correct them, or leave the column out with --drop {name!r}."
     )
 
 
-def _style(name: str, given: list[Any], asked: Style | None) -> Style:
-    """The format that fits most cells, or all of them if possible."""
+def _style(name: str, given: list[Any], counts: np.ndarray, asked: Style | None) -> Style:
+    """The format that fits most cells, or all of them if possible. counts: how often each of the given cells occurs."""
     open_to, stated = asked is None, asked or Style()
-    if all(stated.number(cell) is not None for cell in given):
+    if _all_numbers(stated, given) is not None:
         return stated
     texts = list(dict.fromkeys(cell for cell in given if isinstance(cell, str)))
     unit = next((m for m in map(UNIT.fullmatch, texts[:TRIED]) if m), None)
     if unit is None:
         return stated
     units = (unit[2] or "", (unit[4] or "").strip())
-    ways = [(".", ""), *WAYS] if open_to else [(stated.decimal, stated.thousands)]
-    fits = [(style, [style.number(cell) for cell in given]) for style in (Style(d, t, *units) for d, t in ways)]
-    whole = [(style, values) for style, values in fits if None not in values]
-    for style, values in whole[1:] if whole and whole[0] is not fits[0] else ():  # plain numbers need no other format
+    possible = [Style(d, t, *units) for d, t in ((".", ""), *_ways(texts))]
+    styles = possible if open_to else [Style(stated.decimal, stated.thousands, *units)]
+    whole = [(style, values) for style in styles if (values := _all_numbers(style, given)) is not None]
+    for style, values in whole[1:] if whole and whole[0][0] is not styles[0] else ():  # plain numbers need no other format
         if values != whole[0][1]:
             i = next(i for i, (a, b) in enumerate(zip(whole[0][1], values, strict=True)) if a != b)
             raise TableError(
@@ -279,13 +329,32 @@ def _style(name: str, given: list[Any], asked: Style | None) -> Style:
                 f"but {values[i]:.10g} with {_options(style)}. Give one of these options. An input can be left out with "
                 f"--drop {name!r}."
             )
-    others = [] if open_to or whole else [Style(d, t, *units) for d, t in ((".", ""), *WAYS)]
-    if any(all(other.number(cell) is not None for cell in given) for other in others):
+    if not open_to and not whole and any(_all_numbers(other, given) is not None for other in possible):
         raise TableError(
             f"Column {name!r} is not in the format {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
             f"one format, or leave it out with --drop {name!r}."
         )
-    return max(whole or fits, key=lambda fit: len(fit[1]) - fit[1].count(None))[0]
+    if whole:
+        return whole[0][0]
+    return max(styles, key=lambda style: counts[[style.number(cell) is not None for cell in given]].sum())
+
+
+def _all_numbers(style: Style, cells: list[Any]) -> list[float] | None:
+    """The values of all cells, or None at the first that has none."""
+    values = []
+    for cell in cells:
+        value = style.number(cell)
+        if value is None:
+            return None
+        values.append(value)
+    return values
+
+
+def _ways(texts: list[str]) -> list[tuple[str, str]]:
+    """The WAYS whose marks occur. Another gives the same values as the way without its thousands mark, or as plain numbers."""
+    found = set("".join(texts))
+    spaces = {" "} if found & set(SPACES) else set()
+    return [(d, t) for d, t in WAYS if (t or d) in found | spaces]
 
 
 def _options(style: Style) -> str:

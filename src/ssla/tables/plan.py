@@ -7,8 +7,9 @@ prediction is a mixture over them (`Encoded.copies`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -189,25 +190,23 @@ class Plan:
     def encode(self, table: Table) -> Encoded:
         """The columns of the plan; others are ignored. TableError for a missing column, or a cell of another kind."""
         blocks, missing, unknown, unlearned = [], {}, {}, []
-        notes: dict[int, list[str]] = {}
+        notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
             column = table.column_as(feature.name, feature.kind, feature.style)
             block, new = feature.encode(column)
             blocks.append(block)
             unlearned.append(feature.unlearned(column, new))
-            for row in column.missing.nonzero()[0].tolist():
-                notes.setdefault(row, []).append(f"{feature.name}: missing")
-            for row in new.nonzero()[0].tolist():
-                rare = ", treated as a rare one" if feature.rare_learned else ""
-                notes.setdefault(row, []).append(f"{feature.name}: unknown category {column.values[row][:40]!r}{rare}")
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
+                notes[column.missing] += f"; {feature.name}: missing"
             if new.any():
                 unknown[feature.name] = int(new.sum())
-        texts = np.full(table.rows, "", dtype=object)
-        for row, parts in notes.items():
-            texts[row] = "; ".join(parts)
-        return Encoded(np.concatenate(blocks, 1), missing, unknown, texts, np.stack(unlearned, 1), self)
+                rare = ", treated as a rare one" if feature.rare_learned else ""
+                found = [f"; {feature.name}: unknown category {text[:40]!r}{rare}" for text in column.values[new].tolist()]
+                notes[new] += np.array(found, dtype=object)
+        noted = np.flatnonzero(notes)
+        notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
+        return Encoded(np.concatenate(blocks, 1), missing, unknown, notes, np.stack(unlearned, 1), self)
 
     def as_json(self) -> dict[str, Any]:
         return {"features": [asdict(feature) for feature in self.features], "left_out": self.left_out, "rows": self.rows}
@@ -276,8 +275,8 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None, 
     for name in table.names:
         if name in without:
             continue
-        whole = table.column(name)
-        column = Column(name, whole.kind, whole.values[kept], whole.style)
+        whole = table.column(name, mixed=True)
+        column = replace(whole, values=whole.values[kept])
         if bool(column.missing.all()):
             raise TableError(f"Column {name!r} is empty in every row. Leave it out with --drop {name!r}.")
         if column.kind == TEXT:
@@ -325,7 +324,7 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
 def _categories(column: Column) -> Feature | str:
     gaps = int(column.missing.sum())
     values = column.values[~column.missing]
-    levels, counts = np.unique(values, return_counts=True)
+    levels, counts = _frequencies(values)
     if len(levels) == 1 and not gaps:
         return "constant"
     if len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values):
@@ -336,7 +335,7 @@ def _categories(column: Column) -> Feature | str:
     said = (
         f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) share one column"
         if rare
-        else ""
+        else column.said
     )
     return Feature(
         column.name, TEXT, levels=tuple(kept), rare=tuple(rare), rare_rows=rare_rows, gaps=gaps, said=said, **_draws(values)
@@ -345,12 +344,21 @@ def _categories(column: Column) -> Feature | str:
 
 def _draws(values: np.ndarray) -> dict[str, Any]:
     """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS (texts: in alphabetical order)."""
-    found, counts = np.unique(values, return_counts=True)
+    found, counts = _frequencies(values)
     shares = counts / counts.sum()
     if len(found) > DRAWS:
         at = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)
         found, shares = found[at], np.full(DRAWS, 1 / DRAWS)
     return {"draws": tuple(found.tolist()), "shares": tuple(shares.tolist())}
+
+
+def _frequencies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Different values in their order, and how often each occurs."""
+    if values.dtype != object:
+        return np.unique(values, return_counts=True)
+    rows = Counter(values.tolist())
+    found = sorted(rows)
+    return np.array(found, dtype=object), np.array([rows[value] for value in found])
 
 
 def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
@@ -363,9 +371,12 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     pool = np.flatnonzero(~gaps.any(axis=1))
     pool = pool if len(pool) else np.arange(len(numbers))
     scale = numbers.std(0)
-    z = (numbers - numbers.mean(0)) / np.where(scale > 0, scale, 1.0)
+    numbers -= numbers.mean(0)
+    numbers /= np.where(scale > 0, scale, 1.0)
+    z = numbers
     sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
-    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - z.std(0)) ** 2).sum() for s in sets]
+    spread = z.std(0)
+    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - spread) ** 2).sum() for s in sets]
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]
     return tuple(

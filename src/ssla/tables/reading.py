@@ -12,7 +12,7 @@ import io
 import re
 import sys
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -23,12 +23,14 @@ import numpy as np
 
 from ssla._checks import did_you_mean, warn
 from ssla.tables.columns import Column, Style, TableError, checked, interpret, read_as
+from ssla.tables.texts import DifferentError, arrow_columns, of_equal_size
 
 MOST_COLUMNS = 10_000
 STANDARD_INPUT = "-"
 TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
 DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
 BYTES_AT_ONCE = 1 << 20
+LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow
 THOUSANDS = ("", ".", ",", " ", "'")
 INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
 
@@ -59,10 +61,10 @@ class Table:
         cells: Sequence[Any] = found.tolist() if isinstance(found, np.ndarray) else list(found)
         return cells
 
-    def column(self, name: str) -> Column:
-        """The kind and values of a column, or TableError."""
+    def column(self, name: str, mixed: bool = False) -> Column:
+        """The kind and values of a column, or TableError. mixed: see `interpret`."""
         found = self._given(name)
-        return checked(found) if isinstance(found, Column) else interpret(name, self.cells_of(name), self.stated)
+        return checked(found) if isinstance(found, Column) else interpret(name, found, self.stated, mixed)
 
     def column_as(self, name: str, kind: str, style: Style) -> Column:
         """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
@@ -150,7 +152,11 @@ def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
 
 
 def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """stream: an open file of bytes."""
+    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first part that they may split in
+    different ways."""
+    if rows is None and not stream.seekable():
+        stream = io.BytesIO(stream.read())
+    start = stream.tell() if stream.seekable() else None
     texts = _texts(file, stream)
     head = ""
     for text in texts:
@@ -160,17 +166,34 @@ def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterato
     if not head:
         raise TableError(f"{file} is empty.")
     tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
-    reader = csv.reader(_lines(chain([head], texts)), delimiter="\t" if tabs else _delimiter(head, marks))
+    delimiter = "\t" if tabs else _delimiter(head, marks)
+    large = len(head) >= LARGE
+    reader = csv.reader(_lines(chain([head], texts)), delimiter=delimiter)
     del head
+    done = 0
     try:
         names = _checked_names(file, [name.strip() for name in next(reader)])
-        full, width = False, len(names)
-        while (part := list(_rows(file, reader, width, rows))) or not full:
+        width = len(names)
+        if large and start is not None:
+            stream.seek(start)
+            try:
+                for columns in arrow_columns(stream, delimiter, width, rows):
+                    yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
+                    done += 1
+                if done:
+                    return
+            except DifferentError:
+                pass
+            stream.seek(start)
+            reader = csv.reader(_lines(_texts(file, stream)), delimiter=delimiter)
+            next(reader)
+            deque(_rows(file, reader, width, done * (rows or 0)), maxlen=0)  # rows that were given
+        while (part := list(_rows(file, reader, width, rows))) or not done:
             if not part:
                 raise TableError(f"{file} has a header but no rows.")
-            full = True
-            columns = (list(map(str.strip, cells)) for cells in zip(*part, strict=True))
-            yield Table(file, dict(zip(names, columns, strict=True)), len(part))
+            done += 1
+            cells = (list(map(str.strip, column)) for column in zip(*part, strict=True))
+            yield Table(file, dict(zip(names, cells, strict=True)), len(part))
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
 
@@ -255,26 +278,13 @@ def _parquet_parts(file: Path, rows: int | None, only: Collection[str] | None) -
             batches = source.iter_batches(rows or count, columns=wanted or stored[:1])
             new = dict(zip(stored, names, strict=True))
             types = {new[one.name]: _decoded(one.type) for one in source.schema_arrow}
-            for table in _of_equal_size(pyarrow, batches, rows or count):
+            for table in of_equal_size(batches, rows or count):
                 cells = {new[old]: _arrow_cells(table.column(old)) for old in table.column_names}
                 yield Table(file, {name: cells.get(name, []) for name in names}, table.num_rows, types=types)
     except TableError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise TableError(f"{file} is not a readable Parquet file ({str(error)[:100]}).") from None
-
-
-def _of_equal_size(pyarrow: Any, batches: Any, rows: int) -> Iterator[Any]:
-    """Batches of any size -> tables of that many rows; the last has the rest."""
-    rest: list[Any] = []
-    for batch in batches:
-        rest.append(batch)
-        while sum(part.num_rows for part in rest) >= rows:
-            table = pyarrow.Table.from_batches(rest)
-            yield table.slice(0, rows)
-            rest = table.slice(rows).to_batches()
-    if sum(part.num_rows for part in rest):
-        yield pyarrow.Table.from_batches(rest)
 
 
 def _decoded(kind: Any) -> Any:
