@@ -93,6 +93,30 @@ def test_files_without_rows_are_refused(room, tmp_path, text, message):
     assert predict_file(room / "numbers", tmp_path / "new.csv", tmp_path / "out.csv")["rows"] == 1
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_an_estimator_of_a_data_frame_reads_texts_gaps_and_dates(library, tmp_path):
+    table = frame(60, 3).assign(
+        when=pandas.Timestamp("2024-01-01") + pandas.to_timedelta(np.arange(60), "D"),
+        code=pandas.Categorical(np.arange(60) % 3),
+        same=1.0,
+    )
+    X = table.drop(columns=["id", "y"])
+    estimator = SSLARegressor(max_epochs=3, random_state=0).fit(X, table["y"])
+    estimator.save(tmp_path / "estimator")
+    new = X[:9].copy()
+    new.loc[2, "x"], new.loc[3, "kind"] = np.nan, "yak"
+    new = new if library == "pandas" else polars.from_pandas(new)
+    scorer = ssla.Scorer(tmp_path / "estimator", 0.9)
+    found = scorer(new)
+    ends = np.stack([found["lower_90"], found["upper_90"]], 1)
+    np.testing.assert_array_equal(ends, estimator.predict_interval(new, 0.9))
+    assert [bool(note) for note in found["notes"]] == [row in (2, 3) for row in range(9)]
+    with pytest.raises(ValueError, match="no column 'kind'"):
+        scorer(new[["x", "when", "code"]])
+    with pytest.raises(ValueError, match="has 5 inputs, but 2 were given"):
+        scorer(np.zeros((3, 2)))
+
+
 def test_estimators_and_posteriors(tmp_path):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(50, 2))
@@ -102,6 +126,9 @@ def test_estimators_and_posteriors(tmp_path):
     np.testing.assert_array_equal(np.stack([found["lower_90"], found["upper_90"]], 1), estimator.predict_interval(X, 0.9))
     named = ssla.Scorer(tmp_path / "estimator", 0.9, inputs=["a", "b"])(pandas.DataFrame(X, columns=["a", "b"]))
     assert named["mean"].tolist() == found["mean"].tolist()
+    gap = np.where(np.arange(2) == 1, np.nan, X[:4])  # a gap that the fit did not have
+    ends = ssla.Scorer(tmp_path / "estimator", 0.9)(gap)
+    np.testing.assert_array_equal(np.stack([ends["lower_90"], ends["upper_90"]], 1), estimator.predict_interval(gap, 0.9))
     with pytest.raises(ValueError, match="has no names of inputs"):
         ssla.Scorer(tmp_path / "estimator")(pandas.DataFrame(X, columns=["a", "b"]))
     torch.manual_seed(0)
