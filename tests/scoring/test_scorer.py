@@ -53,6 +53,19 @@ def test_the_scorer_gives_what_the_command_writes(room, tmp_path, name):
     assert list(scorer(table.head(0))) == list(written)  # no rows, the same columns
 
 
+@pytest.mark.parametrize("name", ["numbers", "classes"])
+def test_partitions_of_dask_give_the_bits_of_their_rows(room, name):
+    """Two threads share a scorer that was pickled and has not opened its model."""
+    frames = pytest.importorskip("dask.dataframe")
+    table = frame(3000, 4)
+    scorer = ssla.Scorer(room / name, 0.9, keep=["id"])
+    parts = frames.from_pandas(table, npartitions=3)
+    lazy = parts.map_partitions(pickle.loads(pickle.dumps(scorer)), meta=scorer(table.head(0)))
+    found = lazy.compute(scheduler="threads", num_workers=2)
+    expected = pandas.concat([scorer(table[start : start + 1000]) for start in range(0, 3000, 1000)])
+    pandas.testing.assert_frame_equal(found, expected, check_dtype=False, check_exact=True)
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_blocks_of_a_file_give_the_bits_of_the_table(room, tmp_path, suffix, monkeypatch):
     """The first block has only whole numbers, and the only gap and unknown category are in the third."""
