@@ -66,12 +66,19 @@ def test_the_code_of_the_other_pages_runs(page, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def test_the_code_of_the_page_on_refits_runs():
+def test_the_code_of_the_page_on_refits_gives_one_predictive():
+    """Refits of single counts, normalised by their own sum, against the predictives that interpolate between a few of them."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     y = torch.poisson(torch.exp(1 + x[:, 0]), generator=torch.Generator().manual_seed(0))
     model = nn.Linear(1, 1, dtype=torch.float64).eval()
     posterior = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.Poisson(), prior=ssla.priors.Gaussian(1.0))
-    executed("docs/refits.md", {"ssla": ssla, "posterior": posterior, "x": x[:2], "y": y[:2]})
+    names = executed("docs/refits.md", {"ssla": ssla, "posterior": posterior, "x": x[:2], "y": y[:2]})
+    counts = torch.arange(40, dtype=torch.float64).expand(2, -1)
+    log_mass = ssla.ssla(posterior, x[:2], counts).total.logsumexp(1)
+    expected = names["increments"].total - log_mass
+    for name, error in (("predictive", 1e-4), ("strict", 1e-4), ("auto", 0.05)):
+        torch.testing.assert_close(names[name].log_prob(y[:2]), expected, rtol=0, atol=error)
+    torch.testing.assert_close(names["predictive"].mass.log(), log_mass, rtol=0, atol=1e-4)
 
 
 def test_the_code_of_the_page_on_tables_runs(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from ssla._checks import level as checked_level
 from ssla.persistence import FileError
 from ssla.persistence.container import kind_of
 from ssla.scoring import Scorer
-from ssla.scoring.models import MatrixModel, TableModel
+from ssla.scoring.models import TableModel
 from ssla.sklearn.saving import KIND
 
 try:
@@ -153,9 +153,8 @@ def _signature(scorer: Scorer, level: float) -> Any:
     of a table have any type here, and their cells are checked by the scorer.
     """
     model = scorer.opened
-    names = model.inputs if isinstance(model, TableModel) else model.names if scorer.inputs is None else scorer.inputs
+    names = model.names if scorer.inputs is None else scorer.inputs
     if names is None:
-        assert isinstance(model, MatrixModel)
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
         nothing: Any = np.zeros((0, model.width or 0))
     else:

@@ -15,7 +15,7 @@ from ssla import priors
 from ssla.fitting.watching import Spread
 from ssla.numerics.digests import digest
 from ssla.predictive import affine, from_marginal, mixture
-from support.networks import data, mlp
+from support.networks import TwoInputs, data, mlp
 
 GAUSSIAN = L.Gaussian(noise=0.3)
 X, Y = data(60)
@@ -65,20 +65,12 @@ def test_answers_under_no_grad_are_the_same(weights):
 
 
 def test_a_gradient_in_one_part_of_x_is_refused():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, a, b):
-            return self.body(torch.cat([a, b], 1))
-
     a, b = X[:, :1], X[:, 1:]
-    post = ssla.fit(Two(), ((a, b), Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    post = ssla.fit(TwoInputs(), ((a, b), Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     assert post.predict((a, b)).mean.shape == (60,)
     with pytest.raises(ValueError, match=NO_GRADIENT):
         post.predict((a, b.clone().requires_grad_(True)))
-    named = ssla.fit(Two(), [({"a": a, "b": b}, Y)], likelihood=GAUSSIAN, prior=priors.Gaussian())
+    named = ssla.fit(TwoInputs(), [({"a": a, "b": b}, Y)], likelihood=GAUSSIAN, prior=priors.Gaussian())
     with pytest.raises(ValueError, match=NO_GRADIENT):
         named.predict({"a": a.clone().requires_grad_(True), "b": b})
 

@@ -15,10 +15,8 @@ from ssla.numerics import linalg
 from ssla.predictive import affine, mixture
 from ssla.predictive.implicit import log_density_with_graph
 from ssla.refit.increments import at_mode
-from support.networks import data, mlp
+from support.networks import SCOPES, STRUCTURES, TwoInputs, data, fitted_mlp, mlp
 
-SCOPES = {"last layer": "last_layer", "all": "all", "named": ["0.weight", "2.bias"]}
-STRUCTURES = ["dense", "kfac", "diag", "low_rank"]
 X, Y = data(40)
 AT = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 TARGETS = {
@@ -41,15 +39,7 @@ CLASSES = ["bernoulli", "two classes", "three classes", "five classes"]
 @cache
 def fitted(target="gaussian", scope="last layer", structure="dense", gaussian=None):
     likelihood, y = TARGETS[target]
-    return ssla.fit(
-        mlp(outputs=OUTPUTS.get(target, 1)),
-        (X, y),
-        likelihood=likelihood,
-        prior=priors.Gaussian(2.0),
-        weights=SCOPES[scope],
-        structure=structure,
-        gaussian=gaussian,
-    )
+    return fitted_mlp((X, y), likelihood, OUTPUTS.get(target, 1), scope, structure, gaussian)
 
 
 def at():
@@ -226,19 +216,10 @@ def test_inputs_without_a_gradient_give_the_plain_answer():
     assert fitted("three classes").predict(AT[:0], differentiable=True).probs.shape == (0, 3)
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, a, b):
-        return self.body(torch.cat([a, b], 1))
-
-
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_one_part_of_the_inputs_may_require_a_gradient(weights):
     rows = {"a": X[:, :1], "b": X[:, 1:]}
-    post = ssla.fit(Two(), [(rows, Y)], likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights)
+    post = ssla.fit(TwoInputs(), [(rows, Y)], likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights)
     ask = lambda b: post.predict({"a": AT[:, :1], "b": b}, differentiable=True).variance  # noqa: E731
     assert gradcheck(ask, AT[:, 1:].clone().requires_grad_(True))
 
@@ -288,6 +269,7 @@ class Detached(nn.Module):
         return self.body(x.detach())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch.func.jacfwd itself
 def test_what_has_no_gradient_is_refused():
     counts, gaussian = fitted("counts"), fitted()
     with pytest.raises(ValueError, match=r"not yet for Custom\(\) with refit='output'. posterior.marginal"):

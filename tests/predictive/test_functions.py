@@ -10,10 +10,8 @@ from torch.func import functional_call
 
 import ssla
 from ssla import likelihoods, priors
-from support.networks import data, mlp
+from support.networks import SCOPES, STRUCTURES, data, fitted_mlp, mlp
 
-SCOPES = {"last layer": "last_layer", "all": "all", "named": ["0.weight", "2.bias"]}
-STRUCTURES = ["dense", "kfac", "diag", "low_rank"]
 AT = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 every = [
     pytest.mark.parametrize("structure", STRUCTURES),
@@ -27,15 +25,7 @@ def fitted(structure="dense", scope="last layer", gaussian="laplace", outputs=3)
     x, y = data(40)
     classes = (y > 0).long() + (y > 0.5).long()
     likelihood = likelihoods.Categorical() if outputs == 3 else likelihoods.Poisson()
-    return ssla.fit(
-        mlp(outputs=outputs),
-        (x, classes),
-        likelihood=likelihood,
-        prior=priors.Gaussian(2.0),
-        weights=SCOPES[scope],
-        structure=structure,
-        gaussian=gaussian,
-    )
+    return fitted_mlp((x, classes), likelihood, outputs, scope, structure, gaussian)
 
 
 def everywhere(test):

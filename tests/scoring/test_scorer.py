@@ -53,6 +53,19 @@ def test_the_scorer_gives_what_the_command_writes(room, tmp_path, name):
     assert list(scorer(table.head(0))) == list(written)  # no rows, the same columns
 
 
+@pytest.mark.parametrize("name", ["numbers", "classes"])
+def test_partitions_of_dask_give_the_bits_of_their_rows(room, name):
+    """Two threads share a scorer that was pickled and has not opened its model."""
+    frames = pytest.importorskip("dask.dataframe")
+    table = frame(3000, 4)
+    scorer = ssla.Scorer(room / name, 0.9, keep=["id"])
+    parts = frames.from_pandas(table, npartitions=3)
+    lazy = parts.map_partitions(pickle.loads(pickle.dumps(scorer)), meta=scorer(table.head(0)))
+    found = lazy.compute(scheduler="threads", num_workers=2)
+    expected = pandas.concat([scorer(table[start : start + 1000]) for start in range(0, 3000, 1000)])
+    pandas.testing.assert_frame_equal(found, expected, check_dtype=False, check_exact=True)
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_blocks_of_a_file_give_the_bits_of_the_table(room, tmp_path, suffix, monkeypatch):
     """The first block has only whole numbers, and the only gap and unknown category are in the third."""
@@ -93,6 +106,30 @@ def test_files_without_rows_are_refused(room, tmp_path, text, message):
     assert predict_file(room / "numbers", tmp_path / "new.csv", tmp_path / "out.csv")["rows"] == 1
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_an_estimator_of_a_data_frame_reads_texts_gaps_and_dates(library, tmp_path):
+    table = frame(60, 3).assign(
+        when=pandas.Timestamp("2024-01-01") + pandas.to_timedelta(np.arange(60), "D"),
+        code=pandas.Categorical(np.arange(60) % 3),
+        same=1.0,
+    )
+    X = table.drop(columns=["id", "y"])
+    estimator = SSLARegressor(max_epochs=3, random_state=0).fit(X, table["y"])
+    estimator.save(tmp_path / "estimator")
+    new = X[:9].copy()
+    new.loc[2, "x"], new.loc[3, "kind"] = np.nan, "yak"
+    new = new if library == "pandas" else polars.from_pandas(new)
+    scorer = ssla.Scorer(tmp_path / "estimator", 0.9)
+    found = scorer(new)
+    ends = np.stack([found["lower_90"], found["upper_90"]], 1)
+    np.testing.assert_array_equal(ends, estimator.predict_interval(new, 0.9))
+    assert [bool(note) for note in found["notes"]] == [row in (2, 3) for row in range(9)]
+    with pytest.raises(ValueError, match="no column 'kind'"):
+        scorer(new[["x", "when", "code"]])
+    with pytest.raises(ValueError, match="has 5 inputs, but 2 were given"):
+        scorer(np.zeros((3, 2)))
+
+
 def test_estimators_and_posteriors(tmp_path):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(50, 2))
@@ -102,6 +139,9 @@ def test_estimators_and_posteriors(tmp_path):
     np.testing.assert_array_equal(np.stack([found["lower_90"], found["upper_90"]], 1), estimator.predict_interval(X, 0.9))
     named = ssla.Scorer(tmp_path / "estimator", 0.9, inputs=["a", "b"])(pandas.DataFrame(X, columns=["a", "b"]))
     assert named["mean"].tolist() == found["mean"].tolist()
+    gap = np.where(np.arange(2) == 1, np.nan, X[:4])  # a gap that the fit did not have
+    ends = ssla.Scorer(tmp_path / "estimator", 0.9)(gap)
+    np.testing.assert_array_equal(np.stack([ends["lower_90"], ends["upper_90"]], 1), estimator.predict_interval(gap, 0.9))
     with pytest.raises(ValueError, match="has no names of inputs"):
         ssla.Scorer(tmp_path / "estimator")(pandas.DataFrame(X, columns=["a", "b"]))
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ import numpy as np
 from ssla._checks import did_you_mean, warn
 from ssla.scoring.columns import Columns
 from ssla.tables import Table
+from ssla.tables.frames import table_of
 
 SOURCE = Path("the batch")
 PANDAS, POLARS, MAPPING, ARRAY = "pandas", "polars", "mapping", "array"
@@ -52,6 +53,21 @@ class Batch:
         if any(len(cells[name]) != self.rows for name in names if name in cells):
             raise ValueError("The columns of the batch have different lengths.")
         return Table(SOURCE, cells, self.rows)
+
+    def selected(self, names: Sequence[str], called: Sequence[str]) -> Table:
+        """The named columns (of an array: all) under the names of an estimator, in the form in which it reads them itself."""
+        given = self.array().shape[1] if self.kind == ARRAY else len(names)
+        if given != len(called):
+            raise ValueError(f"The model has {len(called)} inputs, but {given} were given. Its inputs are: {', '.join(called)}.")
+        if self.kind == ARRAY:
+            return table_of(self.array(), called)
+        for name in names:
+            self.column(name)  # its error names the most similar column
+        if self.kind == MAPPING:
+            own = {place: self.column(name) for name, place in zip(names, called, strict=True)}
+            return Batch(MAPPING, own).table(called)
+        at = [self.names.index(name) for name in names]
+        return table_of(self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at], called)
 
     def matrix(self, names: Sequence[str]) -> np.ndarray:
         """The named columns beside one another (N, d). A single column of arrays is the input itself (N, …)."""

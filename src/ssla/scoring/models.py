@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ssla.persistence import FileError
 from ssla.predictive import Predictive
 from ssla.scoring.columns import Columns, columns_of
 from ssla.sklearn.files import load_with_extra
+from ssla.sklearn.inputs import column_names
 from ssla.tables import Encoded, Plan, Table
 from ssla.tabular import LIKELIHOODS, predict_with_gaps
 
@@ -58,18 +59,33 @@ def counts_of(encoded: Encoded) -> Counts:
 
 @dataclass(frozen=True, eq=False)
 class TableModel:
-    """A model of `ssla train`: it reads columns by their names."""
+    """A model of `ssla train`, or an estimator: it reads columns by their names.
+
+    columns_in: those of an estimator in their order, by which an array is read; none for a model of `ssla train`.
+    named: whether the file has their names.
+    """
 
     estimator: Any
     plan: Plan
     extra: dict[str, Any]
+    columns_in: tuple[str, ...] = ()
+    named: bool = True
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return tuple(feature.name for feature in self.plan.features)
 
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """As in `MatrixModel`."""
+        return self.inputs if self.named else None
+
+    @property
+    def width(self) -> int:
+        return len(self.columns_in)
+
     def with_refit(self, refit: Any) -> TableModel:
-        return TableModel(replace_refit(self.estimator, refit), self.plan, self.extra)
+        return replace(self, estimator=replace_refit(self.estimator, refit))
 
     def score(self, table: Table, levels: Sequence[float]) -> tuple[Columns, Counts]:
         encoded = self.plan.encode(table)
@@ -89,7 +105,7 @@ class TableModel:
 
 @dataclass(frozen=True, eq=False)
 class MatrixModel:
-    """An estimator or a posterior: it reads an array, the rows first.
+    """A posterior, or an estimator without a plan: it reads an array, the rows first.
 
     predict: array -> predictive.  columns: predictive, levels -> columns.  names: the names of the inputs, if the file has them.
     width: the number of inputs; None if they may have any shape.
@@ -104,7 +120,11 @@ class MatrixModel:
     def score(self, x: np.ndarray, levels: Sequence[float]) -> Columns:
         if self.width is not None and x.shape[1:] != (self.width,):
             raise ValueError(f"The model has {self.width} inputs, but the array has shape {x.shape}. Give (rows, {self.width}).")
-        finite("the inputs", torch.from_numpy(x), "Fill or leave out such rows first; models of `ssla train` accept gaps.")
+        finite(
+            "the inputs",
+            torch.from_numpy(x),
+            "Fill or leave out such rows first; estimators and models of `ssla train` accept gaps.",
+        )
 
         def block(rows: slice) -> Columns:
             p = self.predict(x[rows])
@@ -113,9 +133,11 @@ class MatrixModel:
         return in_blocks(block, len(x))
 
 
-def matrix_model(estimator: Any) -> MatrixModel:
-    """An estimator that was saved from Python."""
-    names = getattr(estimator, "feature_names_in_", None)
+def estimator_model(estimator: Any) -> TableModel | MatrixModel:
+    """An estimator that was saved from Python. One of an earlier version has no plan and reads numbers only."""
+    names, plan = getattr(estimator, "feature_names_in_", None), getattr(estimator, "plan_", None)
+    if plan is not None:
+        return TableModel(encoded_estimator(estimator), plan, {}, tuple(column_names(estimator)), names is not None)
     return MatrixModel(
         lambda x: estimator.ensemble_.predict(torch.from_numpy(x.astype(np.float64)), estimator.refit),
         lambda p, levels: estimator_columns(estimator, p, levels),
@@ -123,6 +145,14 @@ def matrix_model(estimator: Any) -> MatrixModel:
         None if names is None else tuple(names.tolist()),
         estimator.n_features_in_,
     )
+
+
+def encoded_estimator(estimator: Any) -> Any:
+    """The same fitted estimator without its plan: it reads encoded rows, like that of a model of `ssla train`."""
+    other = copy.copy(estimator)
+    other.n_features_in_, other.plan_ = estimator.plan_.width, None
+    vars(other).pop("feature_names_in_", None)
+    return other
 
 
 def estimator_columns(estimator: Any, p: Predictive, levels: Sequence[float]) -> Columns:

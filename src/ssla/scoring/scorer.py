@@ -19,8 +19,9 @@ from ssla.posterior import load
 from ssla.refit import resolve
 from ssla.scoring.batches import ARRAY, Batch, batch_of
 from ssla.scoring.columns import columns_of
-from ssla.scoring.models import MatrixModel, TableModel, matrix_model, replace_refit, table_model
+from ssla.scoring.models import MatrixModel, TableModel, estimator_model, replace_refit, table_model
 from ssla.sklearn.files import load_with_extra
+from ssla.tables import Table
 
 _opening = threading.Lock()
 
@@ -113,7 +114,7 @@ class Scorer:
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
         if "plan" not in extra:
-            return matrix_model(estimator)
+            return estimator_model(estimator)
         if self.inputs is not None:
             raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
         return table_model(estimator, extra, self.path)
@@ -126,24 +127,33 @@ class Scorer:
         refit = "output" if self.refit is None else self.refit
         return MatrixModel(lambda x: posterior.predict(np.ascontiguousarray(x), refit), columns_of, refit)
 
-    def _table(self, model: TableModel, rows: Batch) -> Any:
-        if rows.kind == ARRAY:
+    def _table(self, model: TableModel, rows: Batch) -> Table:
+        if not model.columns_in and rows.kind == ARRAY:
             raise TypeError(
                 f"{self.path} reads columns by name ({', '.join(model.inputs[:12])}{', …' * (len(model.inputs) > 12)}), but the "
                 "batch is an array. Give a data frame, or a mapping of names to arrays."
             )
-        return rows.table(model.inputs)
+        if not model.columns_in:
+            return rows.table(model.inputs)
+        if rows.kind == ARRAY or self.inputs is not None:
+            return rows.selected(self.inputs or (), model.columns_in)
+        if model.names is None:
+            raise self._nameless(rows)
+        return rows.selected(model.names, model.names)
 
     def _matrix(self, model: MatrixModel, rows: Batch) -> np.ndarray:
         if rows.kind == ARRAY:
             return rows.array()
         names = model.names if self.inputs is None else self.inputs
         if names is None:
-            raise ValueError(
-                f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in their order: "
-                f"Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
-            )
+            raise self._nameless(rows)
         return rows.matrix(names)
+
+    def _nameless(self, rows: Batch) -> ValueError:
+        return ValueError(
+            f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in their order: "
+            f"Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_opened": None}

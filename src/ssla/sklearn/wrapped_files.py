@@ -20,7 +20,8 @@ from ssla.tabular.ensemble import Component
 from ssla.tabular.out_of_fold import OFFSETS, ClassLayer, NumberLayer, linear
 from ssla.tabular.scaling import Scaling
 
-WRAPPED: dict[str, type[Any]] = {"PredictiveRegressor": PredictiveRegressor, "PredictiveClassifier": PredictiveClassifier}
+TYPES: dict[str, type[Any]] = {"PredictiveRegressor": PredictiveRegressor, "PredictiveClassifier": PredictiveClassifier}
+WRAPPED = tuple(TYPES)  # not a dictionary: a forged file may ask for a name that has no hash
 TOLERANCE = 1e-6  # of predictions at the probe: other versions of a library may round differently
 
 
@@ -28,7 +29,7 @@ def open_wrapped(content: Mapping[str, Any], tensors: Mapping[str, Tensor], mode
     """The estimator, with its models. Other models than those of the fit are refused, as far as the file can tell."""
     with guarded(source):
         decoder = Decoder(dict(tensors))
-        estimator = WRAPPED[content["estimator"]](**decoder.decode(content["parameters"], dict))
+        estimator = TYPES[content["estimator"]](**decoder.decode(content["parameters"], dict))
         estimator.n_features_in_ = content["columns"]
         if content["names"]:
             estimator.feature_names_in_ = np.array([str(name) for name in content["names"]], dtype=object)
