@@ -81,7 +81,8 @@ class Feature:
         codes = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
         new = np.array([value is not None and value not in places for value in codes], dtype=bool)
         at = np.array(
-            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(codes, new, strict=True)]
+            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(codes, new, strict=True)],
+            dtype=np.intp,
         )
         index = np.fromiter(map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values))
         block, unknown = np.zeros((len(column.values), self.width)), new[index]
