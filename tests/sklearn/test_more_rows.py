@@ -25,7 +25,7 @@ FIRST, REST = slice(0, 100), slice(100, None)
 def test_more_rows_give_the_last_layer_of_all_rows(targets, tmp_path):
     """Gaussian noise: the posterior is that of a fit to all rows with the same features, prior and noise, also from a file."""
     y = Y if targets == 1 else np.stack([Y, X[:, 1] + Y], 1)
-    model = SSLARegressor(members=2, **QUICK).fit(X[FIRST], y[FIRST])
+    model = SSLARegressor("gaussian", members=2, **QUICK).fit(X[FIRST], y[FIRST])
     again = load(model.save(tmp_path / "model"))
     for one in (model, again):
         one.partial_fit(X[100:180], y[100:180]).partial_fit(X[180:], y[180:])
@@ -38,6 +38,16 @@ def test_more_rows_give_the_last_layer_of_all_rows(targets, tmp_path):
             assert torch.allclose(found.theta, expected.theta, atol=1e-9)
             assert torch.allclose(found.predict(z[:5]).stddev, expected.predict(z[:5]).stddev, rtol=1e-9)
     assert np.array_equal(model.predict(X), again.predict(X))
+
+
+def test_mean_and_log_variance_follow_few_rows_and_say_so_where_they_cannot():
+    """The averages of the earlier rows are kept, which is exact to first order only."""
+    model = SSLARegressor(members=2, **QUICK).fit(X[:170], Y[:170])
+    before = float(ssla.metrics.nll(model.predict_dist(X[180:]), Y[180:]))
+    model.partial_fit(X[170:180], Y[170:180])
+    assert float(ssla.metrics.nll(model.predict_dist(X[180:]), Y[180:])) < before + 0.05
+    with pytest.raises(ValueError, match="Fit again on all rows, or use likelihood='gaussian'"):
+        SSLARegressor(members=2, **QUICK).fit(X[:30], Y[:30]).partial_fit(X[30:], 40 * Y[30:])
 
 
 def test_more_rows_narrow_the_doubt_and_weights_are_repetitions():

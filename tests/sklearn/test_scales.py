@@ -26,7 +26,7 @@ def test_intervals_stay_in_the_support_and_cover(likelihood):
     assert (ends[:, 0] > 0).all()
     assert (ends[:, 1] < BELOW[likelihood]).all()
     assert 0.85 < float(metrics.coverage(p, y[300:], 0.95)) <= 1
-    plain = SSLARegressor(members=2, **QUICK).fit(X[:300], y[:300]).predict_dist(X[300:])
+    plain = SSLARegressor("gaussian", members=2, **QUICK).fit(X[:300], y[:300]).predict_dist(X[300:])
     assert float(metrics.nll(p, y[300:])) < float(metrics.nll(plain, y[300:])) - 0.1
     assert float(metrics.crps(p, y[300:])) < 1.05 * float(metrics.crps(plain, y[300:]))
 
@@ -34,7 +34,7 @@ def test_intervals_stay_in_the_support_and_cover(likelihood):
 def test_the_fit_is_that_of_the_logarithm():
     """The change of variable: log p(y) = log p(log y) − log y, and quantiles are those of log y."""
     one = SSLARegressor("log_normal", members=2, **QUICK).fit(X, Y["log_normal"])
-    other = SSLARegressor(members=2, **QUICK).fit(X, Z)
+    other = SSLARegressor("gaussian", members=2, **QUICK).fit(X, Z)
     assert np.allclose(np.log(one.predict_quantiles(X)), other.predict_quantiles(X))
     logs = other.predict_dist(X).log_prob(Z) - torch.from_numpy(Z)
     assert torch.allclose(one.predict_dist(X).log_prob(Y["log_normal"]), logs)

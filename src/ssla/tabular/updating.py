@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ssla.tabular.ensemble import Ensemble, on_scale
+from ssla.tabular.ensemble import HETEROSCEDASTIC, Ensemble, on_scale
 
 
 def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
@@ -24,5 +24,13 @@ def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemb
     z, target = ensemble.inputs(x), on_scale(y, ensemble.settings.likelihood)
     if ensemble.target is not None:
         target = ensemble.target(target.reshape(len(y), -1)).reshape(target.shape)
-    components = tuple(replace(c, posterior=c.posterior.update((z, target, weights))) for c in ensemble.components)
+    try:
+        components = tuple(replace(c, posterior=c.posterior.update((z, target, weights))) for c in ensemble.components)
+    except ValueError as error:
+        if ensemble.settings.likelihood != HETEROSCEDASTIC:
+            raise
+        raise ValueError(
+            "The last layers for mean and log variance cannot follow so many new rows without another fit. Fit again on all "
+            "rows, or use likelihood='gaussian', which follows exactly."
+        ) from error
     return replace(ensemble, components=components)
