@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from ssla.tuning import tune
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
+SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 
 
@@ -119,6 +121,7 @@ class _Work:
     likelihood: Likelihood | None
     settings: Settings
     modules: tuple[nn.Sequential, ...]
+    priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
     held_out: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # log densities (n, K) and weights of held-out rows
 
     def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
@@ -167,16 +170,27 @@ class _Work:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
         if not (self.settings.tune and bool(held.any())):
             return self._tuned(self._fit(module, None, likelihood))
-        held, others = _at_most(held, MOST_HELD_OUT), self._fit(module, _at_most(~held, MOST_OTHERS), likelihood).state
+        held, others = _at_most(held, MOST_HELD_OUT), _at_most(~held, MOST_OTHERS)
         z, y, weights = self.data.of(held)
-        chosen = tune(others, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+        prior: Any = self._shared_prior()
+        chosen = self._fit(module, others, likelihood, prior).state
+        if prior is None:
+            chosen = tune(chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+            prior = chosen.prior
+            self.priors.append(prior)
         if self.settings.likelihood == HETEROSCEDASTIC:
             disagreement = _disagreement(self.modules, z)[:, 0]
             self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), weights))
         elif self.settings.likelihood == CLASSES:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
             self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), weights))
-        return self._fit(module, None, likelihood, chosen.prior)
+        return self._fit(module, None, likelihood, prior)
+
+    def _shared_prior(self) -> GaussianPrior | None:
+        """The prior of the later members: with the geometric mean of the first members' precisions. None: not known yet."""
+        if len(self.priors) < SEARCHES:
+            return None
+        return GaussianPrior(math.exp(sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)))
 
     def calibrated(self) -> tuple[tuple[tuple[float, float], ...], float]:
         """The spreads of a continuous target, and the share of the posteriors for classes, from all held-out rows."""
