@@ -165,7 +165,9 @@ def test_the_separator_of_a_set_is_in_no_label():
 def test_an_index_of_pandas_is_no_input_and_a_note_says_so(tmp_path, head):
     table = frame(30).drop(columns="id")
     table.to_csv(tmp_path / "data.csv", index_label=head)
-    done = call("train", tmp_path / "data.csv", "-t", "mean", "-o", tmp_path / "model", "--max-epochs", 1)
+    done = call(
+        "train", tmp_path / "data.csv", "-t", "mean", "-o", tmp_path / "model", "--max-epochs", 1, "--likelihood", "gaussian"
+    )
     assert done.exit_code == 0, done.output
     name = head or "Unnamed: 0"
     assert f"the column '{name}' is treated as a row index and is not an input" in words(done)
@@ -450,7 +452,7 @@ def test_json_is_one_object_without_colours_or_notes(room, tmp_path, monkeypatch
     frame(20).to_csv(tmp_path / "data.csv")  # with an index: a note
     data, model = tmp_path / "data.csv", room / "numbers"
     for arguments in [
-        ("train", data, "-t", "mean", "-o", tmp_path / "m", "--max-epochs", 1),
+        ("train", data, "-t", "mean", "-o", tmp_path / "m", "--max-epochs", 1, "--likelihood", "gaussian"),
         ("predict", model, data, "-o", tmp_path / "out.csv"),
         ("evaluate", model, data),
         ("sensitivity", model, data),

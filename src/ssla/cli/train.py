@@ -76,7 +76,7 @@ def prepare(table: Table, request: Request) -> Prepared:
         )
     plan = make_plan(table, {request.target, *request.drop}, given)
     encoded = plan.encode(table)
-    likelihood = "classes" if target.classes else request.likelihood
+    likelihood = "classes" if target.classes else "heteroscedastic" if asked is None else request.likelihood
     said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
     rest = int((~given).sum())
     return Prepared(plan, encoded.values[given], target.y, likelihood, encoded.missing, rest, encoded[given], target, said)
