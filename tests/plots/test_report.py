@@ -178,7 +178,7 @@ def test_a_prior_without_a_strength_has_a_sentence_instead_of_a_slider():
 def test_estimators_have_scaled_priors_in_every_component():
     sklearn = pytest.importorskip("ssla.sklearn")
     x, y = inputs(60).numpy(), inputs(60)[:, 0].numpy() * 5 + 20 + np.random.default_rng(0).normal(size=60)
-    model = sklearn.SSLARegressor(members=2, max_epochs=5, random_state=0).fit(x, y)
+    model = sklearn.SSLARegressor("gaussian", members=2, max_epochs=5, random_state=0).fit(x, y)
     before = model.predict_interval(x[:10])
     report = html_report(model, x[:10], y[:10])
     np.testing.assert_allclose([row[2][2] for row in report.facts["rows"]["interval"]], before, **CLOSE)

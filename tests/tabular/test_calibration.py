@@ -113,3 +113,20 @@ def test_trust_is_a_share_of_posteriors_beside_networks():
     posteriors = torch.stack([component.posterior.predict(z).probs[:, 1] for component in ensemble.components]).mean(0)
     expected = ensemble.trust * posteriors + (1 - ensemble.trust) * own
     assert np.allclose(model.predict_proba(X)[:, 1], expected.detach().numpy(), atol=1e-10)
+
+
+def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(monkeypatch):
+    X = np.random.default_rng(2).normal(size=(80, 2))
+    fit_rows = SSLARegressor._fit_rows
+
+    def refuses(self, X, y, weights, likelihood, related):
+        if likelihood == "heteroscedastic":
+            raise ValueError("The curvature cannot be factorised: no noise.")
+        return fit_rows(self, X, y, weights, likelihood, related)
+
+    monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
+    with pytest.warns(UserWarning, match="constant noise was used"):
+        model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X, X[:, 0])
+    assert model.ensemble_.settings.likelihood == "gaussian"
+    few = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X[:50], X[:50, 0] + 0.1 * X[:50, 1] ** 2)
+    assert few.ensemble_.settings.likelihood == "gaussian"

@@ -12,15 +12,16 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, column_or_1d
 
 from ssla._checks import level as checked_level
-from ssla._checks import one_of
+from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
-from ssla.tabular import CONTINUOUS, ON_SCALE
+from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC
 
+FEWEST_ROWS = 60  # for a noise that depends on x
 NAMES = (AUTO, *CONTINUOUS, "poisson")
 
 
@@ -32,7 +33,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "auto" ("heteroscedastic"; "gaussian" for several targets, or if more weights than the last layer are uncertain),
+        "auto" ("heteroscedastic"; "gaussian" for several targets, fewer than 60 rows, more weights than the last layer, or, with
+        a warning, where the former cannot be fitted),
         "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts),
         "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
         strictly between 0 and 1).
@@ -133,7 +135,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         whole = np.flatnonzero(present)
         kept, aside = self._set_aside(whole, related[whole]) if self.conformal else (whole, np.arange(0))
         rows = self._encode(given, np.isin(np.arange(len(y)), kept))
-        self.ensemble_ = self._fit_rows(numbers(rows)[kept], y[kept], weights[kept], self._likelihood(y), related[kept])
+        self.ensemble_ = self._fit_target(numbers(rows)[kept], y[kept], weights[kept], related[kept])
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if self.conformal:
@@ -165,10 +167,25 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return self
 
     def _likelihood(self, y: np.ndarray) -> str:
-        """The likelihood by name; "auto" decides by y and the weights."""
+        """The likelihood by name; "auto" decides by y, its rows and the weights."""
         if self.likelihood != AUTO:
             return str(self.likelihood)
-        return HETEROSCEDASTIC if y.ndim == 1 and self.weights == "last_layer" else GAUSSIAN
+        return HETEROSCEDASTIC if y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer" else GAUSSIAN
+
+    def _fit_target(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, related: Related) -> Ensemble:
+        """The ensemble; "auto" takes constant noise, with a warning, where a noise that depends on x cannot be fitted."""
+        likelihood = self._likelihood(y)
+        self._settings(likelihood, len(y))  # wrong settings are refused here
+        try:
+            return self._fit_rows(X, y, weights, likelihood, related)
+        except ValueError as error:
+            if self.likelihood != AUTO or likelihood == GAUSSIAN:
+                raise
+            warn(
+                "A noise that depends on x could not be fitted, as where the target has no noise: constant noise was used. "
+                f"Give likelihood='gaussian' to choose it. ({str(error).split(':')[0]})"
+            )
+            return self._fit_rows(X, y, weights, GAUSSIAN, related)
 
     def _check_target(self, y: np.ndarray) -> None:
         if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
