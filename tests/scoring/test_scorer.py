@@ -114,7 +114,7 @@ def test_an_estimator_of_a_data_frame_reads_texts_gaps_and_dates(library, tmp_pa
         same=1.0,
     )
     X = table.drop(columns=["id", "y"])
-    estimator = SSLARegressor(max_epochs=3, random_state=0).fit(X, table["y"])
+    estimator = SSLARegressor("gaussian", max_epochs=3, random_state=0).fit(X, table["y"])
     estimator.save(tmp_path / "estimator")
     new = X[:9].copy()
     new.loc[2, "x"], new.loc[3, "kind"] = np.nan, "yak"

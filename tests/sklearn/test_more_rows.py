@@ -47,7 +47,7 @@ def test_mean_and_log_variance_follow_few_rows_and_say_so_where_they_cannot():
     model.partial_fit(X[170:180], Y[170:180])
     assert float(ssla.metrics.nll(model.predict_dist(X[180:]), Y[180:])) < before + 0.05
     with pytest.raises(ValueError, match="Fit again on all rows, or use likelihood='gaussian'"):
-        SSLARegressor(members=2, **QUICK).fit(X[:30], Y[:30]).partial_fit(X[30:], 40 * Y[30:])
+        SSLARegressor("heteroscedastic", members=2, **QUICK).fit(X[:30], Y[:30]).partial_fit(X[30:], 40 * Y[30:])
 
 
 def test_more_rows_narrow_the_doubt_and_weights_are_repetitions():

@@ -10,6 +10,7 @@ from scipy import optimize
 from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, estimator, load
 from ssla.state import Marginal
+from ssla.structures.structure import NoFactorError
 from ssla.tabular.calibration import shares, spreads_of, stretched_log_densities
 from ssla.tabular.pieces import Pieces, counts_of, edges_of, place
 
@@ -121,7 +122,7 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
 
     def refuses(self, X, y, weights, likelihood, related):
         if likelihood == "heteroscedastic":
-            raise ValueError("The curvature cannot be factorised: no noise.")
+            raise NoFactorError("The curvature cannot be factorised: no noise.")
         return fit_rows(self, X, y, weights, likelihood, related)
 
     monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)

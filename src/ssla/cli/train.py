@@ -13,6 +13,7 @@ from ssla import metrics
 from ssla._checks import one_of, warn
 from ssla.scoring.models import predictive_at, replace_refit
 from ssla.sklearn import SSLAClassifier, SSLARegressor
+from ssla.sklearn.regressor import FEWEST_ROWS as FEWEST_FOR_VARYING_NOISE
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
 from ssla.tabular.training import Architecture
 
@@ -76,7 +77,8 @@ def prepare(table: Table, request: Request) -> Prepared:
         )
     plan = make_plan(table, {request.target, *request.drop}, given)
     encoded = plan.encode(table)
-    likelihood = "classes" if target.classes else "heteroscedastic" if asked is None else request.likelihood
+    usual = "heteroscedastic" if len(target.y) >= FEWEST_FOR_VARYING_NOISE else "gaussian"
+    likelihood = "classes" if target.classes else usual if asked is None else request.likelihood
     said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
     rest = int((~given).sum())
     return Prepared(plan, encoded.values[given], target.y, likelihood, encoded.missing, rest, encoded[given], target, said)

@@ -29,7 +29,7 @@ from ssla.refit.solved import Options, Solved
 from ssla.state import State
 from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
-from ssla.structures.structure import no_factor
+from ssla.structures.structure import NoFactorError, no_factor
 
 SINGLE_MODE = 1e-4  # posterior standard deviations from the mode: single precision finds it that well
 CACHE_ELEMENTS = 1 << 19  # rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
@@ -201,7 +201,7 @@ def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> La
     bases = [] if int(info) else [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
-        raise ValueError(no_factor(prior_precision, " on the data to refit on"))
+        raise NoFactorError(no_factor(prior_precision, " on the data to refit on"))
     parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
     return LastLayerRefit(
         posterior=posterior,

@@ -13,11 +13,13 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from ssla._checks import level as checked_level
 from ssla._checks import one_of, warn
+from ssla.fitting.mode import NoModeError
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
+from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC
 
@@ -178,7 +180,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self._settings(likelihood, len(y))  # wrong settings are refused here
         try:
             return self._fit_rows(X, y, weights, likelihood, related)
-        except ValueError as error:
+        except (NoFactorError, NoModeError) as error:
             if self.likelihood != AUTO or likelihood == GAUSSIAN:
                 raise
             warn(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Jacobian
-from ssla.structures.structure import Extent, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 
@@ -147,7 +147,7 @@ class Dense:
         improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding error
         if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
             which = int(info) or int((pivots / scale).argmin()) + 1
-            raise ValueError(no_factor(precision, f" (parameter {which} of {len(H)} is not determined)"))
+            raise NoFactorError(no_factor(precision, f" (parameter {which} of {len(H)} is not determined)"))
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.structure import Extent, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Diagonal:
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):
-            raise ValueError(no_factor(precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
+            raise NoFactorError(no_factor(precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.structures.structure import Extent, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
 
 EXPAND, REDUCE = "expand", "reduce"
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -256,7 +256,7 @@ class Kfac:
         rest = self.rest + diagonal[self.rest_positions]
         singular = any(float(op.spectrum.min()) <= 1e-14 * float(op.spectrum.max()) for op in operators)
         if singular or not bool((rest > 0).all()):
-            raise ValueError(no_factor(precision, " (a Kronecker factor is singular)"))
+            raise NoFactorError(no_factor(precision, " (a Kronecker factor is singular)"))
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:

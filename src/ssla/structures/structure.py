@@ -128,6 +128,10 @@ ILL_CONDITIONED = (
 )
 
 
+class NoFactorError(ValueError):
+    """A curvature that cannot be factorised in double precision."""
+
+
 def no_factor(precision: Tensor, detail: str) -> str:
     """The error text if S + prior cannot be factorised. If the prior is proper, it is neither the cause nor the remedy."""
     least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())

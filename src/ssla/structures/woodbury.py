@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Jacobian
-from ssla.structures.structure import no_factor
+from ssla.structures.structure import NoFactorError, no_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal directions.
     """
     if not bool((precision > 0).all()):
-        raise ValueError(no_factor(precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"))
+        raise NoFactorError(no_factor(precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"))
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
     keep = singular > 1e-15 * singular.max() if singular.numel() else singular > 0

@@ -173,11 +173,14 @@ class _Work:
         held, others = _at_most(held, MOST_HELD_OUT), _at_most(~held, MOST_OTHERS)
         z, y, weights = self.data.of(held)
         prior: Any = self._shared_prior()
-        chosen = self._fit(module, others, likelihood, prior).state
-        if prior is None:
-            chosen = tune(chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
-            prior = chosen.prior
-            self.priors.append(prior)
+        with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
+            warnings.filterwarnings("ignore", "the variational Gaussian did not converge", RuntimeWarning)
+            warnings.filterwarnings("ignore", "polish did not reach the mode", RuntimeWarning)
+            chosen = self._fit(module, others, likelihood, prior).state
+            if prior is None:
+                chosen = tune(chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+                prior = chosen.prior
+                self.priors.append(prior)
         if self.settings.likelihood == HETEROSCEDASTIC:
             disagreement = _disagreement(self.modules, z)[:, 0]
             self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), weights))
