@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 
-from ssla.sklearn.inputs import column_names, plan_of, read_inputs
+from ssla.sklearn.inputs import column_names, of_tables, plan_of, read_inputs
 from ssla.tables import Encoded, Plan
 from ssla.tables.frames import table_of
 
@@ -58,8 +58,4 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return np.array(names, dtype=object)
 
     def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
-        tags.input_tags.categorical = True
-        tags.input_tags.sparse = False
-        return tags
+        return of_tables(super().__sklearn_tags__())

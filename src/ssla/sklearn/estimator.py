@@ -16,7 +16,7 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
-from ssla.sklearn.inputs import column_names, plan_of, read_inputs
+from ssla.sklearn.inputs import column_names, of_tables, plan_of, read_inputs
 from ssla.sklearn.progress import epochs_bar
 from ssla.sklearn.related import Related
 from ssla.sklearn.saving import save
@@ -156,11 +156,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return save(self, path)
 
     def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        tags.input_tags.allow_nan = True
-        tags.input_tags.categorical = True
-        return tags
+        return of_tables(super().__sklearn_tags__())
 
 
 def numbers(rows: np.ndarray | Encoded) -> np.ndarray:

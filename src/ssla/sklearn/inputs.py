@@ -65,3 +65,10 @@ def _array(X: Any) -> Any:
     except (TypeError, ValueError):
         pass
     return X
+
+
+def of_tables(tags: Any) -> Any:
+    """scikit-learn's tags of an estimator that reads tables: gaps and categories, but nothing sparse."""
+    tags.input_tags.allow_nan = tags.input_tags.categorical = True
+    tags.input_tags.sparse = False
+    return tags

@@ -16,6 +16,7 @@ import torch
 from ssla.network import module_of
 from ssla.persistence import Encoder, FileError, pack, write
 from ssla.tabular import Ensemble
+from ssla.tabular.scaling import Scaling
 
 KIND = "estimator"
 
@@ -26,11 +27,7 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
     encoder = Encoder()
     parameters = {name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()}
     content = {
-        "estimator": type(estimator).__name__,
-        "parameters": encoder.encode(parameters, "parameters"),
-        "columns": int(estimator.n_features_in_),
-        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
-        "classes": _labels(getattr(estimator, "classes_", None)),
+        **_head(estimator, parameters, encoder),
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
         "extra": extra or {},
     }
@@ -59,23 +56,32 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
     numbers = {name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)}
     scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
     content = {
-        "estimator": type(estimator).__name__,
-        "parameters": encoder.encode(parameters, "parameters"),
-        "columns": int(estimator.n_features_in_),
-        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
-        "classes": _labels(getattr(estimator, "classes_", None)),
+        **_head(estimator, parameters, encoder),
         "numbers": encoder.encode(numbers, "numbers"),
-        "scaling": {
-            name: None
-            if part is None
-            else [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
-            for name, part in scalings.items()
-        },
+        "scaling": _scalings(scalings, encoder),
         "posterior": pack(layer.posterior.state, encoder, "posterior."),
         "models": {kind: [type(model).__name__ for model in models] for kind, models in estimator.models_.items()},
         "probe": encoder.encode(estimator.probe(), "probe"),
     }
     return write(path, KIND, content, encoder.tensors)
+
+
+def _head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """What all estimators have: settings, columns, classes."""
+    return {
+        "estimator": type(estimator).__name__,
+        "parameters": encoder.encode(parameters, "parameters"),
+        "columns": int(estimator.n_features_in_),
+        "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
+        "classes": _labels(getattr(estimator, "classes_", None)),
+    }
+
+
+def _scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str, Any]:
+    return {
+        name: part and [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
+        for name, part in scalings.items()
+    }
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
@@ -90,12 +96,7 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "one_target": ensemble.one_target,
         "spreads": [list(pair) for pair in ensemble.spreads],
         "trust": ensemble.trust,
-        "scaling": {
-            name: None
-            if part is None
-            else [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
-            for name, part in scalings.items()
-        },
+        "scaling": _scalings(scalings, encoder),
         "components": [
             {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
             for i, c in enumerate(ensemble.components)

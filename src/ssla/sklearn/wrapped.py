@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import check_cv
-from sklearn.utils import _safe_indexing, assert_all_finite, check_array, check_consistent_length, check_random_state, get_tags
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, has_fit_parameter, validate_data
+from sklearn.utils import _safe_indexing, check_consistent_length, check_random_state, get_tags
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
 from ssla._checks import level as checked_level
@@ -31,9 +29,9 @@ from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
+from ssla.sklearn.bases import column_scaling, fitted, is_fitted, labels_of, numbers_of, predicted
 from ssla.sklearn.saving import save_wrapped
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
-from ssla.tabular.scaling import Scaling
 
 FOLDS, ALL = "folds", "all"
 MEAN, NOISE, CLASSES = "mean", "noise", "classes"
@@ -45,6 +43,23 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
 
     ensemble_: NumberLayer | ClassLayer
     models_: dict[str, tuple[Any, ...]]
+
+    def __init__(
+        self,
+        base: Any = None,
+        *,
+        cv: Any = 5,
+        final: str = ALL,
+        refit: str = "output",
+        prior_strength: float = 1.0,
+        random_state: Any = None,
+    ) -> None:
+        self.base = base
+        self.cv = cv
+        self.final = final
+        self.refit = refit
+        self.prior_strength = prior_strength
+        self.random_state = random_state
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -121,7 +136,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         """Out-of-fold predictions (n,) or (n, C), and the models of predictions: those of the folds, or one of all rows."""
         found, models = [], []
         for train, test in folds:
-            model = _fitted(base, X, y, weights, train, seeds)
+            model = fitted(base, X, y, weights, train, seeds)
             found.append(predict(model, _safe_indexing(X, test)))
             models.append(model)
         out = np.empty((len(y), *found[0].shape[1:]))
@@ -129,7 +144,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             out[test] = part
         if not np.isfinite(out).all():
             raise ValueError(f"{type(base).__name__} predicts values that are not finite. Check its settings and the rows.")
-        return out, self._final(base, models, lambda: _fitted(base, X, y, weights, None, seeds))
+        return out, self._final(base, models, lambda: fitted(base, X, y, weights, None, seeds))
 
     def _final(self, base: Any, models: list[Any], on_all_rows: Callable[[], Any]) -> tuple[Any, ...]:
         if base is self.base and is_fitted(base):
@@ -250,13 +265,8 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         prior_strength: float = 1.0,
         random_state: Any = None,
     ) -> None:
-        self.base = base
+        super().__init__(base, cv=cv, final=final, refit=refit, prior_strength=prior_strength, random_state=random_state)
         self.noise_base = noise_base
-        self.cv = cv
-        self.final = final
-        self.refit = refit
-        self.prior_strength = prior_strength
-        self.random_state = random_state
 
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingRegressor(random_state=seed) if self.base is None else self.base
@@ -264,32 +274,32 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveRegressor:
         """Grow the models and fit the last layer. X (n, d), y (n,), sample_weight (n,): a row of weight 2 counts as two rows."""
         X = self._rows(X, reset=True)
-        y = _numbers(y)
+        y = numbers_of(y)
         generator = check_random_state(self.random_state)
         base = self._base(generator.randint(2**31 - 1))
         X, y, weights, folds = self._prepared(base, X, y, sample_weight, generator)
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         own = None if sample_weight is None else weights
-        m, means = self._grown(base, X, y, own, folds, generator, _predict)
+        m, means = self._grown(base, X, y, own, folds, generator, predicted)
         w = torch.from_numpy(weights)
         squares = log_squares(torch.from_numpy(y - m), w).numpy()
         noise_base = clone(base) if self.noise_base is None else self.noise_base
         noises: tuple[Any, ...] = ()
         v = squares
         if np.ptp(squares) > 0:
-            v, noises = self._grown(noise_base, X, squares, own, folds, generator, _predict)
+            v, noises = self._grown(noise_base, X, squares, own, folds, generator, predicted)
         parts = [torch.from_numpy(part) for part in (m, v, y)]
         layer = fit_numbers(parts[0], parts[1], parts[2], w, float(self.prior_strength))
         self.models_ = {MEAN: means, NOISE: noises}
-        self.ensemble_ = replace(layer, inputs=_scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], parts[1], self.refit).log_prob(parts[2]).numpy()
         return self
 
     def _predictions(self, X: Any) -> tuple[Tensor, Tensor]:
         layer: Any = self.ensemble_
-        m = self._mean_of(MEAN, X, _predict)
-        return m, self._mean_of(NOISE, X, _predict) if self.models_[NOISE] else torch.full_like(m, layer.centre)
+        m = self._mean_of(MEAN, X, predicted)
+        return m, self._mean_of(NOISE, X, predicted) if self.models_[NOISE] else torch.full_like(m, layer.centre)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The predictive mean (N,), and with return_std its standard deviation (noise included)."""
@@ -321,30 +331,13 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
     _method = "predict_proba"
     _stratified = True
 
-    def __init__(
-        self,
-        base: Any = None,
-        *,
-        cv: Any = 5,
-        final: str = ALL,
-        refit: str = "output",
-        prior_strength: float = 1.0,
-        random_state: Any = None,
-    ) -> None:
-        self.base = base
-        self.cv = cv
-        self.final = final
-        self.refit = refit
-        self.prior_strength = prior_strength
-        self.random_state = random_state
-
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingClassifier(random_state=seed) if self.base is None else self.base
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveClassifier:
         """Grow the models and fit the last layer. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
         X = self._rows(X, reset=True)
-        y = _labels(y)
+        y = labels_of(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
@@ -363,7 +356,7 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
         parts = [torch.from_numpy(part) for part in (p, codes, weights)]
         layer = fit_classes(parts[0], parts[1], parts[2], float(self.prior_strength))
         self.models_ = {CLASSES: models}
-        self.ensemble_ = replace(layer, inputs=_scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], self.refit).log_prob(parts[1]).numpy()
         return self
 
@@ -392,66 +385,3 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
         probs = self.predict_proba(X)
         labels: np.ndarray = self.classes_[probs.argmax(1)]
         return labels
-
-
-def is_fitted(base: Any) -> bool:
-    """Whether a model of any library is fitted. CatBoost has a method of its own for it."""
-    if callable(getattr(base, "is_fitted", None)):
-        return bool(base.is_fitted())
-    try:
-        check_is_fitted(base)
-    except (NotFittedError, TypeError):
-        return False
-    return True
-
-
-def _fitted(base: Any, X: Any, y: np.ndarray, weights: np.ndarray | None, rows: Any, seeds: Any) -> Any:
-    """A clone of the base, fitted on some rows (None: all)."""
-    model = clone(base)
-    names = [name for name, value in model.get_params().items() if name.split("__")[-1] == "random_state" and value is None]
-    if names:
-        model.set_params(**{name: seeds.randint(2**31 - 1) for name in sorted(names)})
-    options = {}
-    if weights is not None:
-        if not has_fit_parameter(model, "sample_weight"):
-            raise ValueError(f"sample_weight was given, but {type(base).__name__}.fit does not take it. Fit without weights.")
-        options["sample_weight"] = weights if rows is None else weights[rows]
-    if rows is not None:
-        X, y = _safe_indexing(X, rows), y[rows]
-    return model.fit(X, y, **options)
-
-
-def _predict(model: Any, X: Any) -> np.ndarray:
-    found = np.asarray(model.predict(X), dtype=np.float64)
-    return found.reshape(-1) if found.ndim == 2 and found.shape[1] == 1 else found
-
-
-def _numbers(y: Any) -> np.ndarray:
-    """One target (n,) in float64."""
-    if y is None:
-        raise ValueError("This estimator requires y to be passed, but the target y is None.")
-    y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
-    if y.ndim == 2 and y.shape[1] > 1:
-        raise ValueError(f"y must be one target, but has {y.shape[1]} columns. Fit one estimator for each.")
-    return np.array(column_or_1d(y, warn=True), dtype=np.float64)
-
-
-def _labels(y: Any) -> np.ndarray:
-    if y is None:
-        raise ValueError("This estimator requires y to be passed, but the target y is None.")
-    assert_all_finite(y, input_name="y")
-    check_classification_targets(y)
-    labels: np.ndarray = column_or_1d(y, warn=True)
-    return labels
-
-
-def _scaling(X: Any, weights: np.ndarray) -> Scaling | None:
-    """Means and standard deviations of the columns, without gaps; None for a table with other columns than numbers."""
-    try:
-        table = np.ma.masked_invalid(np.asarray(X, dtype=np.float64))
-    except (TypeError, ValueError):
-        return None
-    mean = np.ma.average(table, axis=0, weights=weights)
-    spread = np.ma.sqrt(np.ma.average((table - mean) ** 2, axis=0, weights=weights))
-    shift, scale = (torch.from_numpy(np.ma.filled(part, 0.0).astype(np.float64)) for part in (mean, spread))
-    return Scaling(shift, torch.where(scale > 0, scale, torch.ones_like(scale)))

@@ -15,7 +15,8 @@ from ssla.persistence import Decoder, FileError, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
-from ssla.sklearn.wrapped import CLASSES, MEAN, NOISE, PredictiveClassifier, PredictiveRegressor, is_fitted
+from ssla.sklearn.bases import is_fitted
+from ssla.sklearn.wrapped import CLASSES, MEAN, NOISE, PredictiveClassifier, PredictiveRegressor
 from ssla.tabular.ensemble import Component
 from ssla.tabular.out_of_fold import OFFSETS, ClassLayer, NumberLayer, linear
 from ssla.tabular.scaling import Scaling

@@ -15,12 +15,13 @@ from ssla._checks import unknown_name
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.tabular.calibration import as_trained, shares, spreads_of, stretched_log_densities
+from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Component, Ensemble, Settings, on_scale
 from ssla.tabular.folds import folds
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.pieces import counts_of, edges_of
 from ssla.tabular.scaling import scaling_of
+from ssla.tabular.stacking import shares
 from ssla.tabular.training import Architecture, Rows, train
 from ssla.tuning import tune
 

@@ -25,11 +25,11 @@ from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, from_marginal
 from ssla.predictive.normals import averaged
 from ssla.state import Marginal
+from ssla.tabular.stacking import shares
 
 FACTORS = 1.5 ** torch.arange(-2, 7, dtype=torch.float64)
 DOUBT = 0.3
 PSEUDO_ROWS = 10.0
-STEPS = 500
 LEAST_SHARE = 2e-3
 LEAST_RESIDUAL = 0.25
 LARGEST_LOG_VARIANCE = 2 * math.log(10.0)  # noise of at most ten standard deviations of the target
@@ -62,14 +62,3 @@ def spreads_of(log_densities: Tensor, weights: Tensor) -> tuple[tuple[float, flo
     found = shares(log_densities, weights, PSEUDO_ROWS * base / base.sum())
     kept = found >= LEAST_SHARE
     return tuple(zip(FACTORS[kept].tolist(), (found[kept] / found[kept].sum()).tolist(), strict=True))
-
-
-def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
-    """π (K,) that maximises Σ_i w_i log Σ_k π_k p_ik + Σ_k a_k log π_k, a concave function, by EM; a (K,): pseudo rows."""
-    p = torch.exp(log_densities - log_densities.amax(1, keepdim=True)).nan_to_num(0.0)
-    found = pseudo / pseudo.sum()
-    for _ in range(STEPS):
-        joint = found * p
-        counts = (weights[:, None] * joint / joint.sum(1, keepdim=True).clamp_min(1e-300)).sum(0) + pseudo
-        found = counts / counts.sum()
-    return found

@@ -32,9 +32,10 @@ from ssla.priors import Gaussian
 from ssla.refit import Refit
 from ssla.tabular.ensemble import Component
 from ssla.tabular.scaling import Scaling
-from ssla.tabular.stacking import stacking_weights
+from ssla.tabular.stacking import shares
 
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
+ONE_ROW = torch.full((len(OFFSETS),), 1 / len(OFFSETS), dtype=torch.float64)  # one more row, spread over all offsets
 LEAST_SHARE = 1e-4  # smaller shares of the mixture are left out
 LEAST_ERROR = 1e-6  # of the target's spread
 FLOOR = 1e-2  # added to squares in units of their mean, before their logarithm
@@ -131,7 +132,7 @@ def fit_numbers(m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: floa
     logs = f[:, 1:] + torch.tensor(OFFSETS, dtype=torch.float64)
     variance = logs.exp() + K[:, :1, 0]
     densities = -0.5 * (variance.log() + (z[:, None] - f[:, :1]) ** 2 / variance + math.log(2 * math.pi))
-    return NumberLayer((Component(posterior, 0, 1.0),), target, centre, _shares(densities, weights))
+    return NumberLayer((Component(posterior, 0, 1.0),), target, centre, shares(densities, weights, ONE_ROW))
 
 
 def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> ClassLayer:
@@ -175,11 +176,3 @@ def _line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:
     wanted = torch.tensor([0, 1], dtype=torch.float64)
     a, b = torch.linalg.solve(A.mT @ (weights[:, None] * A) + towards, A.mT @ (weights * z) + towards @ wanted).tolist()
     return a, b
-
-
-def _shares(densities: Tensor, weights: Tensor) -> Tensor:
-    """Stacking weights, with one more row that is spread over all offsets."""
-    count = densities.shape[1]
-    certain = torch.eye(count, dtype=torch.float64).log()  # a row that only one offset explains
-    rows, own = torch.cat([densities, certain]), torch.full((count,), 1 / count, dtype=torch.float64)
-    return stacking_weights(rows, torch.cat([weights, own]))

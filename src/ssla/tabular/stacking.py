@@ -56,6 +56,16 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     return w
 
 
+def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+    """Stacking weights (K,) with prior knowledge: pseudo (K,) > 0 rows that only one model explains, for each model.
+
+    Rows (n, K) that no model explains, or with NaN, do not count.
+    """
+    known = log_densities.amax(1) > -torch.inf  # False for NaN
+    certain = torch.eye(len(pseudo), dtype=torch.float64).log()
+    return stacking_weights(torch.cat([log_densities[known], certain]), torch.cat([weights[known], pseudo]))
+
+
 def _objective(likelihoods: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor]:
     """F(w), up to a constant, and its gradient (K,)."""
     p = likelihoods @ w
