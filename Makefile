@@ -63,3 +63,8 @@ $(VENV)/.ready-peers: $(VENV)/.ready-paper benchmarks/requirements-peers.txt ben
 	$(PIP) -r benchmarks/requirements-peers.txt
 	$(PIP) --no-deps -r benchmarks/requirements-peers-nodeps.txt
 	@touch $@
+
+# what benchmarks/tables.py and trees.py compare with
+$(VENV)/.ready-tables: $(VENV)/.ready-peers benchmarks/requirements-tables.txt
+	$(PIP) -r benchmarks/requirements-tables.txt
+	@touch $@

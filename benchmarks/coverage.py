@@ -31,7 +31,8 @@ import ssla
 from ssla import likelihoods, metrics
 from ssla.predictive import Predictive, affine, from_marginal, mixture
 from ssla.sklearn import SSLARegressor
-from ssla.tabular.ensemble import Component, Ensemble
+from ssla.tabular.component import Component
+from ssla.tabular.ensemble import Ensemble
 from ssla_paper.uci.data import SETS, read
 
 COLUMNS = ("ssla", "laplace", "networks")

@@ -340,7 +340,10 @@ MALFORMED = {
     "empty": (b"", "is empty"),
     "header only": (b"a,price\n", "no rows"),
     "one row": (b"a,price\n1,2\n", "at least 10 are needed"),
-    "all missing": (b"a,b,price\n" + b"".join(b"%d,,%d\n" % (i, i) for i in range(20)), "empty in every row"),
+    "all missing": (
+        b"a,b,price\n" + b"".join(b",,%d\n" % i for i in range(20)),
+        "no usable input column (a: empty in every row; b",
+    ),
     "mixed": (b"a,price\n" + b"".join(b"%s,%d\n" % (b"x" if i == 7 else b"%d" % i, i) for i in range(20)), "row 8 is 'x'"),
     "million columns": (b",".join(b"c%d" % i for i in range(10**6)) + b"\n", "1,000,000 columns"),
     "nul": (b"a,price\n1,2\n\x00,3\n", "NUL"),
@@ -372,6 +375,13 @@ def test_malformed_tables_get_a_sentence_and_nothing_is_written(name, tmp_path):
     assert match in json.loads(done.stdout)["error"]
     assert "Traceback" not in done.output
     assert [p.name for p in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_an_empty_column_is_left_out_and_named(tmp_path):
+    (tmp_path / "data.csv").write_text("a,b,price\n" + "".join(f"{i},,{i % 7}\n" for i in range(40)))
+    done = call("train", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "model", "--max-epochs", 1, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["left_out"] == {"b": "empty in every row"}
 
 
 def test_wrong_usage_and_wrong_files(trained, tmp_path):

@@ -125,12 +125,14 @@ def _job(posterior: State, data: Any) -> tuple[Job, Source]:
 
 
 def polish_again(posterior: State, prior: Prior, data: Any) -> State:
-    """The same network and likelihood polished under another prior, on the training data."""
+    """The same network and likelihood polished under another prior, or on other rows. A variational Gaussian starts from the
+    posterior's own, which saves passes."""
     size, budget = posterior.theta.numel(), posterior.memory_budget
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
-    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian).run()
+    job = Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, posterior.variational)
+    return job.run()
 
 
 def fit_again(posterior: State, chunks: list[Chunk]) -> State:

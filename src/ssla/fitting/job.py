@@ -32,6 +32,7 @@ from ssla.state import (
     Report,
     State,
     Statistics,
+    Variational,
 )
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 
@@ -54,6 +55,7 @@ class Job:
     mode: str | None
     budget: int
     gaussian: str | None = None
+    start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -143,9 +145,16 @@ class Job:
                 f"the variational Gaussian takes the expected Fisher information, because structure={structure.name!r} needs it"
             )
             posterior = replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(note))))
-        found = Climb(posterior, self.average(posterior.theta), choose).run()
+        found = self._climb(posterior, choose).run()
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
+
+    def _climb(self, posterior: State, choose: Choose | None) -> Climb:
+        """From the mode, or from the Gaussian of similar rows."""
+        average = self.average(posterior.theta)
+        if self.start is None:
+            return Climb(posterior, average, choose)
+        return Climb(replace(posterior, variational=replace(self.start, tilted=posterior.tilted)), average, choose)
 
     def from_there(self, posterior: State) -> State:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.

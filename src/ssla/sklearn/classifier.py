@@ -10,9 +10,10 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, column_or_1d
 
-from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers, whole_or_real
 from ssla.sklearn.related import Related
 
+TREES, MANY_CLASSES, FEWEST_ROWS = 50, 50, 30  # of trees="auto"
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
@@ -21,6 +22,9 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     Parameters are those of `SSLARegressor`, without likelihood and conformal, and
 
+    trees:
+        The number of decision trees that are grown beside each network, on the same rows. The rows that both held out choose
+        their share of the mixture. "auto": 50, none beyond 50 classes; 0: none. They need early_stopping and tune.
     class_weight:
         A dict {label: weight}, or "balanced": every class has the same total weight, and the weights sum to the number of rows.
         It multiplies the row weights of the fit, so probabilities are those of a population with these frequencies of classes.
@@ -45,6 +49,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.1,
         patience: int = 40,
+        trees: int | str = AUTO,
         class_weight: Any = None,
         random_state: Any = None,
         verbose: int = 0,
@@ -63,6 +68,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.patience = patience
+        self.trees = trees
         self.class_weight = class_weight
         self.random_state = random_state
         self.verbose = verbose
@@ -84,10 +90,16 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.n_iter_ = self.ensemble_.epochs
         return self
 
+    def _trees(self, rows: int) -> int:
+        if self.trees != AUTO:
+            return int(whole_or_real(self, "trees", int, 0))
+        return TREES if len(self.classes_) <= MANY_CLASSES and rows >= FEWEST_ROWS else 0
+
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SSLAClassifier:
         """Add rows to a fitted model, as `SSLARegressor.partial_fit`. The first call is `fit`, and its y must have all classes.
 
-        class_weight="balanced" is that of the first call; later rows count with the weight of their class there.
+        class_weight="balanced" is that of the first call; later rows count with the weight of their class there. The trees stay
+        as they were.
         """
         if not hasattr(self, "ensemble_"):
             missing = [] if classes is None else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))

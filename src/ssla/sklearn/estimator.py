@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from ssla._checks import one_of, warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
+from ssla.sklearn.forests import grow
 from ssla.sklearn.inputs import column_names, of_tables, plan_of, read_inputs
 from ssla.sklearn.progress import epochs_bar
 from ssla.sklearn.related import Related
@@ -23,7 +25,7 @@ from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
-from ssla.tabular.ensemble import HETEROSCEDASTIC
+from ssla.tabular.ensemble import CLASSES, HETEROSCEDASTIC
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
 AUTO = "auto"
@@ -40,13 +42,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
         members, epochs = (
-            auto(rows) if getattr(self, name) == AUTO else _number(self, name, int, 1)
+            auto(rows) if getattr(self, name) == AUTO else whole_or_real(self, name, int, 1)
             for name, auto in (("members", auto_members), ("max_epochs", auto_epochs))
         )
-        patience = min(_number(self, "patience", int, 1), max(epochs // 5, 2) if self.max_epochs == AUTO else epochs)
+        patience = min(whole_or_real(self, "patience", int, 1), max(epochs // 5, 2) if self.max_epochs == AUTO else epochs)
         for name in ("learning_rate", "prior_precision"):
-            _number(self, name, float, 0, strict=True)
-        _number(self, "validation_fraction", float, 0, strict=True)
+            whole_or_real(self, name, float, 0, strict=True)
+        whole_or_real(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
@@ -62,7 +64,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         elif self.batch_size == AUTO:
             batch = auto_batch(rows)
         else:
-            batch = _number(self, "batch_size", int, 1)
+            batch = whole_or_real(self, "batch_size", int, 1)
         return Settings(
             likelihood=likelihood,
             hidden=tuple(int(width) for width in hidden),
@@ -74,6 +76,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             tune=bool(self.tune),
             validation_fraction=float(self.validation_fraction) if self.early_stopping else 0.0,
             schedule=Schedule(epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)),
+            trees=self._trees(rows) if likelihood == CLASSES else 0,
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
 
@@ -127,7 +130,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         settings = self._settings(likelihood, len(x))
         with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
             on_epoch = getattr(self, "on_epoch", advance)
-            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors)
+            forests = partial(grow, settings.trees, classes) if settings.trees else None
+            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests)
 
     def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""
@@ -178,7 +182,7 @@ def auto_epochs(rows: int) -> int:
     return min(200, max(8, ROWS_VISITED // rows))
 
 
-def _number(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:
+def whole_or_real(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:
     value: Any = getattr(estimator, name)
     whole = isinstance(value, Integral)
     right = (

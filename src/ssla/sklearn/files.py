@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Gaussian
+from ssla.likelihoods import Bernoulli, Categorical, Gaussian
 from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
@@ -25,8 +25,12 @@ from ssla.sklearn.saving import KIND
 from ssla.sklearn.wrapped_files import WRAPPED, open_wrapped
 from ssla.tables import Plan
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
-from ssla.tabular.ensemble import CLASSES, GAUSSIAN, Component
+from ssla.tabular.component import Component
+from ssla.tabular.ensemble import CLASSES, GAUSSIAN
+from ssla.tabular.forest import Forest
+from ssla.tabular.out_of_fold import ClassLayer, linear
 from ssla.tabular.training import Architecture, Schedule
+from ssla.tabular.trees import Trees
 
 ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassifier": SSLAClassifier}
 
@@ -194,7 +198,25 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         content["one_target"],
         spreads,
         trust,
+        _unpack_trees(content.get("trees"), decoder, tensors, architecture, source),
     )
+
+
+def _unpack_trees(
+    content: dict[str, Any] | None, decoder: Decoder, tensors: dict[str, Tensor], architecture: Architecture, source: Path
+) -> Trees | None:
+    if content is None:
+        return None
+    forest = Forest(**decoder.decode(content["forest"], dict))
+    forest.check(architecture.inputs, max(architecture.outputs, 2))
+    layer = decoder.decode(content["layer"], dict)
+    posterior = Posterior(unpack(content["posterior"], tensors, linear(layer["weight"], layer["bias"]), source))
+    share, floor = float(content["share"]), float(content["floor"])
+    expected = Bernoulli if architecture.outputs == 1 else Categorical
+    size = (architecture.outputs, architecture.outputs)
+    if type(posterior.likelihood) is not expected or layer["weight"].shape != size or not (0 < floor < 0.5 and 0 <= share <= 1):
+        raise ValueError("the layer of the trees is not one of these classes, or their share is not one")
+    return Trees(forest, ClassLayer((Component(posterior, 0, 1.0),), floor), share)
 
 
 def _dtype(name: str) -> type:

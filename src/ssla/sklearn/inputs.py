@@ -43,10 +43,10 @@ def plan_of(estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None =
     if isinstance(given, np.ndarray):
         return make_plan(table_of(given, column_names(estimator)), set(), kept, constants=True)
     plan = make_plan(given, set(), kept)
-    texts = {name: why for name, why in plan.left_out.items() if why != "constant"}
-    if texts:
-        said = "; ".join(f"{name!r} ({why})" for name, why in texts.items())
-        warn(f"Columns of free text are not used as inputs: {said}. Group their values, or leave them out.")
+    unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
+    if unused:
+        said = "; ".join(f"{name!r} ({why})" for name, why in unused.items())
+        warn(f"Some columns are not used as inputs: {said}. Group the values of texts, or leave these columns out.")
     return plan
 
 

@@ -17,6 +17,7 @@ from ssla.network import module_of
 from ssla.persistence import Encoder, FileError, pack, write
 from ssla.tabular import Ensemble
 from ssla.tabular.scaling import Scaling
+from ssla.tabular.trees import Trees
 
 KIND = "estimator"
 
@@ -96,11 +97,25 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "one_target": ensemble.one_target,
         "spreads": [list(pair) for pair in ensemble.spreads],
         "trust": ensemble.trust,
+        "trees": _pack_trees(ensemble.trees, encoder),
         "scaling": _scalings(scalings, encoder),
         "components": [
             {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
             for i, c in enumerate(ensemble.components)
         ],
+    }
+
+
+def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
+    if trees is None:
+        return None
+    layer = module_of(trees.layer.posterior.network).state_dict()
+    return {
+        "forest": encoder.encode(vars(trees.forest), "forest"),
+        "layer": encoder.encode(dict(layer), "trees"),
+        "posterior": pack(trees.layer.posterior.state, encoder, "trees."),
+        "floor": trees.layer.floor,
+        "share": trees.share,
     }
 
 

@@ -17,7 +17,7 @@ from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.bases import is_fitted
 from ssla.sklearn.wrapped import CLASSES, MEAN, NOISE, PredictiveClassifier, PredictiveRegressor
-from ssla.tabular.ensemble import Component
+from ssla.tabular.component import Component
 from ssla.tabular.out_of_fold import OFFSETS, ClassLayer, NumberLayer, linear
 from ssla.tabular.scaling import Scaling
 

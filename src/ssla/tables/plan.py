@@ -278,9 +278,10 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None, 
             continue
         whole = table.column(name, mixed=True)
         column = replace(whole, values=whole.values[kept])
+        feature: Feature | str
         if bool(column.missing.all()):
-            raise TableError(f"Column {name!r} is empty in every row. Leave it out with --drop {name!r}.")
-        if column.kind == TEXT:
+            feature = "empty in every row"
+        elif column.kind == TEXT:
             feature = _categories(column)
         else:
             feature = _numeric(column, "" if column.style == Style() else column.style.words(table.cells_of(name)), constants)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name
+from ssla.fitting import polish_again
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.priors import Gaussian as GaussianPrior
+from ssla.state import POLISH
 from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Component, Ensemble, Settings, on_scale
+from ssla.tabular.component import Component
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Ensemble, Settings, on_scale
 from ssla.tabular.folds import folds
+from ssla.tabular.forest import Forest
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.pieces import counts_of, edges_of
 from ssla.tabular.scaling import scaling_of
 from ssla.tabular.stacking import shares
 from ssla.tabular.training import Architecture, Rows, train
+from ssla.tabular.trees import calibrated_trees
 from ssla.tuning import tune
 
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
@@ -30,6 +35,9 @@ DOUBT = 1.5  # standard deviation of their logarithm around the precision of the
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
+
+Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
+"""Rows (n, d), classes (n,), row weights (n,) and a seed -> trees that predict probabilities."""
 
 
 def fit_ensemble(
@@ -41,10 +49,11 @@ def fit_ensemble(
     on_epoch: Callable[[int], None] | None = None,
     groups: Tensor | None = None,
     time: Tensor | None = None,
+    grow: Grow | None = None,
 ) -> Ensemble:
     """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
 
-    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.
+    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a forest beside each network.
     """
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
@@ -66,7 +75,7 @@ def fit_ensemble(
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
     trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
     modules = tuple(module.double() for module in trained.modules)
-    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules)
+    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow)
     components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
@@ -74,10 +83,8 @@ def fit_ensemble(
         for m, module in enumerate(modules):
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
-    spreads, trust = work.calibrated()
-    return Ensemble(
-        settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1, spreads, trust
-    )
+    fitted = Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
+    return work.calibrated(fitted)
 
 
 def _fraction(settings: Settings, rows: int) -> float:
@@ -122,8 +129,10 @@ class _Work:
     likelihood: Likelihood | None
     settings: Settings
     modules: tuple[nn.Sequential, ...]
+    grow: Grow | None = None
+    forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
-    held_out: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # log densities (n, K) and weights of held-out rows
+    held_out: list[tuple[Tensor, ...]] = field(default_factory=list)  # log densities (n, K), z, y and weights of held-out rows
 
     def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
         return fit(
@@ -171,7 +180,8 @@ class _Work:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
         if not (self.settings.tune and bool(held.any())):
             return self._tuned(self._fit(module, None, likelihood))
-        held, others = _at_most(held, MOST_HELD_OUT), _at_most(~held, MOST_OTHERS)
+        seen = ~held
+        held, others = _at_most(held, MOST_HELD_OUT), _at_most(seen, MOST_OTHERS)
         z, y, weights = self.data.of(held)
         prior: Any = self._shared_prior()
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
@@ -184,10 +194,14 @@ class _Work:
                 self.priors.append(prior)
         if self.settings.likelihood == HETEROSCEDASTIC:
             disagreement = _disagreement(self.modules, z)[:, 0]
-            self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), weights))
+            self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), z, y, weights))
         elif self.settings.likelihood == CLASSES:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
-            self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), weights))
+            self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
+            if self.grow is not None:
+                self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
+            if chosen.mode == POLISH:
+                return Posterior(polish_again(chosen, prior, self.data.of()))
         return self._fit(module, None, likelihood, prior)
 
     def _shared_prior(self) -> GaussianPrior | None:
@@ -196,17 +210,20 @@ class _Work:
             return None
         return GaussianPrior(math.exp(sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)))
 
-    def calibrated(self) -> tuple[tuple[tuple[float, float], ...], float]:
-        """The spreads of a continuous target, and the share of the posteriors for classes, from all held-out rows."""
-        spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-        trust = 1.0
-        if self.held_out:
-            densities, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
-            if self.settings.likelihood == HETEROSCEDASTIC:
-                spreads = spreads_of(densities, weights)
-            else:
-                trust = float(shares(densities, weights, torch.ones(2, dtype=torch.float64))[0])
-        return spreads, trust
+    def calibrated(self, ensemble: Ensemble) -> Ensemble:
+        """With what the held-out rows choose: spreads of a continuous target; shares of posteriors and of trees for classes."""
+        if not self.held_out:
+            return ensemble
+        densities, _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
+        if self.settings.likelihood == HETEROSCEDASTIC:
+            return replace(ensemble, spreads=spreads_of(densities, weights))
+        trees = None
+        if self.forests:
+            trees, own = calibrated_trees(self.forests, [z for _, z, _, _ in self.held_out], y, weights)
+            densities = torch.cat([densities, own[:, None]], 1)
+        found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
+        trust = found[0] / (found[0] + found[1])
+        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]))
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """The posterior with the prior precision of the highest evidence."""

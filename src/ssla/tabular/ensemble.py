@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from ssla import likelihoods
 from ssla.likelihoods import Likelihood
-from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.normals import averaged
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
+from ssla.tabular.component import Component
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.training import Architecture, Schedule
+from ssla.tabular.trees import Trees
 
 GAUSSIAN = "gaussian"
 HETEROSCEDASTIC = "heteroscedastic"
@@ -56,17 +57,9 @@ class Settings:
     structure: str = "dense"
     tune: bool = True
     validation_fraction: float = 0.1  # 0: no early stopping, noise from the training residuals
+    trees: int = 0  # for each member, beside its network
     schedule: Schedule = field(default_factory=Schedule)
     seed: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Component:
-    """One part of the mixture: a posterior on the network of a member, with its share."""
-
-    posterior: Posterior
-    member: int
-    weight: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +76,14 @@ class Ensemble:
     one_target: bool = True
     spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (factor, share): see `ssla.tabular.calibration`
     trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
+    trees: Trees | None = None  # classes: a forest beside the networks
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
         z = self.inputs(x)
         whole = self._averaged(z) if self._averages(refit) else self._mixed(z, refit)
+        if self.trees is not None:
+            whole = mixture([whole, self.trees.predict(z, refit)], [1 - self.trees.share, self.trees.share])
         if self.target is None:
             return whole
         shift, scale = self.target.shift, self.target.scale

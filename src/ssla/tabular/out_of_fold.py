@@ -30,7 +30,7 @@ from ssla.posterior import Posterior, fit
 from ssla.predictive import Predictive, affine, mixture
 from ssla.priors import Gaussian
 from ssla.refit import Refit
-from ssla.tabular.ensemble import Component
+from ssla.tabular.component import Component
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.stacking import shares
 

@@ -43,7 +43,7 @@ HALVINGS = 5
 ALTERNATIONS = 20  # of averages and prior
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 STRIDE, FARTHEST, PARABOLAS = 1.5, 12.0, 3  # of a search in logarithms
-SEARCH_TOLERANCE = 1e-3  # nats a parameter, of the Gaussians on the way
+SEARCH_TOLERANCE, SEARCH_ROUNDS = 1e-3, 6  # nats a parameter, and passes, of the Gaussians on the way
 DOUBT = 1.0  # standard deviation of a log precision around the trained weights' scale, for a prior that nobody gave
 AT_MODE = 1e-4  # posterior standard deviations
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
@@ -192,7 +192,8 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
             nonlocal here, there, evaluations
             state, step = _stepped(space.moved(_positive(here)), (base + t * direction).clamp(low, high) - there)
             point = there + step
-            state = Climb(state, average, tolerance=SEARCH_TOLERANCE).run()
+            found = Climb(state, average, tolerance=SEARCH_TOLERANCE, most=SEARCH_ROUNDS).run()
+            state = replace(found, report=replace(here.report, rounds=found.report.rounds))
             value = score(state)
             evaluations += 1
             seen[t] = value

@@ -1,0 +1,16 @@
+"""A posterior in a mixture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ssla.posterior import Posterior
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """One part of the mixture: a posterior on the network of a member, with its share."""
+
+    posterior: Posterior
+    member: int
+    weight: float
