@@ -19,7 +19,7 @@ variance needs an upper limit.
     booster         HistGradientBoosting; regression: with the constant noise of rows that were held out
     trees           PredictiveRegressor() / PredictiveClassifier(): the booster with a Bayesian last layer
     laplace         laplace-torch on one SiLU network 2 × 50, last layer, full covariance; noise and prior by the evidence
-    MLP             scikit-learn's 2 × 50, early stopping (classes: with more than 300 rows); regression: constant noise of held-out rows
+    MLP             scikit-learn's 2 × 50, early stopping (classes: beyond 300 rows); regression: noise of held-out rows
     MAPIE           CV+ (five folds) around HistGradientBoosting: intervals of 90% and a mean, no density (regression)
     logistic        logistic regression (classes)
 """
