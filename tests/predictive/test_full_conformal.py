@@ -88,6 +88,33 @@ def test_the_general_way_is_that_of_gaussian_noise():
     torch.testing.assert_close(custom.predictive_set(NEW, LEVEL), post.predictive_set(NEW, LEVEL), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("general", [False, True])
+def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
+    """Two networks, each compared with its own rows: the ends by the definition, candidate by candidate."""
+    law = L.Tempered(LAW, beta=1.0) if general else LAW
+    halves = [torch.arange(40) < 20, torch.arange(40) >= 20]
+    posts = [
+        ssla.fit(mlp(seed=seed), (X, Y), likelihood=law, prior=ssla.priors.Gaussian(PRECISION), gaussian="laplace").state
+        for seed in range(2)
+    ]
+    members = [full_conformal.Member(post, NEW, rows=half) for post, half in zip(posts, halves, strict=True)]
+    found = full_conformal.cross_sets(members, LEVEL)
+    prepared = [full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members]
+
+    def lower_scores(y, side):
+        """How many rows have a lower score than a candidate on this side of the networks' predictions (6,)."""
+        counts = []
+        for one in prepared:
+            own = full_conformal.score(LAW, y, one.query.f, one.query.K)
+            counts.append(((one.scores(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(1))
+        return sum(counts)
+
+    rank = math.ceil(41 * LEVEL)
+    for end, side in ((found[:, 0], -1), (found[:, 1], 1)):
+        assert bool((lower_scores(end - side * 1e-4, side) < rank).all())
+        assert bool((lower_scores(end + side * 1e-4, side) >= rank).all())
+
+
 # --- against fits with the candidate ---------------------------------------------------------
 
 
@@ -260,5 +287,5 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="for one number on the whole line, counts or classes"):
         two.predictive_set(NEW)
     heavy = ssla.fit(mlp(), (X, Y), likelihood=L.StudentT(1.5, 0.3), prior=ssla.priors.Gaussian(50.0))
-    with pytest.raises(ValueError, match="no finite variance"):
+    with pytest.raises(ValueError, match="under this likelihood it is infinite"):
         heavy.predictive_set(NEW)

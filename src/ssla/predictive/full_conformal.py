@@ -25,11 +25,14 @@ fixed point, with bisection where it is not a contraction. Candidates further ou
 **Features that have seen the rows** make their scores too small: coverage is then below the level. `rows` restricts the
 comparison to rows that the features have not seen. These and the new row are exchangeable, although the last layer was fitted to
 them.
+
+**Several networks,** each with its own unseen rows: a row is compared with the candidate by the network that has not seen it, and
+the ranks are counted over all rows (cross-conformal prediction). Of numbers the ends are those of CV+.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,9 +41,9 @@ from torch import Tensor
 
 from ssla._checks import level as checked_level
 from ssla._checks import warn
-from ssla.data import Inputs, as_inputs, as_tensor
+from ssla.data import Inputs, as_inputs, as_tensor, row_count, slice_inputs
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.support import Classes, Counts, Real
+from ssla.likelihoods.support import Classes, Counts, Real, Support
 from ssla.numerics.linalg import root
 from ssla.numerics.order_statistics import conformal_quantile, shortage
 from ssla.predictive.explanations import Query, first_order_variance, queries, slopes
@@ -48,7 +51,7 @@ from ssla.predictive.leave_one_out import Sites, cavity, collect
 from ssla.priors import EXACT
 from ssla.refit.increments import at_mode
 from ssla.refit.rows import Purpose
-from ssla.state import Marginal, State
+from ssla.state import State
 
 PURPOSE = Purpose("posterior.predictive_set", "The data", "posterior.predictive_set(x, data={})")
 ROWS_AT_ONCE = 1024
@@ -57,55 +60,72 @@ MOST_STEPS = 60
 NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and a candidate
 
 
+class Member(NamedTuple):
+    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool."""
+
+    posterior: State
+    x: Inputs
+    data: Any = None
+    rows: Any = None
+
+
 def predictive_set(posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None) -> Tensor:
     """See Posterior.predictive_set."""
+    found = cross_sets([Member(posterior, as_inputs(x), data, rows)], level)
+    return found if found.dtype == torch.bool else found.to(posterior.like(posterior.outputs_at(x)))
+
+
+def cross_sets(members: Sequence[Member], level: float) -> Tensor:
+    """Intervals (N, 2) in float64, or sets of classes, bool (N, C), from one or several posteriors of the same likelihood."""
     level = checked_level(level)
+    first = members[0].posterior
+    support = _checked_support(first)
+    prepared = [_Prepared.of(member) for member in members]
+    _warn(torch.cat([one.others.weights for one in prepared]), torch.cat([one.others.sound for one in prepared]), level)
+    find: Callable[[list[_Candidates], float], Tensor]
+    if isinstance(support, Classes):
+        find = _classes
+    else:
+        find = _gaussian if isinstance(first.likelihood, Gaussian) else _numbers
+    C, size = first.network.outputs, len(first.theta)
+    numbers = NUMBERS * C * sum(len(one.others.y) for one in prepared)
+    some = max(first.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)
+    columns = support.count if isinstance(support, Classes) else 2
+    parts = [torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)]
+    for start in range(0, row_count(members[0].x), some):
+        parts.append(find([one.candidates(slice(start, start + some)) for one in prepared], level))
+    found = torch.cat(parts)
+    if isinstance(support, Counts):
+        return torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
+    return found
+
+
+def _checked_support(posterior: State) -> Support:
     if posterior.convention != EXACT:
         raise ValueError(
             f"predictive_set works with the exact convention only, but this posterior has convention={posterior.convention!r}. "
             "Use posterior.with_prior(posterior.prior).predictive_set(x)."
         )
-    law, C = posterior.likelihood.predictive, posterior.network.outputs
-    support = law.support_for(C)
+    support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     if not isinstance(support, Real | Counts | Classes):
         raise TypeError(
             f"predictive_set is for one number on the whole line, counts or classes, but this likelihood has {support!r}. "
             "Fit a posterior for each target, or use posterior.predict(x).interval(level)."
         )
-    x = as_inputs(x)
-    chosen = _chosen(rows, posterior.statistics.n)
-    sites = collect(posterior, data, PURPOSE, ROWS_AT_ONCE)
-    others = _Others.of(posterior, sites, chosen)
-    short = shortage(others.weights, level, "rows")
+    return support
+
+
+def _warn(weights: Tensor, sound: Tensor, level: float) -> None:
+    short = shortage(weights, level, "rows")
     if short is not None:
         warn(f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more rows or a lower level.")
-    if not bool(others.sound.all()):
+    if not bool(sound.all()):
         warn(
-            f"predictive_set cannot remove {int((~others.sound).sum())} of {len(others.sound)} rows from the fit. They count as "
-            "rows with the highest scores, so that the sets are too large. Likely cause: structure='diag' or 'kfac' describes "
-            "these rows badly. Use structure='dense'.",
+            f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the fit. They count as rows with the "
+            "highest scores, so that the sets are too large. Likely cause: structure='diag' or 'kfac' describes these rows "
+            "badly. Use structure='dense'.",
             RuntimeWarning,
         )
-    find: Callable[[_Candidates, float], Tensor]
-    if isinstance(support, Classes):
-        find = _classes
-    else:
-        find = _gaussian if isinstance(posterior.likelihood, Gaussian) else _numbers
-    parts, marginals = [], []
-    for query in queries(posterior, x, NUMBERS * len(others.y) * C):
-        X = torch.cat([site.J.push_many(query.solved)[part] for site, part in zip(sites, _parts(sites, chosen), strict=True)])
-        X = X.view(len(X), C, -1, C).permute(2, 0, 1, 3)
-        parts.append(find(_Candidates(posterior.likelihood, query, X, others), level))
-        marginals.append((query.f, query.K))
-    if not parts:
-        nothing = torch.empty(0, support.count if isinstance(support, Classes) else 2, dtype=torch.float64)
-        return nothing.bool() if isinstance(support, Classes) else nothing.to(posterior.network.dtype)
-    found = torch.cat(parts)
-    if isinstance(support, Classes):
-        return found
-    if isinstance(support, Counts):
-        found = torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
-    return found.to(posterior.like(Marginal(*map(torch.cat, zip(*marginals, strict=True)))))
 
 
 # --- training rows -------------------------------------------------------------------------
@@ -154,6 +174,32 @@ class _Others:
             columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
             found.append(tuple(column[part] for column in columns))
         return _Others(*map(torch.cat, zip(*found, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What all candidates of a member share."""
+
+    member: Member
+    sites: Sites
+    chosen: Tensor  # (n,) bool
+    others: _Others
+
+    @staticmethod
+    def of(member: Member) -> _Prepared:
+        chosen = _chosen(member.rows, member.posterior.statistics.n)
+        sites = collect(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
+        return _Prepared(member, sites, chosen, _Others.of(member.posterior, sites, chosen))
+
+    def candidates(self, some: slice) -> _Candidates:
+        """Some of the new inputs, with their covariances with the training rows."""
+        posterior = self.member.posterior
+        found = list(queries(posterior, slice_inputs(self.member.x, some), NUMBERS * len(self.others.y)))
+        f, K = torch.cat([query.f for query in found]), torch.cat([query.K for query in found])
+        solved = torch.cat([query.solved for query in found], 1)
+        products = zip(self.sites, _parts(self.sites, self.chosen), strict=True)
+        X = torch.cat([site.J.push_many(solved)[part] for site, part in products]).unflatten(-1, f.shape)  # (m, C, q, C)
+        return _Candidates(posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.others)
 
 
 # --- candidates ----------------------------------------------------------------------------
@@ -208,7 +254,7 @@ def _moments(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tens
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
-            "predictive_set divides residuals by the standard deviation of y, but y has no finite variance under this likelihood. "
+            "predictive_set divides residuals by the standard deviation of y, but under this likelihood it is infinite. "
             "Use a likelihood with a finite variance, such as StudentT with df above 2."
         )
     return likelihood.mean(f).reshape(len(f)), scale
@@ -217,11 +263,18 @@ def _moments(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tens
 # --- sets ----------------------------------------------------------------------------------
 
 
-def _gaussian(candidates: _Candidates, level: float) -> Tensor:
+def _gaussian(members: list[_Candidates], level: float) -> Tensor:
     """(q, 2), in closed form."""
-    _, query, X, others = candidates
-    assert isinstance(candidates.likelihood, Gaussian)
-    noise = candidates.likelihood.covariance_for(query.f).flatten()[0].double()
+    lower, upper = (torch.cat(sides, 1) for sides in zip(*map(_crossings, members), strict=True))
+    weights = torch.cat([one.others.weights for one in members])
+    return torch.stack([-conformal_quantile(-lower, weights, level), conformal_quantile(upper, weights, level)], 1)
+
+
+def _crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
+    """Row i has the higher score for candidates between these (q, m)."""
+    likelihood, query, X, others = candidates
+    assert isinstance(likelihood, Gaussian)
+    noise = likelihood.covariance_for(query.f).flatten()[0].double()
     s = (noise + query.K.flatten())[:, None]
     X, K, f = X[..., 0, 0], others.K.flatten(), others.f.flatten()
     h = (K - X.square() / s) / noise
@@ -231,49 +284,54 @@ def _gaussian(candidates: _Candidates, level: float) -> Tensor:
     ends = push / (slope + t), push / (slope - t)
     crosses = others.sound & (t > slope.abs())
     lower, upper = torch.minimum(*ends), torch.maximum(*ends)
-    low, high = (torch.where(crosses, side, torch.inf) for side in (-lower, upper))
-    down, up = (conformal_quantile(side, others.weights, level) for side in (low, high))
-    return query.f + torch.stack([-down, up], 1)
+    return query.f + torch.where(crosses, lower, -torch.inf), query.f + torch.where(crosses, upper, torch.inf)
 
 
-def _numbers(candidates: _Candidates, level: float) -> Tensor:
-    """(q, 2), by a fixed point for each end: d = quantile of the scores of the rows with y = m ± d·scale."""
-    likelihood, query, _, others = candidates
-    least = 0.0 if likelihood.predictive.support_for(query.f.shape[1]).kind == "count" else -torch.inf
-    centre, scale = _moments(likelihood.predictive, query.f, query.K)
-    if shortage(others.weights, level, "") is not None:
-        return torch.tensor([-torch.inf, torch.inf], dtype=torch.float64).expand(len(centre), 2)
+def _numbers(members: list[_Candidates], level: float) -> Tensor:
+    """(q, 2), by a fixed point for each end: y = quantile of m ± scale·(the scores of the rows with y)."""
+    laws = [one.likelihood.predictive for one in members]
+    weights, sound = (torch.cat([getattr(one.others, name) for one in members]) for name in ("weights", "sound"))
+    centres, scales = zip(*(_moments(law, one.query.f, one.query.K) for law, one in zip(laws, members, strict=True)), strict=True)
+    rows, scale = len(scales[0]), torch.stack(scales).mean(0)
+    if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
+        return torch.tensor([-torch.inf, torch.inf], dtype=torch.float64).expand(rows, 2)
+    least = 0.0 if laws[0].support_for(members[0].query.f.shape[1]).kind == "count" else -torch.inf
     ends, open_ends = [], 0
-    for side in (-1.0, 1.0):
-        inside, outside, d = torch.zeros_like(centre), torch.full_like(centre, torch.inf), torch.ones_like(centre)
+    for side in (-1.0, 1.0):  # t = ±y
+        inside = (side * torch.stack(centres)).amin(0)
+        outside, t = torch.full_like(inside, torch.inf), inside + scale
         for _ in range(MOST_STEPS):
-            q = conformal_quantile(candidates.scores((centre + side * d * scale).clamp_min(least)), others.weights, level)
-            kept = q >= d
-            inside, outside = torch.where(kept, d, inside), torch.where(kept, outside, d)
-            done = (q - d).abs() <= TOLERANCE * (1 + d)
+            y = (side * t).clamp_min(least)
+            reach = [
+                (side * centre)[:, None] + width[:, None] * one.scores(y)
+                for one, centre, width in zip(members, centres, scales, strict=True)
+            ]
+            found = conformal_quantile(torch.cat(reach, 1), weights, level)
+            kept = found >= t
+            inside, outside = torch.where(kept, t, inside), torch.where(kept, outside, t)
+            done = (found - t).abs() <= TOLERANCE * scale
             if bool(done.all()):
                 break
-            middle = torch.where(outside.isinf(), 2 * inside, (inside + outside) / 2)
-            d = torch.where(done, d, torch.where((q > inside) & (q < outside), q, middle))
+            t = torch.where(done, t, torch.where((found > inside) & (found < outside), found, (inside + outside) / 2))
         open_ends += int((~done).sum())
-        ends.append(centre + side * d * scale)
+        ends.append(side * t)
     if open_ends:
         warn(
-            f"{open_ends} of {2 * len(centre)} ends of predictive sets did not converge: the scores of the training rows change "
-            "as fast as that of the candidate. Likely cause: few training rows. Use posterior.predict(x).interval(level).",
+            f"{open_ends} of {2 * rows} ends of predictive sets did not converge: the scores of the training rows change as fast "
+            "as that of the candidate. Likely cause: few training rows. Use posterior.predict(x).interval(level).",
             RuntimeWarning,
         )
     return torch.stack(ends, 1)
 
 
-def _classes(candidates: _Candidates, level: float) -> Tensor:
+def _classes(members: list[_Candidates], level: float) -> Tensor:
     """bool (q, C)."""
-    likelihood, query, _, others = candidates
-    law, rows = likelihood.predictive, len(query.f)
-    support = law.support_for(query.f.shape[1])
+    weights, query = torch.cat([one.others.weights for one in members]), members[0].query
+    support = members[0].likelihood.predictive.support_for(query.f.shape[1])
     assert isinstance(support, Classes)
     kept = []
     for label in range(support.count):
-        y = torch.full((rows,), float(label), dtype=torch.float64)
-        kept.append(score(law, y, query.f, query.K) <= conformal_quantile(candidates.scores(y), others.weights, level))
+        y = torch.full((len(query.f),), float(label), dtype=torch.float64)
+        above = [one.scores(y) - score(one.likelihood.predictive, y, one.query.f, one.query.K)[:, None] for one in members]
+        kept.append(conformal_quantile(torch.cat(above, 1), weights, level) >= 0)
     return torch.stack(kept, 1)

@@ -75,7 +75,7 @@ def fit_ensemble(
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
     spreads, trust = work.calibrated()
     return Ensemble(
-        settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1, spreads, trust
+        settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1, spreads, trust, held
     )
 
 
