@@ -122,8 +122,8 @@ def _warn(weights: Tensor, sound: Tensor, level: float) -> None:
     if not bool(sound.all()):
         warn(
             f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the fit. They count as rows with the "
-            "highest scores, so that the sets are too large. Likely cause: structure='diag' or 'kfac' describes these rows "
-            "badly. Use structure='dense'.",
+            "highest scores, so that the sets are too large. Likely causes: (a) structure='diag' or 'kfac' describes these rows "
+            "badly: use structure='dense'; (b) a row that alone decides a predicted variance.",
             RuntimeWarning,
         )
 
