@@ -22,7 +22,7 @@ from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
 from ssla.persistence import exporting
 from ssla.persistence.exporting import Exported
-from ssla.predictive import Predictive, explanations, functions
+from ssla.predictive import Predictive, explanations, full_conformal, functions
 from ssla.predictive.explanations import Explanation, LabelGains
 from ssla.predictive.functions import Functions, Joint
 from ssla.predictive.leave_one_out import LeaveOneOut, leave_one_out
@@ -170,6 +170,24 @@ class Posterior:
         >>> print(post.loo())      # doctest: +SKIP
         """
         return leave_one_out(self.state, data, refits)
+
+    def predictive_set(self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None) -> Tensor:
+        """Approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no calibration rows, no refit.
+
+        y is in the set unless the score of (x, y) is among the highest of all rows after a refit with (x, y). The score is the
+        distance from what the other rows predict, in standard deviations; for classes one minus the probability.
+
+        Exact full conformal prediction for a linear model with Gaussian noise, where coverage is at least the level for
+        exchangeable rows, even if the model is wrong. Otherwise an approximation without that guarantee. Prior, noise and
+        features are kept: if the features were trained on the rows, coverage is too low. Then give `rows`.
+
+        rows: bool (n,), the training rows to compare with, in the order in which the data are read. Give those on which the
+        features were not trained, for example the rows of early stopping.  data: the training data, where the posterior does not
+        hold them. Several targets, angles, and numbers on a part of the line are refused.
+
+        >>> post.predictive_set(x, 0.9, rows=held_out)      # doctest: +SKIP
+        """
+        return full_conformal.predictive_set(self.state, x, level, data, rows)
 
     # --- another prior ---------------------------------------------------------------------
 

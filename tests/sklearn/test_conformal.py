@@ -151,3 +151,45 @@ def test_files_with_scores_alone_load(tmp_path):
     content["conformal"] = {"dict": [["scores", content["conformal"]]]}
     with pytest.raises(FileError, match="usable model"):
         load(write(tmp_path / "damaged", KIND, content, encoder.tensors))
+
+
+# --- without calibration rows ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "log_normal", "poisson"])
+def test_sets_without_calibration_rows(likelihood):
+    y = {"log_normal": np.exp(Y), "poisson": np.round(np.exp(Y))}.get(likelihood, Y)
+    model = SSLARegressor(likelihood, members=2, hidden=(6,), max_epochs=20, random_state=0).fit(X, y)
+    small, large = (model.predictive_set(X, level) for level in (0.5, 0.9))
+    assert small.shape == (120, 2)
+    assert (large[:, 0] <= small[:, 0]).all()
+    assert (large[:, 1] >= small[:, 1]).all()
+    assert abs(((large[:, 0] <= y) & (y <= large[:, 1])).mean() - 0.9) < 0.1
+    if likelihood in ("log_normal", "poisson"):
+        assert (large >= 0).all()
+
+
+def test_a_set_is_that_of_the_posteriors_and_their_held_out_rows():
+    model = SSLARegressor("gaussian", members=1, hidden=(6,), max_epochs=20, random_state=0).fit(X, Y)
+    ensemble = model.ensemble_
+    assert int(ensemble.held.sum()) == 24
+    z = ensemble.inputs(torch.from_numpy(X))
+    found = ensemble.components[0].posterior.predictive_set(z, 0.8, rows=ensemble.held[0])
+    expected = found * ensemble.target.scale + ensemble.target.shift
+    np.testing.assert_allclose(model.predictive_set(X, 0.8), expected.numpy())
+
+
+def test_sets_need_known_held_out_rows_and_complete_inputs(tmp_path):
+    quick = {"likelihood": "gaussian", "members": 1, "hidden": (6,), "max_epochs": 4, "random_state": 0}
+    model = SSLARegressor(**quick).fit(X, Y)
+    again = load(model.save(tmp_path / "model"))
+    others = (again, model.partial_fit(X[:9], Y[:9]), SSLARegressor(early_stopping=False, **quick).fit(X, Y))
+    for one in others:
+        with pytest.raises(ValueError, match="held out of its training, but these are not known"):
+            one.predictive_set(X)
+    gaps = np.where(np.arange(240).reshape(120, 2) == 6, np.nan, X)
+    whole = SSLARegressor(**quick).fit(X, Y)
+    with pytest.raises(ValueError, match="needs complete rows, but 1 of 120"):
+        whole.predictive_set(gaps)
+    with pytest.raises(TypeError, match="one number on the whole line"):
+        SSLARegressor(**quick).fit(X, np.stack([Y, -Y], 1)).predictive_set(X)

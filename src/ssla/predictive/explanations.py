@@ -150,8 +150,8 @@ def explain(
     predictive = predict(posterior, x)
     marginal = posterior.outputs_at(x)
     doubt = predictive.law.epistemic
-    A = _slopes(posterior.likelihood.predictive, *marginal)
-    share = _spread(A, posterior.prior_response(x).covariance) / _spread(A, marginal.covariance)
+    A = slopes(posterior.likelihood.predictive, *marginal)
+    share = first_order_variance(A, posterior.prior_response(x).covariance) / first_order_variance(A, marginal.covariance)
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
     inputs = None if where is None else _one_at_a_time(posterior, x, where)
     return Explanation(marginal, influence, Split(predictive.law.aleatoric, doubt, prior), inputs, where, failed)
@@ -166,9 +166,9 @@ def label_next(posterior: State, pool: Inputs, targets: Inputs = None) -> LabelG
         if rows == 0:
             raise ValueError(f"{what} has no rows. Give at least one input.")
     gain, total = torch.zeros(row_count(pool), dtype=torch.float64), 0.0
-    for query in _queries(posterior, aim, row_count(pool)):
-        A = _slopes(posterior.likelihood.predictive, query.f, query.K)
-        total += float(_spread(A, query.K).sum())
+    for query in queries(posterior, aim, _products(posterior, row_count(pool))):
+        A = slopes(posterior.likelihood.predictive, query.f, query.K)
+        total += float(first_order_variance(A, query.K).sum())
         start = 0
         for f, J in _in_chunks(posterior, pool):
             L = root(posterior.likelihood.fisher(f))
@@ -210,16 +210,20 @@ class Query(NamedTuple):
     solved: Tensor  # H⁻¹Jᵀ (P, q·C)
 
 
-def _queries(posterior: State, x: Inputs, rows: int) -> Iterator[Query]:
-    """x, a few inputs at a time, so that their products with `rows` other rows fit a share of the memory budget."""
+def queries(posterior: State, x: Inputs, numbers: int) -> Iterator[Query]:
+    """x, a few inputs at a time: so many numbers for each output of each input fit a share of the memory budget."""
     C, size = posterior.network.outputs, len(posterior.theta)
-    together = min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
-    some = max(posterior.memory_budget // 8 // (8 * C * (4 * size + 4 * together * C)), 1)  # V and S v; X, ΛX and t
+    some = max(posterior.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)  # V and S v
     for start in range(0, row_count(x), some):
         for f, J in posterior.linearised(slice_inputs(x, slice(start, start + some))):
             J = J.double()
             solved = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT.contiguous())
             yield Query(f.double(), posterior.covariance.covariance(J), solved)
+
+
+def _products(posterior: State, rows: int) -> int:
+    """The numbers that an output of a query takes with a chunk of `rows` other rows: X, ΛX and t."""
+    return 4 * posterior.network.outputs * min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
 
 
 def _influence(posterior: State, x: Inputs, top: int | None, by: str, data: Any) -> tuple[Influence, Tensor]:
@@ -234,7 +238,7 @@ def _influence(posterior: State, x: Inputs, top: int | None, by: str, data: Any)
     sites = collect(posterior, data, PURPOSE, ROWS_AT_ONCE)
     found = []
     failed = torch.zeros(n, dtype=torch.bool)
-    for query in _queries(posterior, x, n):
+    for query in queries(posterior, x, _products(posterior, n)):
         best: _Best | None = None
         start = 0
         bend = None if isinstance(posterior.likelihood, Gaussian) else _bend(posterior, sites, query)
@@ -320,7 +324,7 @@ def _without(site: Site, covariance: Operator) -> tuple[Tensor, Tensor, Tensor]:
 # --- doubt and inputs ----------------------------------------------------------------------
 
 
-def _slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+def slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     """∂E[y|f]/∂f (N, M, C); M values of y for each input."""
     if isinstance(likelihood, Custom) and likelihood.mean_function is None:  # by quadrature, which autograd cannot follow
         steps = STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
@@ -338,7 +342,7 @@ def _slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def _spread(A: Tensor, K: Tensor) -> Tensor:
+def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
     """The diagonal of A K Aᵀ (N, M): the variance of E[y|f] to first order."""
     return ((A @ K) * A).sum(-1)
 
@@ -383,4 +387,4 @@ def _one_at_a_time(posterior: State, x: Tensor, reference: Tensor) -> Tensor:
 def _doubt(posterior: State, x: Tensor) -> Tensor:
     """The variance of E[y|f] to first order (N,), summed over the values of y."""
     marginal = posterior.outputs_at(x)
-    return _spread(_slopes(posterior.likelihood.predictive, *marginal), marginal.covariance).sum(-1)
+    return first_order_variance(slopes(posterior.likelihood.predictive, *marginal), marginal.covariance).sum(-1)

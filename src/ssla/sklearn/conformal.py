@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import torch
 
 from ssla._checks import warn
+from ssla.numerics.order_statistics import conformal_quantile, shortage
 from ssla.predictive import Predictive
 from ssla.predictive.transformed import Transform, untransformed
 from ssla.refit import resolve
-
-ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +48,14 @@ class Conformal:
 
     def factor(self, level: float) -> np.ndarray:
         """q for each target; infinite if there are too few rows for the level."""
-        sums = np.cumsum(self.weights, axis=0)
-        reached = sums >= (sums[-1] + 1) * level * (1 - ROUNDING)
-        if not reached[-1].all():
-            total, least = float(sums[-1, 0]), math.ceil(level / (1 - level) * (1 - ROUNDING))
-            weighted = "" if math.isclose(total, len(sums)) else f" with a total weight of {total:g}"
+        scores, weights = torch.from_numpy(self.scores.T), torch.from_numpy(self.weights.T)
+        short = shortage(weights[0], level, "calibration rows")
+        if short is not None:
             warn(
-                f"A conformal interval of {level:g} needs at least {least} calibration rows, but there are "
-                f"{len(sums)}{weighted}: the interval is infinite. Use a larger calibration_fraction or a lower level."
+                f"A conformal interval of {level:g} {short}: the interval is infinite. Use a larger calibration_fraction or a "
+                "lower level."
             )
-        factor: np.ndarray = np.where(reached[-1], np.take_along_axis(self.scores, reached.argmax(0)[None], axis=0)[0], np.inf)
+        factor: np.ndarray = conformal_quantile(scores, weights, level).numpy()
         return factor
 
     def interval(self, predictive: Any, level: float, transform: Transform | None = None) -> np.ndarray:

@@ -83,7 +83,8 @@ def fit_ensemble(
         for m, module in enumerate(modules):
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
-    fitted = Ensemble(settings, architecture, modules, tuple(components), inputs, target, trained.epochs, y.dim() == 1)
+    whole = tuple(components)
+    fitted = Ensemble(settings, architecture, modules, whole, inputs, target, trained.epochs, y.dim() == 1, held=held)
     return work.calibrated(fitted)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ssla import likelihoods
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, mixture, transformed
+from ssla.predictive.full_conformal import Member, cross_sets
 from ssla.predictive.normals import averaged
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
@@ -77,6 +78,7 @@ class Ensemble:
     spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (factor, share): see `ssla.tabular.calibration`
     trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
     trees: Trees | None = None  # classes: a forest beside the networks
+    held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
@@ -90,6 +92,21 @@ class Ensemble:
         whole = affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
         scaled = ON_SCALE.get(self.settings.likelihood)
         return whole if scaled is None else transformed(whole, scaled)
+
+    def predictive_set(self, x: Tensor, level: float) -> Tensor:
+        """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared by members that held it out."""
+        if self.held is None or not bool(self.held.any(1).all()):
+            raise ValueError(
+                "predictive_set compares new rows with those that each network held out of its training, but these are not "
+                "known: the model was loaded from a file, got more rows by partial_fit, or was trained with "
+                "early_stopping=False. Fit again with early_stopping=True, or use predict_interval."
+            )
+        z, first = self.inputs(x), {component.member: component for component in reversed(self.components)}
+        found = cross_sets([Member(first[m].posterior.state, z, rows=held) for m, held in enumerate(self.held)], level)
+        if self.target is not None:
+            found = self.target.shift + self.target.scale * found
+        scaled = ON_SCALE.get(self.settings.likelihood)
+        return found if scaled is None else scaled.out(found)
 
     def _averages(self, refit: str | Refit) -> bool:
         """Whether the average over mean and log variance has a closed form: the default rung of a variational Gaussian."""
