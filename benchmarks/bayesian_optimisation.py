@@ -6,7 +6,8 @@
 Each run starts with the same Sobol points for all methods, and then evaluates one point at a time, where qLogEI is largest
 (`optimize_acqf`; for categories `optimize_acqf_mixed`, with the numbers optimised for each category).
 
-    ssla     ssla.botorch.train: a network of 50 and 50 tanh units, posterior over all weights; each step starts from the last
+    ssla     ssla.botorch.train: a network of 50 and 50 tanh units, posterior over all weights; every eighth step from new
+             random weights, the others from the weights of the step before
     gp       SingleTaskGP, or MixedSingleTaskGP for categories, with BoTorch's defaults
     random   more Sobol points
 
@@ -40,6 +41,7 @@ from torch import Tensor
 import ssla.botorch
 
 METHODS = ("ssla", "gp", "random")
+RENEW = 8  # steps after which a network starts from new random weights
 SHIFTS = torch.tensor([[0.0, 0.0], [3.0, -2.0], [-2.0, 3.0], [1.0, 1.0], [-4.0, -1.0]], dtype=torch.float64)
 FACTORS = torch.tensor([1.5, 0.5, 1.0, 2.0, 0.8], dtype=torch.float64)
 OFFSETS = torch.tensor([20.0, 15.0, 0.0, 10.0, 5.0], dtype=torch.float64)
@@ -78,8 +80,8 @@ def problems() -> dict[str, Problem]:
     mixed = torch.cat([branin, torch.tensor([[0.0], [4.0]], dtype=torch.float64)], 1)
     return {
         "branin": Problem(lambda x: -Branin()(x), branin, -0.397887, 6, 24),
-        "hartmann": Problem(lambda x: -Hartmann(6)(x), hartmann, 3.32237, 14, 46),
-        "categories": Problem(by_category, mixed, -0.397887, 10, 30, {2: 5}),
+        "hartmann": Problem(lambda x: -Hartmann(6)(x), hartmann, 3.32237, 12, 28),
+        "categories": Problem(by_category, mixed, -0.397887, 10, 20, {2: 5}),
     }
 
 
@@ -113,8 +115,8 @@ def run(problem: Problem, method: str, seed: int) -> tuple[list[float], float]:
         step = 1000 * seed + len(x)
         if method == "gp":
             model = gaussian_process(problem, x, y)
-        elif model is None:
-            model = ssla.botorch.train(x, y, bounds=problem.bounds, categories=problem.categories, seed=seed)
+        elif (len(x) - problem.first) % RENEW == 0:
+            model = ssla.botorch.train(x, y, bounds=problem.bounds, categories=problem.categories, seed=step)
         else:
             model = ssla.botorch.train(x, y, start=model, steps=100)
         new = candidate(problem, model, y, step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast, final
 
@@ -26,6 +27,7 @@ from ssla.network import module_of
 from ssla.network.layout import contiguous_layout
 from ssla.posterior import Posterior, fit
 from ssla.predictive.functions import joint_of_groups
+from ssla.state import VARIATIONAL, State, Variational
 
 try:
     from botorch.models.deterministic import GenericDeterministicModel
@@ -40,6 +42,7 @@ except ImportError as error:
 
 __all__ = ["SSLAModel", "train"]
 
+FRESH = False
 FIRST_NOISE = 0.1  # of standardised outcomes, before the evidence chooses
 
 
@@ -175,10 +178,10 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         finite("Y", Y, "Drop those rows.")
         y = (Y.double() - self.offset) / self.scale
         known = None if noise is None else noise.double().expand(Y.shape) / self.scale**2
+        plain = self.observations is None and known is None and X.dim() == Y.dim() == 2
         graph = torch.is_grad_enabled() and (X.requires_grad or Y.requires_grad)
-        if self.observations is None and Y.dim() == 2 and X.dim() == 2 and known is None and not graph:
-            if self.fitted.state.follows_mode:
-                return self._with(self.fitted.update((X, y.squeeze(-1) if self.num_outputs == 1 else y)), None)
+        if plain and not graph and self.fitted.state.follows_mode:
+            return self._with(self.fitted.update((X, y.squeeze(-1) if self.num_outputs == 1 else y)), None)
         return self._with(self.fitted, _joined(self.observations, Observations(X, y, known), self._noise().diagonal()))
 
     def _with(self, posterior: Posterior, observations: Observations | None) -> SSLAModel:
@@ -230,6 +233,7 @@ def train(
     *,
     bounds: Tensor | None = None,
     categories: Mapping[int, int] | None = None,
+    noise: float | None = None,
     hidden: Sequence[int] = (50, 50),
     start: SSLAModel | None = None,
     rounds: int | None = None,
@@ -248,19 +252,30 @@ def train(
     """
     x, y, offset, scale = _standardised(X, Y)
     if start is None:
-        network, prior, noise = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed)
-        likelihood = Gaussian(noise=noise)
-    else:
+        network, prior = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden))
+        likelihood = Gaussian(noise=FIRST_NOISE)
+    elif bounds is None and categories is None:
         network, prior, likelihood = deepcopy(module_of(start.fitted.network)), start.fitted.prior, start.likelihood
-        if bounds is not None or categories is not None:
-            raise ValueError("bounds and categories are those of start. Give them only without start=.")
+    else:
+        raise ValueError("bounds and categories are those of start. Give them only without start=.")
+    if start is None or FRESH:
+        _draw_weights(network, seed)
+    if noise is not None:
+        likelihood = Gaussian(noise=noise / scale)
     rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
+    over = ("prior", "noise") if noise is None else ("prior",)
     for _ in range((3 if start is None else 1) if rounds is None else rounds):
         _to_mode(network, prior, likelihood, rows, steps)
-        found = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt")
-        found = Posterior(tuning.tune(found.state, "evidence", None, ("prior", "noise"), True, None, quiet=True))
-        prior, likelihood = found.prior, cast("Gaussian", found.likelihood)
-    return SSLAModel(found, offset=offset, scale=scale)
+        state = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt").state
+        state = tuning.tune(state, "evidence", None, over, True, None, quiet=True)
+        prior, likelihood = state.prior, cast("Gaussian", state.likelihood)
+    return SSLAModel(Posterior(_linearised(state)), offset=offset, scale=scale)
+
+
+def _linearised(state: State) -> State:
+    """The exact posterior of the linearised network: its mean is one Newton step from θ̂, which need not be the mode."""
+    report = replace(state.report, gaussian=VARIATIONAL, rounds=1)
+    return replace(state, variational=Variational(state.theta, state.statistics, tilted=False), report=report).recentred()
 
 
 def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -269,8 +284,8 @@ def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     if X.dim() != 2 or not isinstance(Y, Tensor) or Y.dim() != 2 or len(X) != len(Y) or len(X) < 2:
         shown = tuple(Y.shape) if isinstance(Y, Tensor) else type(Y).__name__
         raise ValueError(
-            f"train needs X (n, d) and Y (n, m) with the same n, at least 2, but X is {tuple(X.shape)} and Y is {shown}. Give one "
-            "outcome as Y[:, None]."
+            f"train needs X (n, d) and Y (n, m) with the same n, at least 2, but X is {tuple(X.shape)} and Y is {shown}. Give "
+            "one outcome as Y[:, None]."
         )
     finite("Y", Y, "Drop those rows.")
     x, Y = X.detach().double(), Y.detach().double()
@@ -280,30 +295,35 @@ def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _untrained(
-    x: Tensor, outputs: int, bounds: Tensor | None, categories: dict[int, int], hidden: tuple[int, ...], seed: int
-) -> tuple[nn.Sequential, priors.Prior, float]:
-    """A network with random weights of variance 1/inputs, the prior that these are drawn from, and a first noise."""
+    x: Tensor, outputs: int, bounds: Tensor | None, categories: dict[int, int], hidden: tuple[int, ...]
+) -> tuple[nn.Sequential, priors.Prior]:
+    """A network with random weights of variance 1/inputs, and the prior that they are drawn from."""
     bounds = torch.stack([x.amin(0), x.amax(0)]) if bounds is None else torch.as_tensor(bounds, dtype=torch.float64)
     numbers = [i for i in range(x.shape[1]) if i not in categories]
     if bounds.shape != (2, x.shape[1]) or not bool((bounds[0] < bounds[1])[numbers].all()):
         raise ValueError(f"bounds must be (2, {x.shape[1]}), lower before upper in every column, but are {bounds.tolist()}.")
     for column, count in categories.items():
-        if not 0 <= column < x.shape[1] or not bool(((x[:, column] >= 0) & (x[:, column] < count) & (x[:, column] % 1 == 0)).all()):
+        if not 0 <= column < x.shape[1] or not bool(
+            ((x[:, column] >= 0) & (x[:, column] < count) & (x[:, column] % 1 == 0)).all()
+        ):
             raise ValueError(
                 f"categories={categories} needs a column {column} of whole numbers from 0 to {count - 1}. Number the categories."
             )
-    generator = torch.Generator().manual_seed(seed)
     widths = (len(numbers) + sum(categories.values()), *hidden, outputs)
     layers: list[nn.Module] = [Inputs(bounds, categories)]
     for inside, out in pairwise(widths):
-        layer = nn.utils.skip_init(nn.Linear, inside, out, dtype=torch.float64)
-        with torch.no_grad():
-            layer.weight.copy_(torch.randn(out, inside, generator=generator, dtype=torch.float64) / inside**0.5)
-            layer.bias.copy_(torch.randn(out, generator=generator, dtype=torch.float64))
-        layers += [layer, nn.Tanh()]
+        layers += [nn.utils.skip_init(nn.Linear, inside, out, dtype=torch.float64), nn.Tanh()]
     network = nn.Sequential(*layers[:-1]).eval()
     precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in network.named_parameters()}
-    return network, priors.Gaussian(precision), FIRST_NOISE
+    return network, priors.Gaussian(precision)
+
+
+def _draw_weights(network: nn.Sequential, seed: int) -> None:
+    """N(0, 1/inputs) for weights and N(0, 1) for biases."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / (p.shape[1] ** 0.5 if p.dim() == 2 else 1.0))
 
 
 def _to_mode(network: nn.Sequential, prior: priors.Prior, likelihood: Gaussian, rows: tuple[Tensor, Tensor], steps: int) -> None:
@@ -317,7 +337,7 @@ def _to_mode(network: nn.Sequential, prior: priors.Prior, likelihood: Gaussian, 
         loss = -likelihood.log_prob(y, functional_call(network, layout.unpack(theta), (x,))).sum()
         (slope,) = torch.autograd.grad(loss, theta)
         theta = theta.detach()
-        return float(loss) - float(bound.log_prob(theta)), (slope - bound.gradient(theta)).numpy()
+        return float(loss.detach()) - float(bound.log_prob(theta)), (slope - bound.gradient(theta)).numpy()
 
     first = torch.cat([p.detach().flatten() for p in network.parameters()]).numpy()
     found = minimize(objective, first, jac=True, method="L-BFGS-B", options={"maxiter": steps, "maxfun": 2 * steps})
