@@ -72,7 +72,7 @@ class Problem:
 def by_category(x: Tensor) -> Tensor:
     """−(factor · Branin(numbers + shift) + offset) of the category; category 2 has the best maximum, −0.397887."""
     kind = x[:, 2].long()
-    return -(FACTORS[kind] * Branin()(x[:, :2] + SHIFTS[kind]) + OFFSETS[kind])
+    return -(FACTORS[kind] * Branin()._evaluate_true(x[:, :2] + SHIFTS[kind]) + OFFSETS[kind])
 
 
 def problems() -> dict[str, Problem]:
@@ -81,7 +81,7 @@ def problems() -> dict[str, Problem]:
     return {
         "branin": Problem(lambda x: -Branin()(x), branin, -0.397887, 6, 24),
         "hartmann": Problem(lambda x: -Hartmann(6)(x), hartmann, 3.32237, 12, 28),
-        "categories": Problem(by_category, mixed, -0.397887, 10, 20, {2: 5}),
+        "categories": Problem(by_category, mixed, -0.397887, 10, 16, {2: 5}),
     }
 
 
@@ -104,6 +104,7 @@ def candidate(problem: Problem, model: Any, y: Tensor, seed: int) -> Tensor:
         return optimize_acqf(acquisition, problem.bounds, **options)[0]
     ((column, count),) = problem.categories.items()
     fixed = [{column: float(k)} for k in range(count)]
+    options |= {"num_restarts": 2, "raw_samples": 64}  # for each category
     return optimize_acqf_mixed(acquisition, problem.bounds, fixed_features_list=fixed, **options)[0]
 
 

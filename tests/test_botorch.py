@@ -234,6 +234,14 @@ def test_the_mean_after_training_is_the_mode_of_the_linearised_network():
     torch.testing.assert_close(posterior.mean, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_two_outcomes_are_trained_together():
+    x, y = data(30)
+    model = train(x, torch.stack([10 * y, x[:, 0] - 5], 1), hidden=(8,), steps=40, rounds=2)
+    found = model.posterior(x[:4])
+    assert found.mean.shape == (4, 2)
+    assert bool(((found.mean[:, 1] - x[:4, 0] + 5).abs() < 0.5).all())
+
+
 def test_categories():
     """A column of whole numbers becomes one column for each of them, and `optimize_acqf_mixed` takes the model."""
     generator = torch.Generator().manual_seed(0)
@@ -309,6 +317,10 @@ def test_bad_input_is_refused_in_words():
         train(x, Y, categories={1: 3})
     with refused("bounds and categories are those of start"):
         train(x, Y, start=model, bounds=torch.zeros(2, 3))
+    with refused("start must be a model of ssla.botorch.train"):
+        train(x, Y, start=model)
+    with refused("rounds and steps must be at least 1, but are 0 and 300"):
+        train(x, Y, rounds=0)
 
 
 @pytest.mark.parametrize("likelihood", [likelihoods.Categorical(), likelihoods.Poisson(), likelihoods.StudentT(4.0, 1.0)])

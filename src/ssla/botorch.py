@@ -42,7 +42,6 @@ except ImportError as error:
 
 __all__ = ["SSLAModel", "train"]
 
-FRESH = False
 FIRST_NOISE = 0.1  # of standardised outcomes, before the evidence chooses
 
 
@@ -247,29 +246,39 @@ def train(
 
     bounds: (2, d), those of the search; by default the range of X.
     categories: column -> number of categories, for columns that hold 0, 1, 2, …
+    noise: the standard deviation of Y, if it is known.
     start: a model of `train` from which weights, prior and noise continue, with the bounds and layers of that model: after one
     more observation one round (the default then; otherwise 3) is enough, at a fraction of the time.
     """
     x, y, offset, scale = _standardised(X, Y)
+    count = (3 if start is None else 1) if rounds is None else rounds
+    if count < 1 or steps < 1:
+        raise ValueError(f"rounds and steps must be at least 1, but are {count} and {steps}.")
     if start is None:
-        network, prior = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden))
+        network, prior = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed)
         likelihood = Gaussian(noise=FIRST_NOISE)
-    elif bounds is None and categories is None:
-        network, prior, likelihood = deepcopy(module_of(start.fitted.network)), start.fitted.prior, start.likelihood
     else:
-        raise ValueError("bounds and categories are those of start. Give them only without start=.")
-    if start is None or FRESH:
-        _draw_weights(network, seed)
+        network, prior, likelihood = _from_there(start, bounds is None and categories is None)
     if noise is not None:
         likelihood = Gaussian(noise=noise / scale)
     rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
     over = ("prior", "noise") if noise is None else ("prior",)
-    for _ in range((3 if start is None else 1) if rounds is None else rounds):
+    for _ in range(count):
         _to_mode(network, prior, likelihood, rows, steps)
         state = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt").state
         state = tuning.tune(state, "evidence", None, over, True, None, quiet=True)
         prior, likelihood = state.prior, cast("Gaussian", state.likelihood)
     return SSLAModel(Posterior(_linearised(state)), offset=offset, scale=scale)
+
+
+def _from_there(start: SSLAModel, alone: bool) -> tuple[nn.Module, priors.Prior, Gaussian]:
+    """A copy of the network of an earlier model, its prior and its noise."""
+    network = deepcopy(module_of(start.fitted.network))
+    if not alone:
+        raise ValueError("bounds and categories are those of start. Give them only without start=.")
+    if not isinstance(network, nn.Sequential) or not isinstance(network[0], Inputs):
+        raise ValueError("start must be a model of ssla.botorch.train, but it has another network. Leave start= out.")
+    return network, start.fitted.prior, start.likelihood
 
 
 def _linearised(state: State) -> State:
@@ -295,8 +304,8 @@ def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _untrained(
-    x: Tensor, outputs: int, bounds: Tensor | None, categories: dict[int, int], hidden: tuple[int, ...]
-) -> tuple[nn.Sequential, priors.Prior]:
+    x: Tensor, outputs: int, bounds: Tensor | None, categories: dict[int, int], hidden: tuple[int, ...], seed: int
+) -> tuple[nn.Module, priors.Prior]:
     """A network with random weights of variance 1/inputs, and the prior that they are drawn from."""
     bounds = torch.stack([x.amin(0), x.amax(0)]) if bounds is None else torch.as_tensor(bounds, dtype=torch.float64)
     numbers = [i for i in range(x.shape[1]) if i not in categories]
@@ -313,20 +322,15 @@ def _untrained(
     layers: list[nn.Module] = [Inputs(bounds, categories)]
     for inside, out in pairwise(widths):
         layers += [nn.utils.skip_init(nn.Linear, inside, out, dtype=torch.float64), nn.Tanh()]
-    network = nn.Sequential(*layers[:-1]).eval()
+    network, generator = nn.Sequential(*layers[:-1]).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / (p.shape[1] ** 0.5 if p.dim() == 2 else 1.0))
     precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in network.named_parameters()}
     return network, priors.Gaussian(precision)
 
 
-def _draw_weights(network: nn.Sequential, seed: int) -> None:
-    """N(0, 1/inputs) for weights and N(0, 1) for biases."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in network.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / (p.shape[1] ** 0.5 if p.dim() == 2 else 1.0))
-
-
-def _to_mode(network: nn.Sequential, prior: priors.Prior, likelihood: Gaussian, rows: tuple[Tensor, Tensor], steps: int) -> None:
+def _to_mode(network: nn.Module, prior: priors.Prior, likelihood: Gaussian, rows: tuple[Tensor, Tensor], steps: int) -> None:
     """Move our own network's weights to the mode of the log posterior."""
     x, y = rows
     layout = contiguous_layout({name: p.shape for name, p in network.named_parameters()})
