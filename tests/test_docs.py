@@ -66,6 +66,14 @@ def test_the_code_of_the_other_pages_runs(page, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+def test_the_code_of_the_page_on_bayesian_optimisation_runs(capsys):
+    pytest.importorskip("botorch", reason="needs BoTorch: pip install 'ssla[botorch]'")
+    names = executed("docs/botorch.md")
+    assert names["Y"].shape == (11, 1)
+    assert names["pending"].fitted.report.n == 12
+    assert capsys.readouterr().out
+
+
 def test_the_code_of_the_page_on_refits_gives_one_predictive():
     """Refits of single counts, normalised by their own sum, against the predictives that interpolate between a few of them."""
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
@@ -153,7 +161,7 @@ RUN = {
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures", "report")
+        for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures", "report", "botorch")
     ),
 }
 PAGES = ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 import ssla
 
 SOURCE = Path(ssla.__file__).parent
-EXTRAS = {"cli", "mlflow", "scoring", "sklearn", "tables", "plots", "demo", "paper"}  # need more than torch and numpy
+EXTRAS = {"botorch", "cli", "mlflow", "scoring", "sklearn", "tables", "plots", "demo", "paper"}  # need more than torch and numpy
 ROOMS = sorted({p.stem if p.is_file() else p.name for p in SOURCE.iterdir() if not p.name.startswith("_")} - EXTRAS - {"py"})
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _PACKAGES = (
+    "botorch",
     "demo",
     "distributed",
     "likelihoods",

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import ssla
 from ssla import likelihoods, priors
+from ssla.predictive.functions import joint_of_groups
 from support.networks import SCOPES, STRUCTURES, data, fitted_mlp, mlp
 
 AT = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -124,6 +125,22 @@ def test_pieces_of_rows_give_the_same_matrix(scope):
     whole, size = post.joint(AT), post.network.layout.size
     small = ssla.Posterior(replace(post.state, memory_budget=4 * 8 * 3 * size * 2))  # two rows of the Jacobian
     assert torch.allclose(small.joint(AT).covariance, whole.covariance, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_groups_are_blocks_of_the_joint_gaussian(structure, scope, rows):
+    """With a budget for the Jacobian of 1, 3 and all rows; groups have 2 rows."""
+    post, x = fitted(structure, scope), torch.cat([AT, AT[:1]])
+    mean, K = post.joint(x)
+    budget = 4 * 8 * 3 * post.network.layout.size * rows
+    found = joint_of_groups(replace(post.state, memory_budget=max(budget, 2 * 8 * 36)), x, 2)
+    torch.testing.assert_close(found.mean, mean.view(3, 6))
+    blocks = torch.stack([K[i : i + 6, i : i + 6] for i in (0, 6, 12)])
+    torch.testing.assert_close(found.covariance, blocks, rtol=1e-8, atol=1e-11)
+    assert torch.equal(found.covariance, found.covariance.mT)
+    assert joint_of_groups(post.state, x[:0], 2).covariance.shape == (0, 6, 6)
 
 
 def test_a_single_precision_model_answers_in_its_dtype():

@@ -50,6 +50,29 @@ def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
     return Joint(mean.flatten().to(like), K.view(rows * C, rows * C).to(like))
 
 
+def joint_of_groups(posterior: State, x: Inputs, size: int, differentiable: bool = False) -> Joint:
+    """f at each group of `size` successive inputs as one Gaussian: mean (G, size·C), covariance (G, size·C, size·C), in float64.
+
+    The covariance between groups is not computed, so that many small groups cost what their rows cost.
+    """
+    inputs = posterior.network.cast(as_inputs(x, differentiable))
+    rows, width = row_count(inputs), size * posterior.network.outputs
+    groups = _rows_at_once(posterior) // size
+    found = [Joint(torch.empty(0, width, dtype=torch.float64), torch.empty(0, width, width, dtype=torch.float64))]
+    for part in _slices(rows, max(groups, 1) * size):
+        some = slice_inputs(inputs, part)
+        if groups == 0:  # one group is more than a Jacobian may hold
+            mean, K = joint(posterior, some, differentiable)
+            found.append(Joint(mean.double()[None], K.double()[None]))
+            continue
+        f, J = next(posterior.linearised(some, differentiable))
+        values = J.double().dense().values.reshape(-1, width, J.size)
+        moves = posterior.covariance.solve_many(values.flatten(0, 1).mT).unflatten(1, (-1, width)).movedim(1, 0)  # S Jᵀ (G, P, ·)
+        K = values @ moves
+        found.append(Joint(f.double().reshape(-1, width), (K + K.mT) / 2))
+    return Joint(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
 def _pieces(posterior: State, rows: int) -> list[slice]:
     """Rows whose Jacobian is held at one time. ValueError if the result, or the Jacobian of one row, is beyond the budget."""
     network, budget = posterior.network, posterior.memory_budget
@@ -62,13 +85,22 @@ def _pieces(posterior: State, rows: int) -> list[slice]:
             f"{size:,} × {size:,}. It needs {in_words(need)}, more than the memory budget of {in_words(budget)}. Give at most "
             f"{most:,} inputs, use posterior.draw_functions(n), which needs no such matrix, or fit with a larger memory_budget."
         )
+    return _slices(rows, _rows_at_once(posterior))
+
+
+def _rows_at_once(posterior: State) -> int:
+    """How many rows of the Jacobian fit the budget. ValueError if not even one does."""
+    network, budget = posterior.network, posterior.memory_budget
     row = COPIES * 8 * network.outputs * network.layout.size
     if row > budget:
         raise ValueError(
             f"The Jacobian of one input takes {in_words(row)}, more than the memory budget of {in_words(budget)}. Use "
             "posterior.draw_functions(n), which does not build it, select fewer weights, or fit with a larger memory_budget."
         )
-    some = min(budget // row, network.rows_at_once(budget))
+    return min(budget // row, network.rows_at_once(budget))
+
+
+def _slices(rows: int, some: int) -> list[slice]:
     return [slice(start, min(start + some, rows)) for start in range(0, rows, some)]
 
 
