@@ -95,7 +95,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         if self.observations is None:
             return torch.Size()
         x, y, _ = self.observations
-        return torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        return torch.Size(torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]))
 
     @property
     def likelihood(self) -> Gaussian:
@@ -201,7 +201,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
     def _deterministic(self, function: Any) -> Any:
         def values(X: Tensor) -> Tensor:
             _check_inputs(X)
-            f = function(X.reshape(-1, X.shape[-1]), differentiable=True).double()
+            f: Tensor = function(X.reshape(-1, X.shape[-1]), differentiable=True).double()
             return (self.offset + self.scale * f).reshape(*X.shape[:-1], -1).to(X)
 
         return GenericDeterministicModel(values, num_outputs=self.num_outputs)

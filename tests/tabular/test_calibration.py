@@ -106,7 +106,7 @@ def test_trust_is_a_share_of_posteriors_beside_networks():
     rng = np.random.default_rng(1)
     X = rng.normal(size=(200, 2))
     labels = (X[:, 0] + 0.7 * rng.normal(size=200) > 0).astype(int)
-    model = SSLAClassifier(members=2, max_epochs=20, random_state=0).fit(X, labels)
+    model = SSLAClassifier(members=2, max_epochs=20, trees=0, random_state=0).fit(X, labels)
     ensemble = model.ensemble_
     assert 0 < ensemble.trust < 1
     z = ensemble.inputs(torch.from_numpy(X))

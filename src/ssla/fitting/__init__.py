@@ -124,15 +124,18 @@ def _job(posterior: State, data: Any) -> tuple[Job, Source]:
     return Job(shared(reader), posterior.likelihood, posterior.prior, curvature, AS_IS, budget, gaussian), reader.source
 
 
-def polish_again(posterior: State, prior: Prior, data: Any) -> State:
-    """The same network and likelihood polished under another prior, or on other rows. A variational Gaussian starts from the
-    posterior's own, which saves passes."""
+def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = False) -> State:
+    """The same network and likelihood polished under another prior, or on other rows.
+
+    from_there: a variational Gaussian starts from the posterior's own, which saves passes. It is then another point within the
+    tolerance than that of a fit from the mode.
+    """
     size, budget = posterior.theta.numel(), posterior.memory_budget
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
-    job = Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, posterior.variational)
-    return job.run()
+    start = posterior.variational if from_there else None
+    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, start).run()
 
 
 def fit_again(posterior: State, chunks: list[Chunk]) -> State:

@@ -202,7 +202,7 @@ class _Work:
             if self.grow is not None:
                 self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
             if chosen.mode == POLISH:
-                return Posterior(polish_again(chosen, prior, self.data.of()))
+                return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
         return self._fit(module, None, likelihood, prior)
 
     def _shared_prior(self) -> GaussianPrior | None:
