@@ -40,8 +40,8 @@ STRAIGHT = (
     "has, so Newton steps do not lead to the mode"
 )
 DIAGONAL_FACTOR = (
-    f"the output factor of structure='kfac' is diagonal, as is the default above {MANY_CLASSES:,} classes; ask for the full one by "
-    "structure=ssla.structures.Kfac(output_factor='full')"
+    f"the output factor of structure='kfac' is diagonal, as is the default above {MANY_CLASSES:,} classes; ask for the full "
+    "one by structure=ssla.structures.Kfac(output_factor='full')"
 )
 NOISE_ROUNDS = 10
 MANY_OUTPUTS = 1000  # beyond, the default is the Gaussian at the mode
