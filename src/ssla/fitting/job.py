@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
-from ssla.fitting.passes import EMPTY, MANY_CLASSES, Around, Data, Order, extent_of
+from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -34,6 +34,7 @@ from ssla.state import (
     Statistics,
 )
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
+from ssla.structures.kfac import MANY_CLASSES
 
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "

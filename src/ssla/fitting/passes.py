@@ -20,10 +20,9 @@ from ssla.network.last_layer import PRECISIONS
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Operator, Structure
 from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.kfac import DIAGONAL
+from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
-MANY_CLASSES = 1000  # beyond, the output factor of a last layer with structure="kfac" is diagonal
 NEWTON_SHARE = (
     4  # with Kronecker factors of classes, the dense curvature for steps of the mean takes at most this part of the budget
 )

@@ -30,6 +30,7 @@ from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch
 
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
+MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
 
