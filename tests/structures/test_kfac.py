@@ -339,6 +339,13 @@ class TestManyClasses:
         assert torch.equal(again.predict(new).probs, once.predict(new).probs)
         assert torch.allclose(once.tune().predict(new).probs.sum(1), torch.ones(4, dtype=DOUBLE))
 
+    def test_structures_that_cannot_name_it(self):
+        model = nn.Sequential(nn.Linear(8, 10_000)).eval()
+        x, y = X(20, 8).float(), classes(20, 10_000)
+        for structure in ("dense", "diag"):
+            with pytest.raises(ValueError, match=r"memory budget.*structure='kfac'"):
+                ssla.fit(model, (x, y), likelihood=L.Categorical(), structure=structure)
+
     def test_other_targets_keep_the_full_factor(self):
         model, x, _ = self.data()
         post = ssla.fit(model, (x, X(60, self.CLASSES)), likelihood=L.Gaussian(noise=1.0), structure="kfac")
