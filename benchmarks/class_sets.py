@@ -14,6 +14,7 @@ OOD: test images with permuted pixels (digits, cnn); digits 5 to 9 (digits 0-4);
 far from the centre as the training rows are (wine, breast cancer, moons; standardised inputs).
 
     --prior default       what ssla.fit takes without prior=
+            tilt          the same with mode="tilt": the Gaussian stays near the trained weights
             1.0, …        a number: this precision
             bound         posterior.tune()
             loo           posterior.tune("loo"): leave-one-out of the training rows, which the features saw
@@ -61,7 +62,7 @@ try:
 except ImportError:
     laplace_torch = None
 
-PRIORS = ("default", "1.0", "bound", "loo", "held_out", "held_out_all", "grid")
+PRIORS = ("default", "tilt", "1.0", "bound", "loo", "held_out", "held_out_all", "grid")
 GRID = tuple(10.0**k for k in range(-3, 3))
 SCORES = ("log-loss", "ECE", "accuracy", "AUROC")
 CONVOLUTIONAL = "cnn"
@@ -112,6 +113,8 @@ def posterior(model: nn.Module, split: Split, gaussian: str, prior: str) -> ssla
     law, x, y = Categorical(), split.x, split.y
     if prior == "default":
         return networks.fit(model, x, y, law, gaussian)
+    if prior == "tilt":
+        return networks.fit(model, x, y, law, gaussian, mode="tilt")
     if prior == "bound":
         return networks.fit(model, x, y, law, gaussian).tune()
     if prior == "loo":

@@ -46,6 +46,12 @@ def test_what_cannot_fit_names_the_alternative():
     assert "structure='diag'" in text
 
 
+def test_very_many_classes_fit_with_kronecker_factors():
+    cost = ssla.estimate_cost(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 10_000)), 5000, structure="kfac", gaussian=False)
+    assert cost.fits
+    assert not ssla.estimate_cost(nn.Linear(64, 10_000), 5000, structure="kfac").fits  # other targets have the full factor
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"Unknown structure 'kfca'. Did you mean 'kfac'\?"):
         ssla.estimate_cost(mlp(), 10, structure="kfca")

@@ -265,3 +265,103 @@ def test_a_last_layer_needs_only_the_sum_of_the_precisions():
         for name in ("A", "G"):
             torch.testing.assert_close(getattr(pooled, name), getattr(each, name), rtol=1e-13, atol=1e-13)
         assert pooled.count == each.count
+
+
+class TestManyClasses:
+    """A last layer of more classes than `MANY_CLASSES`, which is set to fewer here."""
+
+    CLASSES, FEATURES = 5, 3
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch):
+        monkeypatch.setattr("ssla.fitting.passes.MANY_CLASSES", self.CLASSES - 1)
+
+    def data(self, n=60):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(self.FEATURES, self.CLASSES)).double().eval()
+        return model, X(n, self.FEATURES), classes(n, self.CLASSES)
+
+    def fit(self, structure="kfac", gaussian="laplace", likelihood=None, rows=None, **options):
+        model, x, y = self.data()
+        data = (x, y) if rows is None else [(x[rows], y[rows])]
+        likelihood = likelihood or L.Categorical()
+        options = {"prior": priors.Gaussian(2.0), "mode": "tilt"} | options
+        return ssla.fit(model, data, likelihood=likelihood, structure=structure, gaussian=gaussian, **options)
+
+    def twin(self, post, p, x, y):
+        """H as a matrix: Σ φφᵀ/n ⊗ diag Σ E[p(1−p)], plus the prior's precision."""
+        phi = torch.cat([x, torch.ones(len(x), 1, dtype=DOUBLE)], 1)
+        G = torch.diag((p * (1 - p)).sum(0)) if p.dim() == 2 else torch.diag((p * (1 - p)).mean(0).sum(0))
+        return torch.kron(G, phi.mT @ phi / len(phi)) + 2.0 * torch.eye(self.CLASSES * (self.FEATURES + 1), dtype=DOUBLE)
+
+    def test_the_output_factor_is_diagonal_and_the_report_says_so(self):
+        model, x, y = self.data()
+        post = self.fit()
+        assert post.statistics.curvature.diagonal
+        assert "output factor of structure='kfac' is diagonal" in str(post.report)
+        new = X(4, self.FEATURES)
+        row = torch.cat([new, torch.ones(4, 1, dtype=DOUBLE)], 1)
+        J = torch.einsum("cd,bf->bcdf", torch.eye(self.CLASSES, dtype=DOUBLE), row).flatten(2)
+        H = self.twin(post, torch.softmax(model(x).detach(), 1), x, y)
+        assert torch.allclose(post.marginal(new).covariance, J @ torch.linalg.inv(H) @ J.mT, rtol=1e-10, atol=1e-14)
+
+    def test_averages_equal_those_of_random_draws(self):
+        """S⁻¹ of the variational Gaussian, from draws of the outputs under that Gaussian itself."""
+        _, x, y = self.data()
+        post = self.fit(gaussian="variational")
+        f, K = post.marginal(x)
+        z = torch.randn(4000, *f.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+        p = torch.softmax(f + z * K.diagonal(dim1=1, dim2=2).sqrt(), -1)
+        H = self.twin(post, p, x, y)
+        v = X(len(post.theta))
+        assert torch.allclose(post.covariance.solve(v), torch.linalg.solve(H, v), rtol=0.02, atol=2e-3)
+
+    def test_the_full_factor_can_be_asked_for(self):
+        full = self.fit(Kfac(output_factor="full"))
+        assert not full.statistics.curvature.diagonal
+        assert "output factor" not in str(full.report)
+        with pytest.raises(ValueError, match="output_factor"):
+            Kfac(output_factor="diag")
+
+    def test_row_weights_tempering_updates_and_files(self, tmp_path):
+        model, x, y = self.data()
+        twice = ssla.fit(
+            model, (torch.cat([x, x]), torch.cat([y, y])), likelihood=L.Tempered(L.Categorical(), 0.5), structure="kfac",
+            gaussian="laplace", prior=priors.Gaussian(2.0), mode="tilt",
+        )  # fmt: skip
+        once = self.fit()
+        new = X(4, self.FEATURES)
+        assert torch.allclose(twice.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12)
+        parts = self.fit(rows=slice(0, 25)).update((x[25:], y[25:]))
+        assert torch.allclose(parts.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12)
+        once.save(tmp_path / "many.ssla")
+        again = ssla.load(tmp_path / "many.ssla", model)
+        assert torch.equal(again.predict(new).probs, once.predict(new).probs)
+        assert torch.allclose(once.tune().predict(new).probs.sum(1), torch.ones(4, dtype=DOUBLE))
+
+    def test_structures_that_cannot_name_it(self):
+        model = nn.Sequential(nn.Linear(8, 10_000)).eval()
+        x, y = X(20, 8).float(), classes(20, 10_000)
+        for structure in ("dense", "diag"):
+            with pytest.raises(ValueError, match=r"memory budget.*structure='kfac'"):
+                ssla.fit(model, (x, y), likelihood=L.Categorical(), structure=structure)
+
+    def test_other_targets_keep_the_full_factor(self):
+        model, x, _ = self.data()
+        post = ssla.fit(model, (x, X(60, self.CLASSES)), likelihood=L.Gaussian(noise=1.0), structure="kfac")
+        assert not post.statistics.curvature.diagonal
+
+
+def test_the_mode_of_many_classes_is_found_without_their_dense_curvature(monkeypatch):
+    """Steps with Kronecker factors, corrected by L-BFGS, end where Newton steps with the dense curvature do."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 20)).double().eval(), X(300, 6)
+    y = (3 * X(6, 20).mT @ x.mT).argmax(0)  # classes that can be told apart: the curvature varies much from row to row
+    options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(0.1), "structure": "kfac", "gaussian": "laplace"}
+    exact = ssla.fit(model, (x, y), **options)
+    monkeypatch.setattr("ssla.fitting.passes.NEWTON_SHARE", 1 << 30)
+    found = ssla.fit(model, (x, y), **options)
+    assert found.report.steps > exact.report.steps
+    assert found.report.residual_after < 0.02 * len(found.theta) ** 0.5
+    away = found.theta - exact.theta
+    assert float(away @ exact.statistics.curvature.push(away)) < (0.05 * len(away) ** 0.5) ** 2

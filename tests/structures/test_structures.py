@@ -65,17 +65,18 @@ def test_features_are_phi_kron_identity():
     assert torch.allclose(A[0], torch.block_diag(row[None], row[None]))
 
 
-def kronecker_twin(J, A, precision):
+def kronecker_twin(J, A, precision, diagonal):
     """What kfac (expand) stands for, entry by entry with torch.kron."""
+    kept = (lambda G: torch.diag(G.diagonal())) if diagonal else (lambda G: G)
     S = torch.zeros(J.size, J.size, dtype=torch.float64)
     if isinstance(J, Features):
         phi = J.with_ones()
-        return torch.kron(precision.sum(0), phi.mT @ phi / len(phi))
+        return torch.kron(kept(precision.sum(0)), phi.mT @ phi / len(phi))
     for block in J.layers:
         a = block.a.flatten(0, 1)
         G = torch.einsum("bcto,bcd,bdtp->op", block.delta, precision, block.delta)
         where = block.positions.flatten()
-        S[where[:, None], where] = torch.kron(G.contiguous(), (a.mT @ a / len(a)).contiguous())
+        S[where[:, None], where] = torch.kron(kept(G).contiguous(), (a.mT @ a / len(a)).contiguous())
     where = J.rest.positions
     S[where, where] = torch.einsum("bcp,bcd,bdp->p", A[:, :, where], precision, A[:, :, where])
     return S
@@ -89,7 +90,7 @@ def check_against_dense(structure, J, precision, prior):
     if isinstance(structure, Diagonal):
         S = torch.diag(S.diagonal())
     if isinstance(structure, Kfac):
-        S = kronecker_twin(J, A, precision)
+        S = kronecker_twin(J, A, precision, structure.diagonal)
     H = S + torch.diag(prior)
     inverse = torch.linalg.inv(H)
     operator = statistics.with_prior(prior)
@@ -111,14 +112,19 @@ def check_against_dense(structure, J, precision, prior):
     )
 
 
-EXACT = STRUCTURES | {"low_rank": LowRank(rank=100), "dense, never dual": Dense(dual=False)}
-TWINS = [(name, kind) for name in EXACT for kind in KINDS if (name, kind) != ("kfac", "dense")]
+DIAGONAL_FACTOR = "kfac, diagonal output factor"
+EXACT = STRUCTURES | {
+    "low_rank": LowRank(rank=100),
+    "dense, never dual": Dense(dual=False),
+    DIAGONAL_FACTOR: Kfac(output_factor="diagonal"),
+}
+TWINS = [(name, kind) for name in EXACT for kind in KINDS if kind != "dense" or not isinstance(EXACT[name], Kfac)]
 
 
 @pytest.mark.parametrize(("name", "kind"), TWINS)
 def test_structure_equals_its_dense_twin(name, kind):
     J = KINDS[kind](5)
-    prior = torch.full((J.size,), 0.6, dtype=torch.float64) if name == "kfac" else _randn(7, J.size).abs() + 0.1
+    prior = torch.full((J.size,), 0.6, dtype=torch.float64) if isinstance(EXACT[name], Kfac) else _randn(7, J.size).abs() + 0.1
     check_against_dense(EXACT[name], J, random_spd(11, J.outputs, J.outputs, seed=6), prior)
 
 
@@ -158,6 +164,8 @@ def test_singular_curvature_names_causes_and_remedy():
 def test_different_structures_do_not_merge():
     with pytest.raises(ValueError, match="Only dense statistics of the same parameters"):
         Dense().zero(3).merge(Diagonal().zero(3))
+    with pytest.raises(ValueError, match="Only kfac statistics of the same parameters"):
+        Kfac().zero(3).merge(Kfac(output_factor="diagonal").zero(3))
     with pytest.raises(ValueError, match="Only diag statistics of the same parameters"):
         Diagonal().zero(3).merge(Diagonal().zero(4))
 

@@ -35,10 +35,15 @@ from ssla.state import (
     Variational,
 )
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
+from ssla.structures.kfac import MANY_CLASSES
 
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "
     "has, so Newton steps do not lead to the mode"
+)
+DIAGONAL_FACTOR = (
+    f"the output factor of structure='kfac' is diagonal, as is the default above {MANY_CLASSES:,} classes; ask for the full "
+    "one by structure=ssla.structures.Kfac(output_factor='full')"
 )
 NOISE_ROUNDS = 10
 MANY_OUTPUTS = 1000  # beyond, the default is the Gaussian at the mode
@@ -106,6 +111,8 @@ class Job:
             target.spread.warn_rounding(noise, network.dtype, self.notes)
         self.notes.extend(Note(note, CONCAVITY) for note in concavity_notes(bound.precision(theta)))
         self._note_directions(sums)
+        if self._structure is not self.structure:
+            self.notes.append(DIAGONAL_FACTOR)
         report = self._report(sums, mode, before, after, steps, shift)
         warn_residual(report)
         posterior = State(
@@ -318,6 +325,11 @@ class Job:
         return trained_scale(network.layout, network.theta, rows)
 
     @property
+    def _structure(self) -> Structure:
+        """What the passes sum: `structure`, or its form for very many classes."""
+        return self._order(None).structure_for(self._network)
+
+    @property
     def _network(self) -> Network:
         return self.data.network
 
@@ -338,7 +350,7 @@ class Job:
             steps=steps,
             output_shift=shift,
             passes=self.data.passes,
-            memory=self.structure.memory(extent_of(self._network, sums.statistics.n)),
+            memory=self._structure.memory(extent_of(self._network, sums.statistics.n)),
             notes=tuple(self.notes),
             prior=describe(self._prior),
             output=output_words(self._network),

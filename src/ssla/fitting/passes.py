@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,14 +13,19 @@ from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Sums
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
+from ssla.likelihoods.averages import of_classes
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Operator, Structure
 from ssla.structures.jacobians import Features, Jacobian
+from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
+NEWTON_SHARE = (
+    4  # with Kronecker factors of classes, the dense curvature for steps of the mean takes at most this part of the budget
+)
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
 
 
@@ -51,11 +56,20 @@ class Order:
     def polishes(self, network: Network) -> bool:
         return self.around is None and self.mode_for(network) == POLISH
 
+    def structure_for(self, network: Network) -> Structure:
+        """As asked for; the Kronecker factors of a last layer of very many classes have a diagonal output factor by default."""
+        many = network.linear and network.outputs > MANY_CLASSES and of_classes(self.likelihood)
+        if many and isinstance(self.structure, Kfac) and self.structure.output_factor is None:
+            return replace(self.structure, output_factor=DIAGONAL)
+        return self.structure
+
     def newton(self, network: Network, budget: int) -> bool:
-        """Whether steps of the mean have a dense curvature of their own: while P² fits, unless the statistics are it."""
+        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it."""
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
         steps = self.around is not None or self.polishes(network)
-        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= budget
+        factors = isinstance(self.structure, Kfac) and of_classes(self.likelihood)  # their steps converge too
+        room = budget // NEWTON_SHARE if factors else budget
+        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= room
 
     def again(self, network: Network, budget: int) -> bool:
         """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
@@ -139,7 +153,7 @@ class Reader:
         for row, seen, theta, f, J in self._linear_rows(order):
             network = self.network
             if total is None:
-                total = Sums.zero(network.layout.size, order.structure, order.newton(network, self.budget))
+                total = Sums.zero(network.layout.size, order.structure_for(network), order.newton(network, self.budget))
             if order.around is not None:
                 total = total.add_averages(f, J, row.y, row.weights, order.likelihood, *order.around)
                 continue
@@ -255,7 +269,7 @@ def open_within(
     """The network, unless what it asks for is beyond the budget."""
     network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
     order.likelihood.support_for(network.outputs)
-    refuse_beyond_budget(order.structure, extent_of(network, rows), bytes_per_row(network, order, budget), budget)
+    refuse_beyond_budget(order.structure_for(network), extent_of(network, rows), bytes_per_row(network, order, budget), budget)
     return network
 
 

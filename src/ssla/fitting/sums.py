@@ -15,7 +15,7 @@ from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
 from ssla.structures.jacobians import Jacobian
-from ssla.structures.kfac import pools
+from ssla.structures.kfac import Kfac, pools
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Sums:
         likelihood.check_outputs(f)
         pool = self._pool(f, J, weights)
         log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
-        precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool)
+        precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool, self._diagonal)
         observed = likelihood.precision(y, f) if self.newton is not None else None
         finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
         if weights is not None:
@@ -101,7 +101,8 @@ class Sums:
     ) -> Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
         pool = self._pool(f, J, weights) if self.newton is None else None
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher, pool)
+        diagonal = pool is not None and self._diagonal
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher, pool, diagonal)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
@@ -125,6 +126,12 @@ class Sums:
         if not pools(self.statistics.curvature, J):
             return None
         return torch.ones(len(f), dtype=torch.float64) if weights is None else weights
+
+    @property
+    def _diagonal(self) -> bool:
+        """Whether the diagonal of that sum is enough."""
+        curvature = self.statistics.curvature
+        return isinstance(curvature, Kfac) and curvature.diagonal
 
     def merge(self, other: Sums) -> Sums:
         """The sums over both data sets, taken at the same θ and noise."""

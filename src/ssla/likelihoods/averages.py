@@ -1,7 +1,8 @@
 """E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
 
 By fixed nodes (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the
-weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row.
+weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides
+it is Σ_i w_i diag Λ_i (1, C), and they need none at all.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 
 
 def averages(
-    likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool = False, pool: Tensor | None = None
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    root: Root,
+    fisher: bool = False,
+    pool: Tensor | None = None,
+    diagonal: bool = False,
 ) -> Derivatives:
     """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never indefinite, for E Λ."""
     B, C = f.shape
     nodes, weights = normal_nodes(C, next(pairs for most, pairs in PAIRS if most >= C))
     z = nodes.mT.contiguous()
-    fast = _classes(likelihood)
+    fast = of_classes(likelihood)
     each = len(nodes) * C * (1 if fast else C) + (0 if fast and pool is not None else C * C)
     size = max(NUMBERS_AT_ONCE // each, 1)
     parts: list[Derivatives] = []
@@ -40,7 +47,7 @@ def averages(
         rows = slice(start, start + size)
         points = f[rows].unsqueeze(1) + root.take(rows).times(z).mT  # (b, J, C)
         share = None if pool is None else pool[rows]
-        found = (_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher, share)
+        found = (_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher, share, diagonal)
         if pool is not None and parts:
             found = found._replace(precision=parts[0].precision.add_(found.precision))
         parts.append(found)
@@ -48,14 +55,17 @@ def averages(
     return Derivatives(log_prob, score, parts[0].precision if pool is not None else torch.cat([p.precision for p in parts]))
 
 
-def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor) -> Tensor:
-    """Σ_i w_i E_y Λ(f_i) (1, C, C)."""
-    if _classes(likelihood):
+def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
+    """Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C)."""
+    if of_classes(likelihood):
         p = torch.softmax(f, -1)
+        if diagonal:
+            return (pool @ (p * (1 - p))).mul_(_beta(likelihood)).unsqueeze(0)
         return _from_outer((p * pool[:, None]).mT @ p).mul_(_beta(likelihood)).unsqueeze(0)
     size = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     blocks = [slice(start, start + size) for start in range(0, max(len(f), 1), size)]
-    return torch.stack([torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]).sum(0, keepdim=True)
+    total = torch.stack([torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]).sum(0, keepdim=True)
+    return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
 def concave(likelihood: Likelihood) -> bool:
@@ -64,7 +74,8 @@ def concave(likelihood: Likelihood) -> bool:
     return isinstance(law, Bernoulli | Categorical | Gaussian | NegativeBinomial | Poisson)
 
 
-def _classes(likelihood: Likelihood) -> bool:
+def of_classes(likelihood: Likelihood) -> bool:
+    """Whether Λ = diag(p) − ppᵀ, up to a factor."""
     return isinstance(likelihood.base if isinstance(likelihood, Tempered) else likelihood, Categorical)
 
 
@@ -73,7 +84,7 @@ def _beta(likelihood: Likelihood) -> float:
 
 
 def _of_nodes(
-    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None = None
+    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
 ) -> Derivatives:
     found = likelihood.derivatives(y.unsqueeze(1).expand(*f.shape[:2], *y.shape[1:]), f)
     if fisher:
@@ -81,11 +92,13 @@ def _of_nodes(
     log_prob, score, precision = (torch.tensordot(part, weights, dims=([1], [0])) for part in found)
     if pool is not None:
         precision = torch.tensordot(pool, precision, 1).unsqueeze(0)
+    if diagonal:
+        return Derivatives(log_prob, score, precision.diagonal(dim1=-2, dim2=-1))
     return Derivatives(log_prob, score, (precision + precision.mT) / 2)
 
 
 def _of_classes(
-    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None = None
+    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
 ) -> Derivatives:
     """E Λ = diag(E p) − E p pᵀ, without a matrix for each node."""
     beta = _beta(likelihood)
@@ -97,6 +110,8 @@ def _of_classes(
     score = torch.nn.functional.one_hot(y.long(), f.shape[-1]) - weighted.sum(1)
     if pool is None:
         precision = beta * _from_outer(weighted.mT @ p)
+    elif diagonal:
+        precision = beta * (pool @ weighted.mul_(p.neg_().add_(1)).sum(1)).unsqueeze(0)
     else:  # one product over all rows and nodes
         outer = weighted.mul_(pool[:, None, None]).flatten(0, 1).mT @ p.flatten(0, 1)
         precision = _from_outer(outer).mul_(beta).unsqueeze(0)

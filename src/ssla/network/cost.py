@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ssla._checks import unknown_name
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
-from ssla.structures import Extent, LowRank, Structure, resolve
+from ssla.structures import Extent, Kfac, LowRank, Structure, resolve
+from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
@@ -76,10 +77,10 @@ def estimate_cost(
     """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
     The last layer is assumed to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
-    the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. output: as in `fit`; the
-    estimate does not depend on it. refits: how many refits of the weights are planned, one for each pair (x, y); a whole
-    predictive takes about 10 to 20 for each x. Their operations do not include determinants, and assume that a row uses each
-    weight once.
+    the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. More than 1,000 outputs
+    of another likelihood are taken for classes. output: as in `fit`; the estimate does not depend on it. refits: how many refits
+    of the weights are planned, one for each pair (x, y); a whole predictive takes about 10 to 20 for each x. Their operations do
+    not include determinants, and assume that a row uses each weight once.
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
@@ -95,11 +96,14 @@ def estimate_cost(
     own = dict(model.named_parameters())
     parameters = sum(own[name].numel() for name in names)
     extent = Extent(parameters, outputs, _layers(model, names), n)
-    statistics = kind.memory(extent)
     head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
+    if head and not gaussian and outputs > MANY_CLASSES and isinstance(kind, Kfac) and kind.output_factor is None:
+        kind = replace(kind, output_factor=DIAGONAL)
+    statistics = kind.memory(extent)
     width = parameters // outputs if head else 0
     if head:
-        per_row = 8 * (width * (outputs + 2) + 4 * outputs**2)
+        pooled = isinstance(kind, Kfac) and kind.diagonal  # no C×C matrices for each row
+        per_row = 8 * (width * (outputs + 2) + (0 if pooled else 4 * outputs**2))
     else:
         per_row = (
             8

@@ -103,7 +103,7 @@ class Dense:
         if self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size:
             W = (_root(precision) @ J.dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
-        return Dense(self.dual, self.as_matrix() + J.gram(precision), (), self.size)
+        return Dense(self.dual, J.gram(precision).add_(self.as_matrix()), (), self.size)
 
     def merge(self, other: Structure) -> Dense:
         if not isinstance(other, Dense) or other.size != self.size:
@@ -140,7 +140,8 @@ class Dense:
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
             return woodbury(self._stacked, precision)
-        H = self.as_matrix() + (torch.diag(precision) if precision.dim() == 1 else precision)
+        H = self.as_matrix().clone()
+        (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         factor, info = torch.linalg.cholesky_ex(H)
         pivots = factor.diagonal()
         scale = H.diagonal().sqrt()

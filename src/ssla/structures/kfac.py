@@ -9,6 +9,9 @@ For a layer applied at T positions of each row, with inputs a and backpropagated
 and one position, and for a linear model if Λ does not depend on the row. Eigenbases of the factors are kept, so another prior
 precision needs no pass over data and no new factorisation. A prior precision that varies inside a layer is not a Kronecker
 product and is refused.
+
+With output_factor="diagonal" only the diagonal of the second factor is summed: C numbers in place of C×C, and no eigenvectors.
+A fit takes it by default for a last layer of very many classes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacob
 from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
 
 EXPAND, REDUCE = "expand", "reduce"
+FULL, DIAGONAL = "full", "diagonal"
+MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
 
@@ -35,16 +40,18 @@ class LayerFactors:
 
     positions: Tensor  # (out, in)
     A: Tensor  # Σ w a aᵀ (in, in)
-    G: Tensor  # Σ w δᵀΛδ (out, out)
+    G: Tensor  # Σ w δᵀΛδ (out, out), or its diagonal (out,)
     count: float  # Σ w over rows and positions
 
     def merge(self, other: LayerFactors) -> LayerFactors:
         return replace(self, A=self.A + other.A, G=self.G + other.G, count=self.count + other.count)
 
     @cached_property
-    def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """λ_A, Q_A, λ_G, Q_G of A/count and G."""
+    def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
         values_a, vectors_a = torch.linalg.eigh(self.A / self.count)
+        if self.G.dim() == 1:
+            return values_a.clamp_min(0), vectors_a, self.G.clamp_min(0), None
         values_g, vectors_g = torch.linalg.eigh(self.G)
         return values_a.clamp_min(0), vectors_a, values_g.clamp_min(0), vectors_g
 
@@ -55,21 +62,23 @@ class LayerOperator:
 
     positions: Tensor
     basis_a: Tensor
-    basis_g: Tensor
+    basis_g: Tensor | None  # None: the identity
     spectrum: Tensor  # (out, in): eigenvalues of H
 
     @cached_property
-    def _single_basis_g(self) -> Tensor:
-        return self.basis_g.float()
+    def _single_basis_g(self) -> Tensor | None:
+        return None if self.basis_g is None else self.basis_g.float()
 
-    def outputs_basis(self, dtype: torch.dtype) -> Tensor:
+    def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
         """Q_G, converted once."""
-        return self._single_basis_g if dtype == torch.float32 else self.basis_g.to(dtype)
+        if dtype == torch.float32 or self.basis_g is None:
+            return self._single_basis_g
+        return self.basis_g.to(dtype)
 
     def rotate(self, block: LayerBlock) -> LayerBlock:
         """The block's J in the eigenbasis."""
-        Qa, Qg = (basis.to(block.a.dtype) for basis in (self.basis_a, self.basis_g))
-        return LayerBlock(self.positions, block.a @ Qa, block.delta @ Qg)
+        delta = block.delta if self.basis_g is None else block.delta @ self.basis_g.to(block.a.dtype)
+        return LayerBlock(self.positions, block.a @ self.basis_a.to(block.a.dtype), delta)
 
     def variances(self, J: Features, weights: Tensor) -> Tensor:
         """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.  w (out, in)."""
@@ -77,8 +86,17 @@ class LayerOperator:
 
     def solve(self, v: Tensor) -> Tensor:
         """(…, out, in) -> (…, out, in)."""
-        inside = self.basis_g.mT @ v @ self.basis_a
-        return self.basis_g @ (inside / self.spectrum) @ self.basis_a.mT
+        inside = (v if self.basis_g is None else self.basis_g.mT @ v) @ self.basis_a
+        return self.rotate_back(inside / self.spectrum)
+
+    def rotate_back(self, v: Tensor) -> Tensor:
+        """Q_G v Q_Aᵀ: out of the eigenbasis.  (…, out, in) -> (…, out, in)."""
+        return (v if self.basis_g is None else self.basis_g @ v) @ self.basis_a.mT
+
+    def entry_variances(self) -> Tensor:
+        """The diagonal of the inverse (out, in)."""
+        inside = 1 / self.spectrum
+        return (inside if self.basis_g is None else self.basis_g**2 @ inside) @ (self.basis_a**2).mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +111,8 @@ class KfacOperator:
     def _quadratic(self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor) -> Tensor:
         if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
             (op,), (weights,) = self.layers, layer_weights
-            basis = op.outputs_basis(J.dtype)
-            return (basis * op.variances(J, weights).unsqueeze(-2)) @ basis.mT
+            basis, v = op.outputs_basis(J.dtype), op.variances(J, weights)
+            return torch.diag_embed(v) if basis is None else (basis * v.unsqueeze(-2)) @ basis.mT
         total: Tensor | None = None
         for operator, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             K = operator.rotate(block).weighted_covariance(weights)
@@ -141,52 +159,73 @@ class KfacOperator:
     def variances(self) -> Tensor:
         out = torch.zeros(self.size, dtype=torch.float64)
         for op in self.layers:
-            out[op.positions] = op.basis_g**2 @ (1 / op.spectrum) @ (op.basis_a**2).mT
+            out[op.positions] = op.entry_variances()
         out[self.rest_positions] = 1 / self.rest
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         out = torch.randn(n, self.size, dtype=torch.float64, generator=generator)
         for op in self.layers:
-            white = out[:, op.positions] / op.spectrum.sqrt()
-            out[:, op.positions] = op.basis_g @ white @ op.basis_a.mT
+            out[:, op.positions] = op.rotate_back(out[:, op.positions] / op.spectrum.sqrt())
         out[:, self.rest_positions] /= self.rest.sqrt()
         return out
 
 
 @dataclass(frozen=True, eq=False)
 class Kfac:
-    """Statistics of all layers.  sharing: how positions of one row are counted, "expand" or "reduce"."""
+    """Statistics of all layers.
+
+    sharing: how positions of one row are counted, "expand" or "reduce". output_factor: "full" or "diagonal"; None: as a fit
+    chooses by the number of classes, full elsewhere.
+    """
 
     sharing: str = EXPAND
     size: int = 0
     layers: tuple[LayerFactors, ...] = ()
     rest_positions: Tensor = NO_POSITIONS
     rest: Tensor = NO_VALUES  # (P_r,) diagonal
+    output_factor: str | None = None
 
     name = "kfac"
     materialises = False
 
     def __post_init__(self) -> None:
         one_of("sharing", self.sharing, (EXPAND, REDUCE))
+        if self.output_factor is not None:
+            one_of("output_factor", self.output_factor, (FULL, DIAGONAL))
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether only the diagonal of the output factor is summed."""
+        return self.output_factor == DIAGONAL
 
     def zero(self, size: int) -> Kfac:
-        return Kfac(self.sharing, size)
+        return Kfac(self.sharing, size, output_factor=self.output_factor)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
-        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with the row weights."""
+        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with the row weights.
+
+        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough.
+        """
         w = torch.ones(len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64)
         w = w if weights is None else weights
         if isinstance(J, Features):  # δ = I
-            phi, total = J.double().phi, precision.sum(0) if len(precision) > 1 else precision[0]
-            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, (total + total.mT).div_(2), float(w.sum()))
-            return self.merge(Kfac(self.sharing, J.size, (factors,)))
-        layers = tuple(self._factors(block, precision, w) for block in layer_blocks(J))
+            phi = J.double().phi
+            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, self._outputs(precision), float(w.sum()))
+            return self.merge(replace(self.zero(J.size), layers=(factors,)))
+        found = replace(self.zero(J.size), layers=tuple(self._factors(block, precision, w) for block in layer_blocks(J)))
         rest = rest_block(J)
         if rest is None:
-            return self.merge(Kfac(self.sharing, J.size, layers))
+            return self.merge(found)
         squares = (rest.values * (precision @ rest.values)).sum((0, 1))
-        return self.merge(Kfac(self.sharing, J.size, layers, rest.positions, squares))
+        return self.merge(replace(found, rest_positions=rest.positions, rest=squares))
+
+    def _outputs(self, precision: Tensor) -> Tensor:
+        """The output factor of a last layer: the sum over rows, or its diagonal."""
+        if self.diagonal:
+            return (precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision).sum(0)
+        total = precision.sum(0) if len(precision) > 1 else precision[0]
+        return (total + total.mT).div_(2)
 
     def _factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
         a, delta = block.a, block.delta
@@ -196,12 +235,22 @@ class Kfac:
         weighted = (a * weights[:, None, None]).flatten(0, 1)
         A = weighted.mT @ a.flatten(0, 1)
         turned = torch.einsum("bcd,bdto->bcto", precision, delta)
-        G = delta.flatten(0, 2).mT @ turned.flatten(0, 2)
-        return LayerFactors(block.positions, A, (G + G.mT) / 2, float(weights.sum()) * places)
+        if self.diagonal:
+            G = (delta * turned).sum((0, 1, 2))
+        else:
+            G = delta.flatten(0, 2).mT @ turned.flatten(0, 2)
+            G = (G + G.mT) / 2
+        return LayerFactors(block.positions, A, G, float(weights.sum()) * places)
+
+    def _like(self, other: Structure) -> Kfac:
+        """The other statistics; ValueError where they are not of the same kind and parameters."""
+        same = isinstance(other, Kfac) and other.size == self.size and other.sharing == self.sharing
+        if not isinstance(other, Kfac) or not same or other.diagonal != self.diagonal:
+            raise ValueError(mismatch("kfac", other))
+        return other
 
     def merge(self, other: Structure) -> Kfac:
-        if not isinstance(other, Kfac) or other.size != self.size or other.sharing != self.sharing:
-            raise ValueError(mismatch("kfac", other))
+        other = self._like(other)
         if self.empty or other.empty:
             return other if self.empty else self
         layers = tuple(a.merge(b) for a, b in zip(self.layers, other.layers, strict=True))
@@ -213,8 +262,7 @@ class Kfac:
         return not self.layers and not self.rest.numel()
 
     def mixed(self, other: Structure, share: float) -> Kfac:
-        if not isinstance(other, Kfac) or other.size != self.size or other.sharing != self.sharing:
-            raise ValueError(mismatch("kfac", other))
+        other = self._like(other)
         layers = tuple(
             replace(a, G=(1 - share) * a.G + share * b.G) for a, b in zip(self.layers, other.layers, strict=True)
         )  # A is the same for the same rows
@@ -230,13 +278,15 @@ class Kfac:
             d = factors[layer.positions]
             if not bool((d == d[:, :1]).all()):
                 raise ValueError("kfac can be rescaled by output only: the factors vary within a row of a layer's weight.")
-            layers.append(replace(layer, G=layer.G * d[:, :1] * d[:, 0]))
+            each = d[:, 0]
+            layers.append(replace(layer, G=layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)))
         return replace(self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2)
 
     def push(self, direction: Tensor) -> Tensor:
         out = torch.zeros_like(direction)
         for layer in self.layers:
-            out[layer.positions] = layer.G @ direction[layer.positions] @ layer.A / layer.count
+            d = direction[layer.positions]
+            out[layer.positions] = (layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d) @ layer.A / layer.count
         out[self.rest_positions] = self.rest * direction[self.rest_positions]
         return out
 
@@ -261,7 +311,7 @@ class Kfac:
 
     def memory(self, extent: Extent) -> int:
         """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size of θ."""
-        factors = sum(inside * inside + out * out for inside, out in extent.layers)
+        factors = sum(inside * inside + (out if self.diagonal else out * out) for inside, out in extent.layers)
         return 4 * 8 * (factors + extent.rest) + 8 * extent.size
 
 

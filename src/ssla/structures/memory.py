@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ssla.structures import STRUCTURES, Extent, Structure
+from ssla.structures import STRUCTURES, Extent, Kfac, Structure
+from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 
 DEFAULT_BUDGET = 1 << 30
 
@@ -23,7 +24,8 @@ def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: in
     if bytes_per_row > budget:
         raise ValueError(
             f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
-            f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights."
+            f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights"
+            + (", or, for classes, use structure='kfac'." if _last_layer(extent) and structure.name != "kfac" else ".")
         )
 
 
@@ -37,9 +39,16 @@ def bytes_of(value: Any) -> int:
 
 def alternatives(name: str, extent: Extent, budget: int) -> str:
     """The other structures that fit, with their memory."""
-    sizes = {other: structure.memory(extent) for other, structure in STRUCTURES.items() if other != name}
+    known: dict[str, Structure] = dict(STRUCTURES)
+    if _last_layer(extent) and extent.outputs > MANY_CLASSES:
+        known["kfac"] = Kfac(output_factor=DIAGONAL)
+    sizes = {other: structure.memory(extent) for other, structure in known.items() if other != name}
     good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
     return " or ".join(good) or "fewer weights, such as weights='last_layer'"
+
+
+def _last_layer(extent: Extent) -> bool:
+    return extent.rest == 0 and [out for _, out in extent.layers] == [extent.outputs]
 
 
 def in_words(size: int) -> str:

@@ -53,20 +53,23 @@ class Eigenbasis:
     """S = Q diag(values) Qᵀ. Coordinates stay inside their block."""
 
     values: Tensor  # (P,)
-    parts: tuple[tuple[Tensor, Tensor, Tensor], ...]  # positions (out, in), Q_in, Q_out of blocks that are not diagonal already
+    # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
+    parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
     def rotated(self, v: Tensor) -> Tensor:
         """Qᵀv.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
-            out[..., positions] = outer.mT @ v[..., positions] @ inner
+            part = v[..., positions]
+            out[..., positions] = (part if outer is None else outer.mT @ part) @ inner
         return out
 
     def restored(self, v: Tensor) -> Tensor:
         """Qv.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
-            out[..., positions] = outer @ v[..., positions] @ inner.mT
+            part = v[..., positions]
+            out[..., positions] = (part if outer is None else outer @ part) @ inner.mT
         return out
 
 
