@@ -130,6 +130,21 @@ def averaged(
     own = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
     doubt = (own + (centres - (centres @ weights)[:, None]) ** 2) @ weights
     whole = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
-    law = NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt)
+    return _predictive(NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt), like)
+
+
+def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
+    """The mixture of two mixtures of normals, with the share of the other."""
+    parts = [law for law in (one.law, other.law) if isinstance(law, NormalsLaw)]
+    assert len(parts) == 2
+    weights = torch.tensor([1 - share, share], dtype=torch.float64)
+    centres = torch.stack([law.mean for law in parts], 1)
+    doubts = torch.stack([law.epistemic for law in parts], 1) + (centres - (centres @ weights)[:, None]) ** 2
+    means, scales = (torch.cat([getattr(law, name) for law in parts], 1) for name in ("means", "scales"))
+    whole = torch.cat([weight * law.weights for weight, law in zip(weights, parts, strict=True)])
+    return _predictive(NormalsLaw(means, scales, whole, doubts @ weights), one.like)
+
+
+def _predictive(law: NormalsLaw, like: Tensor) -> Predictive:
     no = torch.zeros(law.rows, dtype=torch.bool)
     return Predictive(law, like, Diagnostics("output", no, no, no))

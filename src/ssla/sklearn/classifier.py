@@ -10,10 +10,9 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, column_or_1d
 
-from ssla.sklearn.estimator import AUTO, TableEstimator, numbers, whole_or_real
+from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 
-TREES, MANY_CLASSES, FEWEST_ROWS = 50, 50, 30  # of trees="auto"
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
@@ -22,9 +21,6 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     Parameters are those of `SSLARegressor`, without likelihood and conformal, and
 
-    trees:
-        The number of decision trees that are grown beside each network, on the same rows. The rows that both held out choose
-        their share of the mixture. "auto": 50, none beyond 50 classes; 0: none. They need early_stopping and tune.
     class_weight:
         A dict {label: weight}, or "balanced": every class has the same total weight, and the weights sum to the number of rows.
         It multiplies the row weights of the fit, so probabilities are those of a population with these frequencies of classes.
@@ -89,11 +85,6 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", related, count)
         self.n_iter_ = self.ensemble_.epochs
         return self
-
-    def _trees(self, rows: int) -> int:
-        if self.trees != AUTO:
-            return int(whole_or_real(self, "trees", int, 0))
-        return TREES if len(self.classes_) <= MANY_CLASSES and rows >= FEWEST_ROWS else 0
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SSLAClassifier:
         """Add rows to a fitted model, as `SSLARegressor.partial_fit`. The first call is `fit`, and its y must have all classes.

@@ -31,6 +31,8 @@ from ssla.tabular.training import ACTIVATIONS, Schedule
 AUTO = "auto"
 SMALL_TABLE, LARGE_TABLE = 300, 100_000
 ROWS_VISITED = 4_000_000
+AUTO_TREES = {CLASSES: 50, HETEROSCEDASTIC: 200}  # for each network
+MANY_CLASSES, FEWEST_FOR_TREES = 50, 30
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -76,9 +78,16 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             tune=bool(self.tune),
             validation_fraction=float(self.validation_fraction) if self.early_stopping else 0.0,
             schedule=Schedule(epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)),
-            trees=self._trees(rows) if likelihood == CLASSES else 0,
+            trees=self._trees(likelihood, rows),
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
+
+    def _trees(self, likelihood: str, rows: int) -> int:
+        """For each network; none where the likelihood has no trees."""
+        few = rows < FEWEST_FOR_TREES or len(getattr(self, "classes_", ())) > MANY_CLASSES
+        usual = AUTO_TREES.get(likelihood, 0)
+        asked = (0 if few else usual) if self.trees == AUTO else int(whole_or_real(self, "trees", int, 0))
+        return min(asked, asked * usual)
 
     def _read(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray | Table, np.ndarray]:
         """The rows of a fit: numbers or a table, and y."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Bernoulli, Categorical, Gaussian
+from ssla.likelihoods import Gaussian
 from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
@@ -20,6 +20,7 @@ from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO
 from ssla.sklearn.inputs import column_names
+from ssla.sklearn.layers import open_layer
 from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
 from ssla.sklearn.wrapped_files import WRAPPED, open_wrapped
@@ -208,15 +209,15 @@ def _unpack_trees(
     if content is None:
         return None
     forest = Forest(**decoder.decode(content["forest"], dict))
-    forest.check(architecture.inputs, max(architecture.outputs, 2))
-    layer = decoder.decode(content["layer"], dict)
-    posterior = Posterior(unpack(content["posterior"], tensors, linear(layer["weight"], layer["bias"]), source))
-    share, floor = float(content["share"]), float(content["floor"])
-    expected = Bernoulli if architecture.outputs == 1 else Categorical
-    size = (architecture.outputs, architecture.outputs)
-    if type(posterior.likelihood) is not expected or layer["weight"].shape != size or not (0 < floor < 0.5 and 0 <= share <= 1):
-        raise ValueError("the layer of the trees is not one of these classes, or their share is not one")
-    return Trees(forest, ClassLayer((Component(posterior, 0, 1.0),), floor), share)
+    weights = decoder.decode(content["layer"], dict)
+    posterior = Posterior(unpack(content["posterior"], tensors, linear(weights["weight"], weights["bias"]), source))
+    target = content["target"] and Scaling(*(decoder.decode(one, Tensor) for one in content["target"]))
+    layer = open_layer(posterior, decoder.decode(content["numbers"], dict), target)
+    forest.check(architecture.inputs, max(architecture.outputs, 2) if isinstance(layer, ClassLayer) else 1)
+    share = float(content["share"])
+    if not 0 <= share <= 1 or posterior.network.outputs != architecture.outputs:
+        raise ValueError("the trees are not those of the networks, or their share is not one")
+    return Trees(forest, layer, share)
 
 
 def _dtype(name: str) -> type:

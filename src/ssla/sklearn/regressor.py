@@ -56,6 +56,10 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Training. Each member holds out different rows for early stopping and noise; its last layer is then fitted to all rows.
         batch_size="auto" is a sixteenth of the rows, between 16 and 256 (large tables: up to 4,096); None uses all rows at once.
         max_epochs="auto" is 200, or as many as visit four million rows, at least eight.
+    trees:
+        The number of decision trees that are grown beside each network, on the same rows (boosted; a random forest for
+        classes). Rows that both held out choose their share of the mixture. "auto": 200, or 50 for classes, none for fewer than
+        30 rows or more than 50 classes; 0: none. For mean and log variance and for classes, with early_stopping and tune.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
         Row weights are frequencies here too; rows of weight 0 are ignored.
@@ -95,6 +99,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         early_stopping: bool = True,
         validation_fraction: float = 0.1,
         patience: int = 40,
+        trees: int | str = AUTO,
         conformal: bool = False,
         calibration_fraction: float = 0.2,
         random_state: Any = None,
@@ -115,6 +120,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.patience = patience
+        self.trees = trees
         self.conformal = conformal
         self.calibration_fraction = calibration_fraction
         self.random_state = random_state

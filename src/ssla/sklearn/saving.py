@@ -16,6 +16,7 @@ import torch
 from ssla.network import module_of
 from ssla.persistence import Encoder, FileError, pack, write
 from ssla.tabular import Ensemble
+from ssla.tabular.out_of_fold import ClassLayer, NumberLayer
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.trees import Trees
 
@@ -54,11 +55,10 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
         del parameters["cv"]  # an object that predictions do not need
     for name, value in module_of(layer.posterior.network).state_dict().items():
         encoder.tensors[f"network.0.{name}"] = value
-    numbers = {name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)}
     scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
     content = {
         **_head(estimator, parameters, encoder),
-        "numbers": encoder.encode(numbers, "numbers"),
+        "numbers": encoder.encode(_numbers(layer), "numbers"),
         "scaling": _scalings(scalings, encoder),
         "posterior": pack(layer.posterior.state, encoder, "posterior."),
         "models": {kind: [type(model).__name__ for model in models] for kind, models in estimator.models_.items()},
@@ -83,6 +83,10 @@ def _scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str
         name: part and [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
         for name, part in scalings.items()
     }
+
+
+def _numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)}
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
@@ -114,7 +118,8 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
         "forest": encoder.encode(vars(trees.forest), "forest"),
         "layer": encoder.encode(dict(layer), "trees"),
         "posterior": pack(trees.layer.posterior.state, encoder, "trees."),
-        "floor": trees.layer.floor,
+        "numbers": encoder.encode(_numbers(trees.layer), "trees.numbers"),
+        "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)["trees.target"],
         "share": trees.share,
     }
 

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.persistence import Decoder, FileError, unpack
 from ssla.persistence.container import guarded
-from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
 from ssla.sklearn.bases import is_fitted
+from ssla.sklearn.layers import check_scaling, open_layer
 from ssla.sklearn.wrapped import CLASSES, MEAN, NOISE, PredictiveClassifier, PredictiveRegressor
-from ssla.tabular.component import Component
-from ssla.tabular.out_of_fold import OFFSETS, ClassLayer, NumberLayer, linear
+from ssla.tabular.out_of_fold import NumberLayer, linear
 from ssla.tabular.scaling import Scaling
 
 TYPES: dict[str, type[Any]] = {"PredictiveRegressor": PredictiveRegressor, "PredictiveClassifier": PredictiveClassifier}
@@ -74,48 +72,29 @@ def _checked_models(models: Any, expected: Mapping[str, Sequence[str]], source: 
 
 def _layer(content: Mapping[str, Any], decoder: Decoder, tensors: Mapping[str, Tensor], source: Path) -> Any:
     module = linear(tensors["network.0.weight"], tensors["network.0.bias"])
-    components = (Component(Posterior(unpack(content["posterior"], tensors, module, source)), 0, 1.0),)
     scalings = {
         name: None if part is None else Scaling(*(decoder.decode(one, Tensor) for one in part))
         for name, part in content["scaling"].items()
     }
     numbers = decoder.decode(content["numbers"], dict)
-    if content["estimator"] == PredictiveClassifier.__name__:
-        return ClassLayer(components, float(numbers["floor"]), scalings["inputs"])
-    if scalings["target"] is None:
-        raise ValueError("the target has no scaling")
-    return NumberLayer(components, scalings["target"], float(numbers["centre"]), numbers["shares"], scalings["inputs"])
+    if ("floor" in numbers) != (content["estimator"] == PredictiveClassifier.__name__):
+        raise ValueError("the layer is not that of the estimator")
+    posterior = Posterior(unpack(content["posterior"], tensors, module, source))
+    return open_layer(posterior, numbers, scalings["target"], scalings["inputs"])
 
 
 def _check(estimator: Any) -> None:
-    """ValueError for a forged file: sizes, scales, shares, classes, likelihood."""
-    layer = estimator.ensemble_
-    outputs, width = layer.posterior.parameters["weight"].shape
-    columns = estimator.n_features_in_
+    """ValueError for a forged file: columns and classes."""
+    layer, columns = estimator.ensemble_, estimator.n_features_in_
     estimator._check_settings(estimator._base(0))
     if type(columns) is not int or columns < 1 or len(getattr(estimator, "feature_names_in_", range(columns))) != columns:
         raise ValueError("the columns do not fit their number")
-    scalings = [(layer.inputs, columns)]
+    if layer.inputs is not None:
+        check_scaling(layer.inputs, columns)
     if isinstance(layer, NumberLayer):
-        scalings.append((layer.target, 1))
-        shares = layer.shares
-        if type(layer.posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
-            raise ValueError("the layer is not one of mean and log variance")
-        if shares.shape != (len(OFFSETS),) or not bool((shares >= 0).all()) or abs(float(shares.sum()) - 1) > 1e-6:
-            raise ValueError("the shares are not positive with sum 1")
-        if not abs(layer.centre) <= LARGEST or hasattr(estimator, "classes_"):
-            raise ValueError("the centre is not a number, or there are classes")
-    else:
-        classes = getattr(estimator, "classes_", np.zeros(0))
-        expected = Bernoulli if outputs == 1 else Categorical
-        if len(classes) != max(outputs, 2) or width != outputs or len(set(classes.tolist())) != len(classes):
-            raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")
-        if type(layer.posterior.likelihood) is not expected or not 0 < layer.floor < 0.5:
-            raise ValueError("the layer is not one of classes")
-    for scaling, size in scalings:
-        if scaling is not None and not (
-            scaling.shift.shape == scaling.scale.shape == (size,)
-            and bool((scaling.shift.abs() <= LARGEST).all())
-            and bool(((scaling.scale > 0) & (scaling.scale <= LARGEST)).all())
-        ):
-            raise ValueError("a scaling does not fit its columns")
+        if hasattr(estimator, "classes_"):
+            raise ValueError("there are classes for numbers")
+        return
+    classes, outputs = getattr(estimator, "classes_", np.zeros(0)), layer.posterior.network.outputs
+    if len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes):
+        raise ValueError(f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice")

@@ -37,7 +37,7 @@ SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
-"""Rows (n, d), classes (n,), row weights (n,) and a seed -> trees that predict probabilities."""
+"""Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
 
 
 def fit_ensemble(
@@ -199,10 +199,10 @@ class _Work:
         elif self.settings.likelihood == CLASSES:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
             self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
-            if self.grow is not None:
-                self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
-            if chosen.mode == POLISH:
-                return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
+        if self.grow is not None:
+            self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
+        if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
+            return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
         return self._fit(module, None, likelihood, prior)
 
     def _shared_prior(self) -> GaussianPrior | None:
@@ -212,16 +212,17 @@ class _Work:
         return GaussianPrior(math.exp(sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)))
 
     def calibrated(self, ensemble: Ensemble) -> Ensemble:
-        """With what the held-out rows choose: spreads of a continuous target; shares of posteriors and of trees for classes."""
+        """With what the held-out rows choose: spreads of a continuous target, shares of posteriors for classes, and of trees."""
         if not self.held_out:
             return ensemble
         densities, _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
-        if self.settings.likelihood == HETEROSCEDASTIC:
-            return replace(ensemble, spreads=spreads_of(densities, weights))
-        trees = None
+        trees, own = None, None
         if self.forests:
-            trees, own = calibrated_trees(self.forests, [z for _, z, _, _ in self.held_out], y, weights)
-            densities = torch.cat([densities, own[:, None]], 1)
+            trees, own = calibrated_trees(self.forests, self.modules, [z for _, z, _, _ in self.held_out], y, weights)
+        if self.settings.likelihood == HETEROSCEDASTIC:
+            spreads, share = spreads_of(densities, weights, own)
+            return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
+        densities = densities if own is None else torch.cat([densities, own[:, None]], 1)
         found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
         trust = found[0] / (found[0] + found[1])
         return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]))

@@ -56,9 +56,17 @@ def stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor)
     return law.log_prob(law.mean[:, None] + residual[:, None] / FACTORS) - FACTORS.log()
 
 
-def spreads_of(log_densities: Tensor, weights: Tensor) -> tuple[tuple[float, float], ...]:
-    """(factor, share) of the factors that held-out rows want."""
+def spreads_of(
+    log_densities: Tensor, weights: Tensor, trees: Tensor | None = None
+) -> tuple[tuple[tuple[float, float], ...], float]:
+    """(factor, share) of the factors that held-out rows want; and the share of trees, with log densities (n,) there."""
     base = torch.exp(-0.5 * (FACTORS.log() / DOUBT) ** 2)
-    found = shares(log_densities, weights, PSEUDO_ROWS * base / base.sum())
+    pseudo = PSEUDO_ROWS * base / base.sum()
+    share = 0.0
+    if trees is None:
+        found = shares(log_densities, weights, pseudo)
+    else:
+        found = shares(torch.cat([log_densities, trees[:, None]], 1), weights, torch.cat([pseudo, torch.ones_like(pseudo[:1])]))
+        share, found = float(found[-1]), found[:-1] / found[:-1].sum()
     kept = found >= LEAST_SHARE
-    return tuple(zip(FACTORS[kept].tolist(), (found[kept] / found[kept].sum()).tolist(), strict=True))
+    return tuple(zip(FACTORS[kept].tolist(), (found[kept] / found[kept].sum()).tolist(), strict=True)), share

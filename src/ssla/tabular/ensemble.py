@@ -12,7 +12,7 @@ from ssla import likelihoods
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.full_conformal import Member, cross_sets
-from ssla.predictive.normals import averaged
+from ssla.predictive.normals import averaged, pooled
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
@@ -77,15 +77,17 @@ class Ensemble:
     one_target: bool = True
     spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (factor, share): see `ssla.tabular.calibration`
     trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
-    trees: Trees | None = None  # classes: a forest beside the networks
+    trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
         z = self.inputs(x)
-        whole = self._averaged(z) if self._averages(refit) else self._mixed(z, refit)
+        average = self._averages(refit)
+        whole = self._averaged(z) if average else self._mixed(z, refit)
         if self.trees is not None:
-            whole = mixture([whole, self.trees.predict(z, refit)], [1 - self.trees.share, self.trees.share])
+            share, own = self.trees.share, self.trees.predict(z, self.modules, None if average else refit)
+            whole = pooled(whole, own, share) if average else mixture([whole, own], [1 - share, share])
         if self.target is None:
             return whole
         shift, scale = self.target.shift, self.target.scale

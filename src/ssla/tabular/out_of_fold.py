@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.posterior import Posterior, fit
 from ssla.predictive import Predictive, affine, mixture
+from ssla.predictive.normals import averaged
 from ssla.priors import Gaussian
 from ssla.refit import Refit
+from ssla.state import Marginal
 from ssla.tabular.component import Component
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.stacking import shares
@@ -64,6 +66,18 @@ class NumberLayer:
     def features(self, m: Tensor, v: Tensor, offset: float = 0.0) -> Tensor:
         """Inputs of the layer (N, 3)."""
         return torch.stack([self.target(m), v - self.centre, torch.full_like(m, offset)], 1)
+
+    def averaged(self, m: Tensor, v: Tensor) -> Predictive:
+        """The average over the posterior in closed form; `predict` has a refit in its place."""
+        kept = (self.shares > LEAST_SHARE).nonzero().flatten().tolist()
+        shift, scale = self.target.shift[0], self.target.scale[0]
+        unit, one = torch.stack([scale, torch.ones_like(scale)]), torch.ones(1, dtype=torch.float64)
+        marginals = []
+        for k in kept:
+            f, K = self.posterior.state.outputs_at(self.features(m, v, OFFSETS[k]))
+            own = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
+            marginals.append(Marginal(own, unit[:, None] * K * unit))
+        return averaged(marginals, self.shares[kept] / self.shares[kept].sum(), one, one, m)
 
     def predict(self, m: Tensor, v: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y where the models predict m (N,) and v (N,)."""
