@@ -116,11 +116,11 @@ def _check_values(module: nn.Module) -> None:
     for name, value in module.named_parameters():
         finite(f"Parameter {name!r}", value, diverged)
     statistics = {id(b) for layer in module.modules() if isinstance(layer, BATCH_DEPENDENT) for b in layer.buffers()}
-    for name, value in module.named_buffers():
-        if id(value) in statistics:
-            finite(f"Buffer {name!r}", value, diverged)
-        elif bool(value.isnan().any()):
-            raise ValueError(f"Buffer {name!r} must not have NaN, but {int(value.isnan().sum())} of its values are. {diverged}")
+    for name, buffer in module.named_buffers():
+        if id(buffer) in statistics:
+            finite(f"Buffer {name!r}", buffer, diverged)
+        elif bool(buffer.isnan().any()):
+            raise ValueError(f"Buffer {name!r} must not have NaN, but {int(buffer.isnan().sum())} of its values are. {diverged}")
 
 
 def check_mode(model: nn.Module) -> None:
