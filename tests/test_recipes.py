@@ -46,6 +46,25 @@ def test_padding_changes_nothing_and_the_outputs_are_the_logits():
         torch.testing.assert_close(posterior.predict(alone).probs[0], posterior.predict(new).probs[row])
 
 
+def test_a_decoder_takes_its_score_layer_by_name():
+    """Its logits are picked from those of all positions, so there is no last layer; the named weight is the same model."""
+    transformers = pytest.importorskip("transformers", reason=f"needs transformers: {EXTRA}", exc_type=ImportError)
+    tokens = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, num_labels=2, **tokens)
+    model = transformers.GPT2ForSequenceClassification(config).double().eval()
+    ids = torch.randint(3, 20, (64, 6))
+    ids[::2, 4:] = 0
+    x, y = {"input_ids": ids, "attention_mask": (ids > 0).long()}, (ids[:, 0] > 10).long()
+    options = {"likelihood": ssla.likelihoods.Categorical(), "prior": ssla.priors.Gaussian(1.0), "mode": "tilt"}
+    with pytest.raises(ValueError, match=r"no last layer.*list of parameter names"):
+        ssla.fit(model, (x, y), output="logits", **options)
+    posterior = ssla.fit(model, (x, y), output="logits", weights=["score.weight"], **options)
+    with torch.no_grad():
+        hidden = model.transformer(**x).last_hidden_state[torch.arange(64), x["attention_mask"].sum(1) - 1]
+    head = ssla.fit(model.score, (hidden, y), **options)
+    torch.testing.assert_close(posterior.predict(x).probs, head.predict(hidden).probs, rtol=0, atol=1e-6)
+
+
 def test_the_adapters_are_the_free_parameters_and_match_brute_force():
     names = run("PEFT: LoRA adapters", "transformers", "peft")
     model, x, y, adapters = names["model"].double(), names["x"], names["y"], names["adapters"]
@@ -91,7 +110,7 @@ def test_padded_graphs_have_the_outputs_of_the_graph_network():
     assert posterior.report.n == 80
 
 
-@pytest.mark.filterwarnings("ignore", "error::UserWarning:ssla")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 def test_a_lightning_module_is_its_inner_network():
     names = run("Lightning", "pytorch_lightning")
     x = names["x"]
