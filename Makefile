@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format bench paper docs clean
+.PHONY: demo test lint format recipes bench paper docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/python -m ssla.demo
@@ -21,6 +21,10 @@ lint: $(VENV)/.ready-dev
 format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# the recipes of docs/recipes.md, with the libraries that they are about
+recipes: $(VENV)/.ready-dev $(VENV)/.ready-recipes
+	$(BIN)/python -m pytest -rs tests/test_recipes.py
 
 bench: $(VENV)/.ready-peers
 	$(BIN)/python -m pytest -q -p no:cacheprovider benchmarks/test_agreement.py

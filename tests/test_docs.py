@@ -163,6 +163,7 @@ RUN = {
         f"docs/{name}.md"
         for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures", "report", "botorch")
     ),
+    "docs/recipes.md",  # by tests/test_recipes.py
 }
 PAGES = ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
 BUILT = {"docs/messages.md"}  # written when the site is built

@@ -93,6 +93,16 @@ def broken():
     return model
 
 
+def with_buffer(value, norm=False):
+    """A module with a buffer of its own, or with this variance in its batch norm."""
+    model = net(nn.BatchNorm1d(4))
+    if norm:
+        model[1].running_var[0] = value
+    else:
+        model.register_buffer("bound", torch.tensor([0.0, value]))
+    return model
+
+
 def fit(model=None, data=(X, Y), likelihood=G, **options):
     return ssla.fit(net() if model is None else model, data, likelihood=likelihood, **options)
 
@@ -100,6 +110,8 @@ def fit(model=None, data=(X, Y), likelihood=G, **options):
 CASES = {
     "NaN in x": (lambda: fit(data=(spoiled(X, (3, 1), math.nan), Y)), r"x must be finite, but 1 of 60.*\[3, 1\].*impute"),
     "infinite y": (lambda: fit(data=(X, spoiled(Y, 2, math.inf))), r"y must be finite.*\[2\].*Drop or impute"),
+    "NaN buffer": (lambda: fit(with_buffer(math.nan)), r"Buffer 'bound' must not have NaN, but 1 of its values are.*train it again"),
+    "infinite variance of a norm": (lambda: fit(with_buffer(math.inf, True)), r"Buffer '1.running_var' must be finite.*again"),
     "NaN parameter": (lambda: fit(broken()), r"'0.weight' must be finite.*train it again"),
     "rows differ": (lambda: fit(data=(X, Y[:19])), r"x has 20 rows, but y has shape \(19,\)"),
     "wrong columns": (lambda: fit(data=(X[:, :2], Y)), r"failed on the inputs.*\(20, 2\).*number of columns"),

@@ -117,6 +117,38 @@ def test_tuples_dicts_and_integers_reach_the_module():
     assert ssla.fit(nn.Linear(2, 1), (torch.randint(5, (20, 2)), y), likelihood=GAUSSIAN, prior=priors.Gaussian()).report.n == 20
 
 
+class Masked(nn.Module):
+    """Attention to the past alone, by a mask of −inf or of booleans in a buffer."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        q = self.body(x)
+        return self.head(nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=self.mask)[:, -2])
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_buffer_may_be_infinite(weights, tmp_path):
+    """An attention mask of −inf: the same posterior as with booleans, and no influence of what is masked."""
+    past = torch.ones(5, 5).tril().bool()
+    infinite = Masked(torch.zeros(5, 5).masked_fill(~past, -torch.inf)).double().eval()
+    boolean = Masked(past).double().eval()
+    boolean.load_state_dict(infinite.state_dict() | {"mask": past})
+    x, y = torch.randn(30, 5, 3, dtype=torch.float64), torch.randn(30, dtype=torch.float64)
+    options = {"likelihood": GAUSSIAN, "prior": priors.Gaussian(), "weights": weights}
+    post, same = (ssla.fit(model, (x, y), **options) for model in (infinite, boolean))
+    for one, other in zip(post.marginal(x), same.marginal(x), strict=True):
+        torch.testing.assert_close(one, other)
+    changed = x.clone()
+    changed[:, -1] += 1  # the position after the one that is read
+    assert torch.equal(post.marginal(changed).covariance, post.marginal(x).covariance)
+    post.save(tmp_path / "posterior")
+    assert torch.equal(ssla.load(tmp_path / "posterior", infinite).marginal(x).covariance, post.marginal(x).covariance)
+
+
 class Squeezed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -91,8 +91,7 @@ def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe,
     floating = [p for p in module.parameters() if p.is_floating_point()]
     if not floating:
         raise ValueError("The network has no floating-point parameters, so it cannot have a posterior.")
-    for name, value in [*module.named_parameters(), *module.named_buffers()]:
-        finite(f"Parameter or buffer {name!r}", value, "The network has diverged: train it again.")
+    _check_values(module)
     probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     frozen, watch, f = _first_forward(probe, x)
@@ -109,6 +108,19 @@ def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe,
     finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
     _check_rows(frozen, x, f)
     return frozen, watch, f
+
+
+def _check_values(module: nn.Module) -> None:
+    """ValueError for NaN, and for infinite parameters and statistics of norms. Other buffers may be infinite: masks, bounds."""
+    diverged = "The network has diverged: train it again."
+    for name, value in module.named_parameters():
+        finite(f"Parameter {name!r}", value, diverged)
+    statistics = {id(b) for layer in module.modules() if isinstance(layer, BATCH_DEPENDENT) for b in layer.buffers()}
+    for name, buffer in module.named_buffers():
+        if id(buffer) in statistics:
+            finite(f"Buffer {name!r}", buffer, diverged)
+        elif bool(buffer.isnan().any()):
+            raise ValueError(f"Buffer {name!r} must not have NaN, but {int(buffer.isnan().sum())} of its values are. {diverged}")
 
 
 def check_mode(model: nn.Module) -> None:
