@@ -146,6 +146,22 @@ def test_pages_of_the_table_are_turned_by_keyboard(page):
     assert page.locator("#previous").is_enabled()
 
 
+@pytest.mark.parametrize("inputs", [25, 60])
+def test_columns_are_all_visible_or_the_page_says_that_they_scroll(browser, inputs, tmp_path):
+    x = torch.randn(40, inputs, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = nn.Linear(inputs, 1, dtype=torch.float64).eval()
+    prior = ssla.priors.Gaussian(precision=2.0)
+    post = ssla.fit(net, (x, x[:, 0]), likelihood=ssla.likelihoods.Gaussian(noise=0.4), prior=prior)
+    path = ssla.html_report(post, x, x[:, 0]).save(tmp_path / "report.html")
+    page = browser.new_page()
+    page.set_default_timeout(TIMEOUT)
+    page.goto(path.as_uri())
+    hidden = page.locator("[aria-label='Table of columns']").evaluate("e => e.scrollHeight > e.clientHeight + 1")
+    assert hidden == ("60 columns: the table scrolls." in page.locator("main, body").first.inner_text())
+    assert hidden == (inputs == 60)
+    page.close()
+
+
 def test_axe_has_no_serious_finding(page):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     found = axe.Axe().run(page).response["violations"]
