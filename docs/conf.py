@@ -172,9 +172,18 @@ def display_maths(writer: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def scrolled_by_keyboard(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """What may be wider than its window can have the focus, so that arrow keys scroll it."""
+    scrolls = r'<(pre|div class="(?:maths|table-wrapper)[^"]*")>'
+    context["body"] = re.sub(scrolls, r'<\1 tabindex="0">', context.get("body", ""))
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_messages)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("autodoc-skip-member", without_noise)
     app.connect("doctree-resolved", for_small_windows)
+    app.connect("html-page-context", scrolled_by_keyboard)
     app.add_html_math_renderer("mathml", (inline_maths, None), (display_maths, None))

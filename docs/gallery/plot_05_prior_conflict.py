@@ -25,7 +25,7 @@ posterior = ssla.fit(
 expected = {"weight": -3.0, "bias": 0.0}
 priors = {f"precision {p:g}": ssla.priors.Gaussian(p, expected) for p in (0.1, 10.0, 100.0)}
 for name, prior in priors.items():
-    print(f"{name:13}: {ssla.conflict(posterior.with_prior(prior))}")
+    print(f"{name + ':':14} {ssla.conflict(posterior.with_prior(prior))}")
 
 grid = torch.linspace(-3, 3, 100, dtype=torch.float64)[:, None]
 figure, ax = plt.subplots(figsize=(7, 4))
