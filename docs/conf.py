@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 import latex2mathml.converter
 from docutils import nodes
 from messages import messages
+from sphinx.util.images import get_image_size
 
 import ssla
 
@@ -41,7 +42,7 @@ pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-con
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 
 sphinx_gallery_conf = {
@@ -63,7 +64,9 @@ sphinx_gallery_conf = {
 }
 
 
-def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def as_rst(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Docstrings are plain text with `code`, `name:` before an indented text, headings under ----, and indented formulas."""
     found: list[str] = []
     named = literal = False  # what the indented lines that follow are
@@ -83,7 +86,7 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         else:
             if named or literal:
                 found.append("")
-            named, literal = re.fullmatch(r"\w+:", line) is not None, False
+            named, literal = re.fullmatch(r"\w+(, \w+)*:", line) is not None, False
             found.append(f"``{line[:-1]}``" if named else _escaped(line))
     lines[:] = [*found, ""]
 
@@ -91,7 +94,49 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
 def _escaped(text: str) -> str:
     """Without what reStructuredText would read as markup, but for `code`."""
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", part) for part in parts)
+    return "".join(
+        f"`{part}`" if part.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", part)
+        for part in parts
+    )
+
+
+def without_noise(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
+    """Leaves out the fields of named tuples and what scikit-learn adds for the routing of metadata."""
+    is_field = (obj.__doc__ or "").startswith("Alias for field")
+    return True if is_field or re.fullmatch(r"set_\w+_request", name) else None
+
+
+NUMBER = re.compile(
+    r"[-−<]?\d[\d.,]*(?:e[-−+]?\d+)?(?:\s[±/]\s\d[\d.,]*(?:e[-−+]?\d+)?)*[%;,]?"
+)
+
+
+def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
+    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01). Wide pictures are marked: site.css lets them scroll on a phone."""
+    texts = [
+        text for entry in tree.findall(nodes.entry) for text in entry.findall(nodes.Text)
+    ]
+    for text in texts:
+        numbers = [
+            found for found in NUMBER.finditer(text) if re.search(r"[\s-]", found.group())
+        ]
+        if isinstance(text.parent, nodes.literal | nodes.math) or not numbers:
+            continue
+        parts: list[nodes.Node] = []
+        end = 0
+        for found in numbers:
+            parts += [
+                nodes.Text(text[end : found.start()]),
+                nodes.inline("", found.group(), classes=["number"]),
+            ]
+            end = found.end()
+        text.parent.replace(text, [*parts, nodes.Text(text[end:])])
+    for image in tree.findall(nodes.image):
+        size = get_image_size(str(Path(app.srcdir) / image["uri"]))
+        if size and size[0] > 800:
+            image["classes"].append("wide")
 
 
 def write_messages(app: Any) -> None:
@@ -121,11 +166,24 @@ def inline_maths(writer: Any, node: nodes.math) -> None:
 
 
 def display_maths(writer: Any, node: nodes.math_block) -> None:
-    writer.body.append(f'<div class="maths">{latex2mathml.converter.convert(node.astext(), display="block")}</div>')
+    writer.body.append(
+        f'<div class="maths">{latex2mathml.converter.convert(node.astext(), display="block")}</div>'
+    )
     raise nodes.SkipNode
+
+
+def scrolled_by_keyboard(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """What may be wider than its window can have the focus, so that arrow keys scroll it."""
+    scrolls = r'<(pre|div class="(?:maths|table-wrapper)[^"]*")>'
+    context["body"] = re.sub(scrolls, r'<\1 tabindex="0">', context.get("body", ""))
 
 
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_messages)
     app.connect("autodoc-process-docstring", as_rst)
+    app.connect("autodoc-skip-member", without_noise)
+    app.connect("doctree-resolved", for_small_windows)
+    app.connect("html-page-context", scrolled_by_keyboard)
     app.add_html_math_renderer("mathml", (inline_maths, None), (display_maths, None))

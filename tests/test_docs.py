@@ -1,6 +1,7 @@
 """What README and docs show runs as it stands, and their links exist."""
 
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import ssla
 from ssla import demo
+from ssla.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +67,22 @@ def test_the_code_of_the_other_pages_runs(page, tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     executed(page)
     assert capsys.readouterr().out
+
+
+def test_the_tours_run(tmp_path, monkeypatch, capsys):
+    """The Python blocks, then the commands on the files that they wrote."""
+    import_module("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    executed("docs/tours.md")
+    import_module("matplotlib.pyplot").close("all")
+    assert "conflict" in capsys.readouterr().out
+    shell = "".join(re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "tours.md").read_text(), re.S))
+    commands = [shlex.split(line, comments=True)[1:] for line in shell.splitlines() if line.startswith("ssla ")]
+    assert [command[0] for command in commands] == ["train", "predict", "evaluate", "report", "reproduce"]
+    for command in commands[:-1]:
+        done = CliRunner().invoke(app, [*command, *(["--max-epochs", "5"] if command[0] == "train" else [])])
+        assert done.exit_code == 0, done.output
+    assert all((ROOT / "docs" / "paper" / f"{name}.md").exists() for name in commands[-1][1:])
 
 
 def test_the_code_of_the_page_on_bayesian_optimisation_runs(capsys):
@@ -161,7 +180,19 @@ RUN = {
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("models", "index", "choosing", "howto", "refits", "tables", "clusters", "pictures", "report", "botorch")
+        for name in (
+            "models",
+            "index",
+            "tours",
+            "choosing",
+            "howto",
+            "refits",
+            "tables",
+            "clusters",
+            "pictures",
+            "report",
+            "botorch",
+        )
     ),
     "docs/recipes.md",  # by tests/test_recipes.py
 }

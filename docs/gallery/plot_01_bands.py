@@ -25,7 +25,9 @@ for _ in range(800):
 
 # %%
 # One call fits the posterior of the last layer; the noise and the prior are found from the data.
-posterior = ssla.fit(model.eval(), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))
+posterior = ssla.fit(
+    model.eval(), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate")
+)
 grid = torch.linspace(-4.5, 4.5, 200)[:, None]
 predictive = posterior.predict(grid)
 
@@ -39,4 +41,5 @@ figure.tight_layout()
 for at in (-2.0, 0.5, 4.0):
     one = posterior.predict(torch.tensor([[at]]))
     noise, network = one.aleatoric.sqrt().item(), one.epistemic.sqrt().item()
-    print(f"x = {at:4.1f}: sd {one.stddev.item():.2f}, noise {noise:.2f}, network {network:.2f}")
+    sd = one.stddev.item()
+    print(f"x = {at:4.1f}: sd {sd:.2f}, noise {noise:.2f}, network {network:.2f}")

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ssla
+from ssla import plots
 
 torch.manual_seed(0)
 x = torch.rand(80, 1) * 4
@@ -19,7 +20,11 @@ x = torch.rand(80, 1) * 4
 def fitted(slope):
     """A posterior of a line with this slope."""
     y = slope * x[:, 0] + 0.3 * torch.randn(80)
-    return ssla.fit(torch.nn.Linear(1, 1).eval(), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))
+    return ssla.fit(
+        torch.nn.Linear(1, 1).eval(),
+        (x, y),
+        likelihood=ssla.likelihoods.Gaussian(noise="estimate"),
+    )
 
 
 posteriors = [fitted(1.0), fitted(-0.5)]
@@ -29,18 +34,16 @@ interval, region = mixture.interval(0.9)[0], mixture.hdr(0.9)
 
 # %%
 # ``hdr`` returns a union of intervals for each row.
-pieces = [(low.item(), high.item()) for low, high in zip(region.lower[0], region.upper[0], strict=True) if low.isfinite()]
+pieces = [
+    (low.item(), high.item())
+    for low, high in zip(region.lower[0], region.upper[0], strict=True)
+    if low.isfinite()
+]
 print("central interval:", [round(end.item(), 2) for end in interval])
 print("HDR:", [(round(low, 2), round(high, 2)) for low, high in pieces])
 
-grid = torch.linspace(-3, 4, 400)
-density = mixture.log_prob(grid[None]).exp().flatten()
 figure, ax = plt.subplots(figsize=(7, 3.6))
-ax.plot(grid, density, color="#2f6db5")
-for low, high in pieces:
-    inside = (grid >= low) & (grid <= high)
-    ax.fill_between(grid[inside], density[inside], color="#2f6db5", alpha=0.3, label="HDR, 90%" if low == pieces[0][0] else None)
-ax.hlines(-0.03, *interval.tolist(), color="#d1651f", lw=4, label="central interval, 90%")
-ax.set(xlabel="y", ylabel="density at x = 2")
-ax.legend()
+ax.hlines(-0.03, *interval.tolist(), color="#d1651f", lw=4, label="90% central interval")
+plots.density(mixture, level=0.9, ax=ax)
+ax.set(ylabel="density at x = 2", ylim=(-0.06, None))
 figure.tight_layout()

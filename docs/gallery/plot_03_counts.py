@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ssla
+from ssla import plots
 
 torch.manual_seed(0)
 x = 4 * torch.rand(25, 1) - 2
@@ -28,14 +29,11 @@ places = torch.tensor([[0.9], [3.2]])
 predictive, plug_in = posterior.predict(places), posterior.predict(places, refit="plug_in")
 
 # %%
-# The blue bars are the predictive, the orange dots the network's own Poisson law.
-counts = torch.arange(0, 30.0)
+# Dashed: the network's own Poisson law. The shaded counts have 90% probability.
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
 for row, ax in enumerate(axes):
-    ax.bar(counts, predictive.log_prob(counts[None]).exp()[row], color="#2f6db5", label="predictive")
-    ax.plot(counts, plug_in.log_prob(counts[None]).exp()[row], "o", ms=4, color="#d1651f", label="network itself")
+    plots.density({"network itself": plug_in, "predictive": predictive}, row, ax=ax)
     low, high = predictive.interval(0.9)[row].tolist()
-    ax.set(title=f"x = {places[row].item():.1f}, 90% interval {low:.0f} … {high:.0f}", xlabel="count")
-axes[0].set_ylabel("probability")
-axes[0].legend()
+    title = f"x = {places[row].item():.1f}, 90% interval {low:.0f} … {high:.0f}"
+    ax.set(title=title, xlabel="count")
 figure.tight_layout()

@@ -20,7 +20,11 @@ x = torch.cat([first, second]) + 0.15 * torch.randn(400, 2)
 y = torch.arange(2).repeat_interleave(200)
 
 model = torch.nn.Sequential(
-    torch.nn.Linear(2, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 2)
+    torch.nn.Linear(2, 50),
+    torch.nn.ReLU(),
+    torch.nn.Linear(50, 50),
+    torch.nn.ReLU(),
+    torch.nn.Linear(50, 2),
 )
 optimiser = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-3)
 for _ in range(300):
@@ -38,14 +42,20 @@ def entropy(probs):
 
 
 figure, axes = plt.subplots(1, 2, figsize=(8.5, 3.9), sharey=True, layout="constrained")
-for ax, refit, title in zip(axes, ("plug_in", "output"), ("network itself", "predictive"), strict=True):
+for ax, refit, title in zip(
+    axes, ("plug_in", "output"), ("network itself", "predictive"), strict=True
+):
     shade = ax.contourf(
-        side, side - 0.25, entropy(posterior.predict(grid, refit=refit).probs), levels=torch.linspace(0, 0.7, 15), cmap="cividis"
+        side,
+        side - 0.25,
+        entropy(posterior.predict(grid, refit=refit).probs),
+        levels=torch.linspace(0, 0.7, 15),
+        cmap="cividis",
     )
     ax.scatter(*x.T, c=y, s=5, cmap="gray", edgecolors="white", linewidths=0.2)
     ax.set(title=title, xlabel="first input")
 axes[0].set_ylabel("second input")
-figure.colorbar(shade, ax=axes, label="entropy (nats)")
+_ = figure.colorbar(shade, ax=axes, label="entropy (nats)")
 
 # %%
 # The mean entropy at the training rows and at a distance of 4 from their centre:
@@ -53,4 +63,5 @@ far = torch.stack([0.5 + 4 * (2 * angle).cos(), 0.25 + 4 * (2 * angle).sin()], 1
 for name, rows in (("training rows", x), ("far away", far)):
     for refit in ("plug_in", "output"):
         probs = posterior.predict(rows, refit=refit).probs
-        print(f"{name:14} {refit:8} {-(probs * probs.clamp_min(1e-12).log()).sum(-1).mean().item():.3f}")
+        mean = -(probs * probs.clamp_min(1e-12).log()).sum(-1).mean().item()
+        print(f"{name:14} {refit:8} {mean:.3f}")

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ssla
+from ssla import plots
 
 torch.manual_seed(0)
 x = torch.linspace(-2, 2, 12, dtype=torch.float64)[:, None]
@@ -21,17 +22,14 @@ posterior = ssla.fit(
     prior=ssla.priors.Gaussian(0.1),
 )
 
+expected = {"weight": -3.0, "bias": 0.0}
+priors = {f"precision {p:g}": ssla.priors.Gaussian(p, expected) for p in (0.1, 10.0, 100.0)}
+for name, prior in priors.items():
+    print(f"{name + ':':14} {ssla.conflict(posterior.with_prior(prior))}")
+
 grid = torch.linspace(-3, 3, 100, dtype=torch.float64)[:, None]
 figure, ax = plt.subplots(figsize=(7, 4))
-for precision, colour in ((0.1, "#9ecae1"), (10.0, "#4292c6"), (100.0, "#08306b")):
-    prior = ssla.priors.Gaussian(precision, mean={"weight": -3.0, "bias": 0.0})
-    other = posterior.with_prior(prior)
-    predictive = other.predict(grid)
-    low, high = predictive.interval(0.9).unbind(-1)
-    ax.fill_between(grid[:, 0], low, high, color=colour, alpha=0.25, lw=0)
-    ax.plot(grid[:, 0], predictive.mean, color=colour, label=f"precision {precision:g}")
-    print(f"precision {precision:5g}: {ssla.conflict(other)}")
+plots.prior_bands(ssla.sensitivity(posterior, grid, priors), grid, ax=ax)
 ax.plot(x[:, 0], y, "o", ms=4, color="#333333")
 ax.set(xlabel="x", ylabel="y", title="prior slope −3, means and 90% intervals")
-ax.legend()
 figure.tight_layout()

@@ -27,7 +27,9 @@ model = ssla.ExplicitModel(log_poisson, data, [0.0], ssla.priors.Gaussian(1.0))
 theta = torch.linspace(-8, 5, 40_001, dtype=torch.float64)
 log_posterior = (data[:, None] * theta - theta.exp()).sum(0) - theta.square() / 2
 weights = torch.softmax(log_posterior, 0)
-truth = (torch.exp(y[:, None] * theta - theta.exp() - torch.lgamma(y + 1)[:, None]) * weights).sum(-1)
+truth = (
+    torch.exp(y[:, None] * theta - theta.exp() - torch.lgamma(y + 1)[:, None]) * weights
+).sum(-1)
 
 mode = model.mode[0]
 found = {
@@ -37,10 +39,13 @@ found = {
 }
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.8))
 left.bar(y, truth, color="#cccccc", label="truth")
-for (name, density), marker, colour in zip(found.items(), "sD.", ("#d1651f", "#7b3294", "#2f6db5"), strict=True):
+for (name, density), marker, colour in zip(
+    found.items(), "sD.", ("#d1651f", "#7b3294", "#2f6db5"), strict=True
+):
     left.plot(y, density, marker, color=colour, ms=7 if marker == "." else 4, label=name)
-    right.semilogy(y, (density / truth).log().abs(), marker + "-", color=colour, label=name)
-    print(f"{name:18} largest error of the log probability {(density / truth).log().abs().max().item():.4f}")
+    error = (density / truth).log().abs()
+    right.semilogy(y, error, marker + "-", color=colour, label=name)
+    print(f"{name:18} largest error of the log probability {error.max().item():.4f}")
 left.set(xlabel="count", ylabel="probability")
 right.set(xlabel="count", ylabel="error of the log probability")
 left.legend()

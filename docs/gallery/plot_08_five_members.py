@@ -9,6 +9,7 @@ the data most of all, the mixture is wider than each member. On tables this is t
 import matplotlib.pyplot as plt
 import numpy as np
 
+from ssla import plots
 from ssla.sklearn import SSLARegressor
 
 rng = np.random.default_rng(0)
@@ -19,11 +20,6 @@ grid = np.linspace(-4.5, 4.5, 150)[:, None]
 figure, axes = plt.subplots(1, 2, figsize=(8.5, 3.8), sharey=True)
 for ax, members in zip(axes, (1, 5), strict=True):
     model = SSLARegressor(members=members, random_state=0).fit(x, y)
-    mean = model.predict(grid)
-    low, high = model.predict_interval(grid, level=0.9).T
-    ax.fill_between(grid[:, 0], low, high, color="#9ecae1", lw=0, label="90%")
-    ax.plot(grid[:, 0], mean, color="#2f6db5", label="mean")
-    ax.plot(x[:, 0], y, ".", ms=4, color="#333333")
-    ax.set(title=f"members={members}", xlabel="x", ylim=(-4, 4))
-axes[0].legend()
+    plots.bands(model.predict_dist(grid), grid, (x, y), levels=[0.9], ax=ax)
+    ax.set(title=f"members={members}", ylim=(-4, 4))
 figure.tight_layout()

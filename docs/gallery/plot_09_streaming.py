@@ -29,9 +29,13 @@ class Bumps(torch.nn.Module):
         return self.head(torch.exp(-((x - centres) ** 2) / 0.5))
 
 
-settings = {"likelihood": ssla.likelihoods.Gaussian(noise=0.2), "prior": ssla.priors.Gaussian(1.0)}
+settings = {
+    "likelihood": ssla.likelihoods.Gaussian(noise=0.2),
+    "prior": ssla.priors.Gaussian(1.0),
+}
 model = Bumps().eval()
-day = [x[:, 0] < -1, (x[:, 0] >= -1) & (x[:, 0] < 1), x[:, 0] >= 1]  # each day another part of the inputs
+# each day another part of the inputs
+day = [x[:, 0] < -1, (x[:, 0] >= -1) & (x[:, 0] < 1), x[:, 0] >= 1]
 
 posterior = ssla.fit(model, (x[day[0]], y[day[0]]), **settings)
 grid = torch.linspace(-3.5, 3.5, 150)[:, None].double()
@@ -42,7 +46,11 @@ for number, ax in enumerate(axes):
         posterior = posterior.update((x[day[number]], y[day[number]]))
         seen = seen | day[number]
     plots.bands(posterior.predict(grid), grid, (x[seen], y[seen]), levels=(0.9,), ax=ax)
-    ax.set(title=f"day {number + 1}: {int(seen.sum())} rows", xlabel="x", ylabel="y" if number == 0 else "")
+    ax.set(
+        title=f"day {number + 1}: {int(seen.sum())} rows",
+        xlabel="x",
+        ylabel="y" if number == 0 else "",
+    )
     if ax.get_legend() is not None and number:
         ax.get_legend().remove()
 figure.tight_layout()

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ssla
+from ssla import plots
 
 torch.manual_seed(0)
 time = torch.arange(400) * 0.15
@@ -21,7 +22,8 @@ x, y = windows[:, :20, None], windows[:, 20]
 class Next(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = torch.nn.LSTM(1, 24, batch_first=True), torch.nn.Linear(24, 1)
+        self.body = torch.nn.LSTM(1, 24, batch_first=True)
+        self.head = torch.nn.Linear(24, 1)
 
     def forward(self, x):
         return self.head(self.body(x)[0][:, -1])
@@ -34,16 +36,16 @@ for _ in range(120):
     (model(x[:300])[:, 0] - y[:300]).square().mean().backward()
     optimiser.step()
 
-posterior = ssla.fit(model.eval(), (x[:300], y[:300]), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))
+posterior = ssla.fit(
+    model.eval(), (x[:300], y[:300]), likelihood=ssla.likelihoods.Gaussian(noise="estimate")
+)
 predictive = posterior.predict(x[300:])
 low, high = predictive.interval(0.9).unbind(-1)
-print(f"90% intervals hold {((low <= y[300:]) & (y[300:] <= high)).float().mean().item():.0%} of the later values")
+inside = ((low <= y[300:]) & (y[300:] <= high)).float().mean().item()
+print(f"90% intervals hold {inside:.0%} of the later values")
 
 figure, ax = plt.subplots(figsize=(8, 3.6))
 steps = torch.arange(300, 300 + len(low))
-ax.fill_between(steps, low, high, color="#9ecae1", lw=0, label="90%")
-ax.plot(steps, predictive.mean, color="#2f6db5", label="mean")
-ax.plot(steps, y[300:], ".", ms=4, color="#333333", label="series")
+plots.bands(predictive, steps, (steps, y[300:]), levels=[0.9], ax=ax)
 ax.set(xlabel="step", ylabel="value", title="one step ahead, after training ended")
-ax.legend(ncols=3)
 figure.tight_layout()

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import ssla
+from ssla import plots
 
 torch.manual_seed(0)
 
@@ -22,9 +23,11 @@ def sequences(n):
 class Reader(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = torch.nn.Embedding(8, 24), torch.nn.Parameter(0.1 * torch.randn(6, 24))
+        self.tokens = torch.nn.Embedding(8, 24)
+        self.places = torch.nn.Parameter(0.1 * torch.randn(6, 24))
         layer = torch.nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True)
-        self.body, self.head = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.nn.Linear(24, 2)
+        self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(24, 2)
 
     def forward(self, x):
         return self.head(self.body(self.tokens(x) + self.places)[:, 0])
@@ -41,15 +44,11 @@ for _ in range(35):
 posterior = ssla.fit(model.eval(), (x, y), likelihood=ssla.likelihoods.Categorical())
 x_new, y_new = sequences(1000)
 predictive = posterior.predict(x_new)
-right = (predictive.probs.argmax(1) == y_new).float()
-print(f"accuracy {right.mean().item():.1%}, log-loss {-predictive.log_prob(y_new).mean().item():.3f}")
+right = (predictive.probs.argmax(1) == y_new).float().mean().item()
+print(f"accuracy {right:.1%}, log-loss {-predictive.log_prob(y_new).mean().item():.3f}")
 
 # %%
-# Sorted by the highest probability: where the model is less sure it is wrong more often.
-sure, order = predictive.probs.max(1).values.sort()
-groups = right[order].reshape(10, 100).mean(1)
+# Where the model is less sure it is wrong more often.
 figure, ax = plt.subplots(figsize=(5.5, 4))
-ax.plot([0.5, 1], [0.5, 1], color="#999999", lw=1)
-ax.plot(sure.reshape(10, 100).mean(1), groups, "o-", color="#2f6db5")
-ax.set(xlabel="mean of the highest probability", ylabel="share of correct answers", title="ten groups of 100 new sequences")
+plots.reliability(predictive, y_new, ax=ax)
 figure.tight_layout()

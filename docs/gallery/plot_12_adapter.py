@@ -31,18 +31,27 @@ class Adapted(torch.nn.Module):
 
 x = 4 * torch.rand(120, 1) - 2
 y = torch.sin(2 * x[:, 0]) + 0.15 * torch.randn(120)
-embed, head = torch.nn.Linear(1, 32).requires_grad_(False), torch.nn.Linear(32, 1).requires_grad_(False)
-model = torch.nn.Sequential(embed, torch.nn.Tanh(), Adapted(torch.nn.Linear(32, 32), rank=1), torch.nn.Tanh(), head)
+embed, head = (
+    torch.nn.Linear(1, 32).requires_grad_(False),
+    torch.nn.Linear(32, 1).requires_grad_(False),
+)
+model = torch.nn.Sequential(
+    embed, torch.nn.Tanh(), Adapted(torch.nn.Linear(32, 32), rank=1), torch.nn.Tanh(), head
+)
 optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
 for _ in range(1500):
     optimiser.zero_grad()
     (
-        (model(x)[:, 0] - y).square().mean() + 1e-4 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+        (model(x)[:, 0] - y).square().mean()
+        + 1e-4 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
     ).backward()
     optimiser.step()
 
 posterior = ssla.fit(
-    model.eval(), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"), weights=["2.down.weight", "2.up.weight"]
+    model.eval(),
+    (x, y),
+    likelihood=ssla.likelihoods.Gaussian(noise="estimate"),
+    weights=["2.down.weight", "2.up.weight"],
 )
 print(posterior.report)
 

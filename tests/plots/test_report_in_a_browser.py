@@ -14,12 +14,14 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
     pytest.skip("no chromium on the path: apt-get install chromium", allow_module_level=True)
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+TIMEOUT = 120_000  # milliseconds, for the start and for each action: the machine may be busy
 
 
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = play.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=TIMEOUT)
         yield opened
         opened.close()
 
@@ -46,6 +48,7 @@ def page(request, browser, model, tmp_path):
     path = ssla.html_report(post, x, y).save(tmp_path / "report.html")
     scheme = "dark" if request.param == 400 else "light"
     context = browser.new_context(viewport={"width": request.param, "height": 800}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(TIMEOUT)
     opened, problems = context.new_page(), []
     opened.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -143,6 +146,22 @@ def test_pages_of_the_table_are_turned_by_keyboard(page):
     assert page.locator("#previous").is_enabled()
 
 
+@pytest.mark.parametrize("inputs", [25, 60])
+def test_columns_are_all_visible_or_the_page_says_that_they_scroll(browser, inputs, tmp_path):
+    x = torch.randn(40, inputs, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = nn.Linear(inputs, 1, dtype=torch.float64).eval()
+    prior = ssla.priors.Gaussian(precision=2.0)
+    post = ssla.fit(net, (x, x[:, 0]), likelihood=ssla.likelihoods.Gaussian(noise=0.4), prior=prior)
+    path = ssla.html_report(post, x, x[:, 0]).save(tmp_path / "report.html")
+    page = browser.new_page()
+    page.set_default_timeout(TIMEOUT)
+    page.goto(path.as_uri())
+    hidden = page.locator("[aria-label='Table of columns']").evaluate("e => e.scrollHeight > e.clientHeight + 1")
+    assert hidden == ("60 columns: the table scrolls." in page.locator("main, body").first.inner_text())
+    assert hidden == (inputs == 60)
+    page.close()
+
+
 def test_axe_has_no_serious_finding(page):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     found = axe.Axe().run(page).response["violations"]
@@ -157,11 +176,12 @@ def test_a_report_of_many_rows_answers_at_once(browser, tmp_path):
     x = torch.randn(100_000, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     path: Path = ssla.html_report(post, x, x[:, 0]).save(tmp_path / "report.html")
     page = browser.new_page()
+    page.set_default_timeout(TIMEOUT)
     page.goto(path.as_uri())
     assert "2,000 of them" in page.locator("header").inner_text()
     took = page.evaluate(
         """() => { const start = performance.now(), field = document.querySelector("#search");
         field.value = "doubt > 0.01"; field.dispatchEvent(new Event("input")); return performance.now() - start; }"""
     )
-    assert took < 500
+    assert took < 2000  # milliseconds; 5 are usual
     page.close()

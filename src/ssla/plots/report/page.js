@@ -185,11 +185,11 @@
   function why(i) {
     const found = D.why[i];
     if (!found) return "";
-    let out = "<h3>Why unsure</h3><ul>";
+    let out = "";
     if (found.prior !== null) out += `<li>The prior decides ${pct(found.prior, 0)} of the doubt.</li>`;
-    for (const [j, part] of found.inputs) out += `<li>With ${esc(D.inputNames[j] ?? `input ${j}`)} at its training mean, the doubt would ${part >= 0 ? "fall" : "rise"} by ${pct(Math.abs(part), 0)}.</li>`;
+    for (const [j, part] of found.inputs.filter(([, part]) => Math.abs(part) >= 0.005)) out += `<li>With ${esc(D.inputNames[j] ?? `input ${j}`)} at its training mean, the doubt would ${part >= 0 ? "fall" : "rise"} by ${pct(Math.abs(part), 0)}.</li>`;
     if (found.rows.length) out += `<li>Training rows that move this prediction most: ${found.rows.map(([r, e]) => `${r} (by ${num(e, 2)})`).join(", ")}.</li>`;
-    return out + "</ul>";
+    return out && `<h3>Why unsure</h3><ul>${out}</ul>`;
   }
 
   function showRow() {

@@ -16,6 +16,7 @@ from ssla.plots.report.subject import Subject
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 LIBRARIES = ("torch", "numpy", "scikit-learn")
+ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 
 
 def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
@@ -172,8 +173,12 @@ def _rows(facts: dict[str, Any]) -> str:
 
 def _columns(subject: Subject) -> str:
     rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(use)}</td></tr>' for name, use in subject.columns)
+    count = len(subject.columns)
+    many = count > ROWS_OF_COLUMNS
     return (
-        '<div class="wide low" tabindex="0" role="region" aria-label="Table of columns"><table class="texts"><thead><tr>'
+        (f"<p class=note>{count:,} columns: the table scrolls.</p>" if many else "")
+        + f'<div class="wide{" low" if many else ""}" tabindex="0" role="region" aria-label="Table of columns">'
+        '<table class="texts"><thead><tr>'
         f'<th scope="col">column</th><th scope="col">use</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
