@@ -267,6 +267,16 @@ def test_readers_beside_writers_read_complete_models(way, tmp_path):
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_a_writer_that_is_removing_its_draft_has_not_been_interrupted(tmp_path):
+    """Its lock goes before the rest: a reader that comes in between must not lock the remains and call them abandoned."""
+    place = tmp_path / ".model.0123.saving"
+    (place / "old").mkdir(parents=True)
+    assert replacing.surviving(tmp_path / "model") == (place / "old", False)
+    assert not (place / "lock").exists()
+    (place / "lock").touch()  # of a writer that was killed
+    assert replacing.surviving(tmp_path / "model") == (place / "old", True)
+
+
 def test_writers_in_several_processes_leave_one_complete_model(way, tmp_path):
     processes = [started(WRITER, way, tmp_path) for _ in range(3)]
     reads = set()

@@ -61,7 +61,7 @@ def surviving(path: Path) -> tuple[Path, bool]:
     if not target.exists():
         for place in _places(target):
             if (place / "old").is_dir():
-                with _abandoned(place) as certain:
+                with _abandoned(place, create=False) as certain:
                     return place / "old", certain
     return path, False
 
@@ -150,22 +150,25 @@ def _locked_place(target: Path) -> tuple[Path, IO[bytes] | None]:
 
 
 @contextlib.contextmanager
-def _abandoned(place: Path) -> Iterator[bool]:
-    """Whether its writer has certainly ended: a running writer holds the lock. In the block this process holds it."""
+def _abandoned(place: Path, create: bool = True) -> Iterator[bool]:
+    """Whether its writer has certainly ended: a running writer holds the lock. In the block this process holds it.
+
+    create: take the lock also where the directory has none. A writer that removes its directory removes the lock before the rest.
+    """
     try:
-        lock = _lock(place)
+        lock = _lock(place, create)
     except OSError:
         lock = None
     with lock or contextlib.nullcontext():
         yield lock is not None
 
 
-def _lock(place: Path) -> IO[bytes] | None:
+def _lock(place: Path, create: bool = True) -> IO[bytes] | None:
     """An open, locked file. None if the system has no locks; OSError if it is locked, or the directory was removed."""
     if fcntl is None:
         return None
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context((place / "lock").open("ab"))
+        file = stack.enter_context((place / "lock").open("ab" if create else "r+b"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -167,7 +167,7 @@ def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) ->
 
 def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """The network: x ↦ weight·x + bias, in float64."""
-    module = nn.Linear(weight.shape[1], weight.shape[0], dtype=torch.float64)
+    module: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=torch.float64)  # draws nothing
     with torch.no_grad():
         module.weight.copy_(weight)
         module.bias.copy_(bias)
