@@ -10,6 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.refit import all_weights, weights
+from ssla.refit.last_layer_group import Group
 from support.oracles import brute_force_refit
 from support.refits import FAMILIES, T, classes_at, inputs, last_layer, seeded, small_network
 
@@ -284,14 +285,18 @@ def test_last_layer_refits_that_fall_back_are_counted_aloud(name, refit):
     assert seen[0].filename == __file__
 
 
-def wide_classes():
+def wide_classes(weighted=False, prior=0.3, gaussian="laplace"):
     """A last layer of four classes with 30 features, where determinants may be in single precision."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 29), nn.Tanh(), nn.Linear(29, 4)).double()
+    post = ssla.fit(model, wide_rows(weighted), likelihood=L.Categorical(), prior=priors.Gaussian(prior), gaussian=gaussian)
+    return post, 1.5 * inputs(12, 6, width=5), torch.arange(4).double().expand(12, -1)
+
+
+def wide_rows(weighted):
     x = inputs(150, 5, width=5)
     y = (x[:, 0] > 0).long() + 2 * (x[:, 1] + 0.3 * x[:, 2] > 0).long()
-    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.3), gaussian="laplace")
-    return post, 1.5 * inputs(12, 6, width=5), torch.arange(4).double().expand(12, -1)
+    return (x, y, torch.linspace(0.2, 2.0, 150, dtype=torch.float64)) if weighted else (x, y)
 
 
 def test_classes_are_by_default_within_1e_3_of_refits_to_the_end():
@@ -313,12 +318,70 @@ def test_rare_classes_keep_the_probability_of_the_output_refit():
     assert rare.any(1).any()
     some = post.predict(new, refit=ssla.WeightRefit(rare=0.02))
     every = post.predict(new, refit=ssla.WeightRefit(rare=0))
-    assert torch.equal(some.diagnostics.refits, (~rare).sum(1))
+    alone = (~rare).sum(1) == 1  # the only class that is not rare is sure of its probability: no refit changes it
+    assert alone.any()
+    assert torch.equal(some.diagnostics.refits, torch.where(alone, 0, (~rare).sum(1)))
     assert (every.diagnostics.refits == 4).all()
     assert set(some.diagnostics.rung) == {"weights"}
     before_normalising = some.probs * some.mass.unsqueeze(1)
     assert torch.allclose(before_normalising[rare], output[rare])
-    assert torch.allclose(before_normalising[~rare], (every.probs * every.mass.unsqueeze(1))[~rare], atol=1e-4)
+    assert torch.allclose(some.probs[alone], output[alone])
+    refitted = ~rare & ~alone.unsqueeze(1)
+    assert torch.allclose(before_normalising[refitted], (every.probs * every.mass.unsqueeze(1))[refitted], atol=1e-4)
+
+
+def test_rare_is_smaller_by_default_where_the_output_refit_is_less_accurate():
+    post, new, _ = wide_classes()
+    variational, _, _ = wide_classes(gaussian="variational")
+    assert ssla.WeightRefit()(post.state, new).rare == 1e-4
+    assert ssla.WeightRefit()(variational.state, new).rare == 1e-3
+    assert ssla.WeightRefit(rare=0.2)(variational.state, new).rare == 0.2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tolerance", [1e-9, 1e-4])
+def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted, tolerance):
+    post, new, y = wide_classes(weighted)
+    engine = ssla.WeightRefit(tolerance=tolerance).engine(post.state, new)
+    where = torch.arange(12).repeat_interleave(4)
+    group = Group(engine, engine.bases[0], where, y.flatten().long())
+    point = engine._ascend(group).point
+    contrasts, _ = group.curvature(point, engine.contrasts)
+    whole, _ = group.curvature(point, engine.bases[0])
+    steps = engine.original(point)
+    by_hand = torch.stack(
+        [curvature_by_hand(post, wide_rows(weighted), new[i], step) for i, step in zip(where, steps, strict=True)]
+    )
+    assert by_hand.abs().max() > 0.3
+    within = 1e-7 if tolerance < 1e-6 else 2e-4  # ΔH is in single precision, its trace is not
+    torch.testing.assert_close(contrasts, by_hand, rtol=0, atol=within)
+    torch.testing.assert_close(contrasts, whole, rtol=0, atol=within)
+
+
+def curvature_by_hand(post, data, x, step):
+    """−½[log|H̃(θ̃)| − log|H(θ̂)|] of a softmax layer under the prior's precision 0.3, from whole matrices."""
+    rows, weights = torch.cat([data[0], x[None]]), torch.ones(151, dtype=torch.float64)
+    if len(data) > 2:
+        weights[:-1] = data[2]
+    with torch.no_grad():
+        phi = torch.cat([post.network.frozen.module[:-1](rows), torch.ones(151, 1, dtype=torch.float64)], 1)
+
+    def logdet(theta, n):
+        p = (phi[:n] @ theta.reshape(4, -1).mT).softmax(1)
+        Lambda = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) * weights[:n, None, None]
+        H = torch.einsum("nab,nf,ng->afbg", Lambda, phi[:n], phi[:n]).reshape(len(theta), -1)
+        return torch.logdet(H + 0.3 * torch.eye(len(theta), dtype=torch.float64))
+
+    return 0.5 * (logdet(post.theta, 150) - logdet(post.theta + step, 151))
+
+
+def test_classes_with_priors_of_their_own_have_no_contrasts():
+    alike, new, _ = wide_classes()
+    weight = torch.full((4, 29), 0.3, dtype=torch.float64)
+    weight[0] = 0.6
+    different, _, _ = wide_classes(prior={"2.weight": weight, "2.bias": 0.3})
+    assert ssla.WeightRefit().engine(alike.state, new).contrasts is not None
+    assert ssla.WeightRefit().engine(different.state, new).contrasts is None
 
 
 @pytest.mark.parametrize("rare", [-0.1, 1.0, "few", True])

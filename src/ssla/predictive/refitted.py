@@ -91,9 +91,13 @@ def _resolved(
 
 
 def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name: str, reasons: list[str] | None) -> Predictive:
-    """A refit for each class of each chosen row that is not rare. A row in which one fails has the output rung's answer."""
+    """A refit for each class of each chosen row that is not rare, unless it is the only one: then no refit changes the answer.
+
+    A row in which a refit fails has the output rung's answer.
+    """
     assert isinstance(output.law, ClassLaw)
-    logs, likely = output.law.log_weights.clone(), output.law.probs >= weights.refit.rare
+    logs, likely = output.law.log_weights.clone(), output.law.probs >= weights.rare
+    likely &= likely.sum(1, keepdim=True) > 1
     rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
     if rows.numel():

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ssla.data import as_inputs
-from ssla.likelihoods import Likelihood
+from ssla.likelihoods import Categorical, Likelihood
 from ssla.refit.anderson import SHARED_STEPS, Found, Progress, ascend, finished
+from ssla.refit.contrasts import Contrasts
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.last_layer_group import Base, Group, congruent, pairs, squared
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
@@ -86,6 +87,21 @@ class LastLayerRefit:
         solved: Tensor = torch.linalg.solve_triangular(self.basis, parts.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
+    def prior_gradient(self, point: Tensor) -> Tensor:
+        """∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), in the precision of `point`."""
+        if not self.prior.gaussian:
+            return self.to_basis(self.prior.gradient(self.original(point.double()))).to(point.dtype)
+        parts = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
+        return -(parts @ self._prior_precision[point.dtype]).movedim(0, 1).reshape(point.shape)
+
+    @cached_property
+    def _prior_precision(self) -> dict[torch.dtype, Tensor]:
+        """Of a Gaussian prior, in the basis (C, F, F), in both precisions."""
+        diagonal = torch.diag_embed(self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1))
+        half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
+        whole = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
+        return {torch.float64: whole, torch.float32: whole.float()}
+
     @cached_property
     def _memo(self) -> dict[tuple[int, str], Tensor]:
         """What was computed of cached blocks, while it fits. (A cached block lives as long as we do, so its id is its own.)"""
@@ -119,10 +135,22 @@ class LastLayerRefit:
         """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice (pairs, b)."""
 
         def compute() -> Tensor:
-            K = DenseOperator(base.factor).covariance(Features(block.x, self.outputs))
-            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(self.outputs)])
+            K = DenseOperator(base.factor).covariance(Features(block.x, base.outputs))
+            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(base.outputs)])
 
-        return self._remember(block, base.kind, compute)
+        return self._remember(block, f"{base.kind} {base.outputs}", compute)
+
+    @cached_property
+    def contrasts(self) -> Base | None:
+        """The curvature in contrasts of classes, in which determinants are smaller; None where it is not the same."""
+        prior, base = self.prior, self.bases[0]
+        if not (isinstance(self.posterior.likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
+            return None
+        precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
+        if not torch.equal(precision, precision[:1].expand_as(precision)):
+            return None
+        contrasts = Contrasts(self.outputs)
+        return Base(base.kind, torch.linalg.cholesky(contrasts.of_blocks(base.matrix)), self.outputs - 1, contrasts)
 
     # --- one group of tasks ----------------------------------------------------------------
 
@@ -132,7 +160,7 @@ class LastLayerRefit:
         group = Group(self, base, where, y)
         found = self._ascend(group, progress)
         likelihood, prior = group.values(found.point)
-        curvature, positive = group.curvature(found.point, base)
+        curvature, positive = group.curvature(found.point, self.contrasts or base)
         bad = (~positive).nonzero().squeeze(-1)
         if bad.numel() and base.kind == OBSERVED:
             curvature[bad], positive[bad] = group.take(bad).curvature(found.point[bad], self.bases[-1])

@@ -13,6 +13,7 @@ from torch import Tensor
 from ssla.likelihoods import Categorical
 from ssla.numerics import linalg
 from ssla.refit.anderson import Slope
+from ssla.refit.contrasts import Contrasts
 from ssla.refit.increments import FISHER, at_mode
 from ssla.refit.rows import Block
 from ssla.refit.solved import FROZEN, at_once, own_increment, own_pull
@@ -35,11 +36,15 @@ CACHE_BYTES = 1 << 20  # of matrices factorised together: more fall out of the p
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """The curvature at θ̂ of one kind, in the basis: H = L Lᵀ (P, P)."""
+    """The curvature at θ̂ of one kind, in the basis: H = L Lᵀ (P, P).
+
+    contrasts: the outputs are contrasts of classes, Qᵀf (see `ssla.refit.contrasts`); None: they are f.
+    """
 
     kind: str
     factor: Tensor
     outputs: int
+    contrasts: Contrasts | None = None
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -149,7 +154,7 @@ class Group:
             total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x
         y, own = _of_kind(self.y, kind), self.f.to(kind) + self.push(point)
         gradient = total.movedim(0, 1).reshape(m, -1) + self.pull(law.score(y, own).to(kind))
-        gradient = gradient + refit.to_basis(refit.prior.gradient(refit.original(point.double()))).to(kind)
+        gradient = gradient + refit.prior_gradient(point)
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(kind)
         if not law.linear_domain:
@@ -271,8 +276,8 @@ class Group:
 
     def _matrices(self, change: Tensor, point: Tensor, precision: Tensor, base: Base) -> Iterator[Tensor]:
         """H + ΔH + JᵀΛJ of some tasks after others (k, P, P), in the precision of ΔH."""
-        m, C = self.f.shape
-        F, kind = self.phi.shape[1], change.dtype
+        m, C, F, kind = len(self.y), base.outputs, self.phi.shape[1], change.dtype
+        precision = precision if base.contrasts is None else base.contrasts.of_matrices(precision)
         own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(self.phi).unsqueeze(1)
         packed, prior_precision = own.flatten(1).to(kind) + change, self.refit.prior.precision(self.refit.original(point))
         for part in torch.arange(m).split(self._matrices_at_once):
@@ -283,6 +288,9 @@ class Group:
 
     def _changes(self, point: Tensor, base: Base) -> Iterator[tuple[Block, Tensor]]:
         """Each block with Λ(f̃_i) − Λ(f̂_i) of its rows under all tasks: of the pairs a ≤ b (pairs, b, m)."""
+        if base.contrasts is not None:
+            yield from self._class_changes(point, base.contrasts)
+            return
         likelihood = self.refit.posterior.likelihood
         for whole, block, f in self._blocks(point):
             if base.kind == FISHER:
@@ -292,9 +300,14 @@ class Group:
             if bool(change.any()):
                 yield whole, block.weighted(change).movedim((-2, -1), (0, 1)).flatten(0, 1)[upper(self.refit.outputs)]
 
+    def _class_changes(self, point: Tensor, contrasts: Contrasts) -> Iterator[tuple[Block, Tensor]]:
+        for whole, block, f in self._blocks(point):
+            change = contrasts.pairs(f.movedim(-1, 0).softmax(0)) - contrasts.pairs(block.f.mT.softmax(0)).unsqueeze(-1)
+            yield whole, change if block.weights is None else change * block.weights.unsqueeze(-1)
+
     def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> Change:
         """ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ: a product of the tasks' ΔΛ with the rows' shared vech(φφᵀ)."""
-        m, F, count = len(point), self.phi.shape[1], len(pairs(self.refit.outputs))
+        m, F, count = len(point), self.phi.shape[1], len(pairs(base.outputs))
         total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
         trace = torch.zeros(m, dtype=torch.float64)
         for block, change in self._changes(point, base):
