@@ -10,6 +10,9 @@ from torch import Tensor
 from ssla.numerics.linalg import stack_square
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
+FEW_OUTPUTS = 4  # up to these many, K entry by entry
+CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
+
 
 @dataclass(frozen=True)
 class Features:
@@ -85,6 +88,8 @@ class Features:
         # Output a's weights are the columns of block a of W, which is lower triangular: rows from a·F on.
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
+        if C > FEW_OUTPUTS:
+            return self._quadratic_of_many(W)
         white = [self._times(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
         K: list[list[Tensor]] = [[white[0]] * C for _ in range(C)]
         for a in range(C):
@@ -92,6 +97,16 @@ class Features:
                 K[a][b] = K[b][a] = torch.linalg.vecdot(white[a], white[b][:, (a - b) * F :])
             K[a][a] = torch.linalg.vecdot(white[a], white[a])
         return stack_square(K)
+
+    def _quadratic_of_many(self, W: Tensor) -> Tensor:
+        """Some rows after others, so that L⁻¹Jᵀ of them stays in the processor's cache."""
+        C, F = self.outputs, self.width
+        columns = W.view(-1, C, F).permute(2, 1, 0).reshape(F, -1)
+        parts = []
+        for phi in self.with_ones().split(max(CACHED // (C * C * F), 1)):
+            white = (phi @ columns).view(len(phi), C, -1)
+            parts.append(white @ white.mT)
+        return torch.cat(parts)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         return torch.diag_embed(self.weighted_squares(variances))
