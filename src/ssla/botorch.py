@@ -25,6 +25,7 @@ from ssla._checks import finite, positive
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
 from ssla.network.layout import contiguous_layout
+from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior, fit
 from ssla.predictive.functions import joint_of_groups
 from ssla.state import VARIATIONAL, State, Variational
@@ -321,7 +322,7 @@ def _untrained(
     widths = (len(numbers) + sum(categories.values()), *hidden, outputs)
     layers: list[nn.Module] = [Inputs(bounds, categories)]
     for inside, out in pairwise(widths):
-        layers += [nn.utils.skip_init(nn.Linear, inside, out, dtype=torch.float64), nn.Tanh()]
+        layers += [unset_linear(inside, out, torch.float64), nn.Tanh()]
     network, generator = nn.Sequential(*layers[:-1]).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in network.parameters():

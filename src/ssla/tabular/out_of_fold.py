@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
+from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior, fit
 from ssla.predictive import Predictive, affine, mixture
 from ssla.predictive.normals import averaged
@@ -167,7 +168,7 @@ def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) ->
 
 def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """The network: x ↦ weight·x + bias, in float64."""
-    module: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=torch.float64)  # draws nothing
+    module = unset_linear(weight.shape[1], weight.shape[0], torch.float64)
     with torch.no_grad():
         module.weight.copy_(weight)
         module.bias.copy_(bias)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ssla._checks import unknown_name
 from ssla.likelihoods import Likelihood
+from ssla.network.unset import unset_linear
 from ssla.tabular.pieces import Pieces, place
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
@@ -49,7 +50,7 @@ class Architecture:
             raise ValueError(unknown_name("activation", self.activation, ACTIVATIONS))
         layers: list[nn.Module] = [Pieces(self.pieces)] if self.pieces else []
         for i, (width, following) in enumerate(pairwise(self.widths)):
-            layers.append(nn.utils.skip_init(nn.Linear, width, following))
+            layers.append(unset_linear(width, following))
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
         return nn.Sequential(*layers).eval()
