@@ -47,8 +47,8 @@ refit in output space, is classical Laplace plus noise. Real refits of the weigh
 expensive one.
 
 "Our default" in these studies is the refit in output space with the Gaussian at the mode, also for classes, counts and
-unknown variances. The library has since chosen the variational Gaussian and another prior for those: the pages on trained
-models and on priors have its figures.
+unknown variances. For those the library itself uses the variational Gaussian and another prior: the pages on trained models
+and on priors have its figures.
 """
 WHY = """
 ## Why
