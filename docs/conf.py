@@ -113,7 +113,7 @@ NUMBER = re.compile(
 )
 
 
-SHORT = 14  # characters of a cell that stays on one line
+SHORT = 13  # characters of a cell that stays on one line
 WIDE, VERY_WIDE = 800, 1800  # pixels of a picture
 
 
