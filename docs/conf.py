@@ -109,12 +109,21 @@ def without_noise(
 
 
 NUMBER = re.compile(
-    r"[-−<]?\d[\d.,]*(?:e[-−+]?\d+)?(?:\s[±/]\s\d[\d.,]*(?:e[-−+]?\d+)?)*[%;,]?"
+    r"[-−<]?\d[\d.,]*(?:e[-−+]?\d+)?(?:\s[±/]\s\d[\d.,]*(?:e[-−+]?\d+)?)*(?:\s\([\d.]+…[\d.]+\))?[%;,]?"
 )
 
 
+SHORT = 13  # characters of a cell that stays on one line
+WIDE, VERY_WIDE = 800, 1800  # pixels of a picture
+
+
 def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
-    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01). Wide pictures are marked: site.css lets them scroll on a phone."""
+    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01), and so do short cells. Wide pictures are marked: see site.css."""
+    for entry in tree.findall(nodes.entry):
+        if len(entry.astext()) <= SHORT and not isinstance(
+            entry.parent.parent, nodes.thead
+        ):
+            entry["classes"].append("short")
     texts = [
         text for entry in tree.findall(nodes.entry) for text in entry.findall(nodes.Text)
     ]
@@ -135,8 +144,8 @@ def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
         text.parent.replace(text, [*parts, nodes.Text(text[end:])])
     for image in tree.findall(nodes.image):
         size = get_image_size(str(Path(app.srcdir) / image["uri"]))
-        if size and size[0] > 800:
-            image["classes"].append("wide")
+        if size and size[0] > WIDE:
+            image["classes"] += ["wide"] + ["very-wide"] * (size[0] > VERY_WIDE)
 
 
 def write_messages(app: Any) -> None:
@@ -152,12 +161,16 @@ def write_messages(app: Any) -> None:
             continue
         if found.module != module:
             module = found.module
-            lines += ["", f"## {module}", "", "| kind | text |", "|---|---|"]
-        text = re.sub(r"([\\`*_|<>$\[\]{}])", r"\\\1", found.text)
-        lines.append(f"| {found.kind} | {text} |")
+            lines += ["", f"## {_plain(module)}", "", "| kind | text |", "|---|---|"]
+        lines.append(f"| {found.kind} | {_plain(found.text)} |")
     page, text = Path(app.srcdir) / "messages.md", "\n".join(lines) + "\n"
     if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
+
+
+def _plain(text: str) -> str:
+    """Without what Markdown would read as markup."""
+    return re.sub(r"([\\`*_|<>$\[\]{}])", r"\\\1", text)
 
 
 def inline_maths(writer: Any, node: nodes.math) -> None:
@@ -175,9 +188,11 @@ def display_maths(writer: Any, node: nodes.math_block) -> None:
 def scrolled_by_keyboard(
     app: Any, page: str, template: str, context: dict[str, Any], tree: Any
 ) -> None:
-    """What may be wider than its window can have the focus, so that arrow keys scroll it."""
+    """What may be wider than its window can have the focus, so that arrow keys scroll it. A wide picture opens in full size."""
     scrolls = r'<(pre|div class="(?:maths|table-wrapper)[^"]*")>'
-    context["body"] = re.sub(scrolls, r'<\1 tabindex="0">', context.get("body", ""))
+    body = re.sub(scrolls, r'<\1 tabindex="0">', context.get("body", ""))
+    wide = r'(<img [^>]*class="[^"]*wide[^"]*"[^>]*src="([^"]+)"[^>]*>)'
+    context["body"] = re.sub(wide, r'<a href="\2">\1</a>', body)
 
 
 def setup(app: Any) -> None:

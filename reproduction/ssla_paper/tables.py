@@ -43,15 +43,20 @@ class Table:
     def _lines(self) -> list[list[str]]:
         return [[self.shown(c, v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
 
+    def _on_the_left(self) -> list[bool]:
+        """By column: the first and those of words are on the left, those of numbers on the right."""
+        lines = self._lines()
+        return [i == 0 or of_words([line[i] for line in lines]) for i in range(len(self.columns))]
+
     def markdown(self) -> str:
-        rule = "|".join("---" if i == 0 else "---:" for i in range(len(self.columns)))
+        rule = "|".join("---" if left else "---:" for left in self._on_the_left())
         lines = [f"| {' | '.join(line)} |" for line in [list(self.columns), *self._lines()]]
         return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
     def latex(self) -> str:
         lines = [" & ".join(_escaped(cell) for cell in line) + r" \\" for line in [list(self.columns), *self._lines()]]
         body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
-        spec = "l" + "r" * (len(self.columns) - 1)
+        spec = "".join("l" if left else "r" for left in self._on_the_left())
         caption = f"\\caption{{{_escaped(self.caption)}}}"
         tabular = f"\\begin{{tabular}}{{{spec}}}\n{body}\n\\end{{tabular}}"
         return f"\\begin{{table}}\n\\centering\n{tabular}\n{caption}\n\\label{{tab:{self.name}}}\n\\end{{table}}\n"
@@ -67,6 +72,12 @@ class Table:
         write_whole(folder / f"{self.name}.csv", self.csv())
         write_whole(folder / f"{self.name}.md", f"{self.caption}\n\n{self.markdown()}\n")
         write_whole(folder / f"{self.name}.tex", self.latex())
+
+
+def of_words(cells: Sequence[str]) -> bool:
+    """Whether more cells begin with a letter than with anything but a dash."""
+    words = sum(cell[:1].isalpha() for cell in cells)
+    return 2 * words > sum(cell != "–" for cell in cells)
 
 
 def _escaped(text: str) -> str:

@@ -97,6 +97,29 @@ def test_a_row_of_weight_two_stands_for_two():
     torch.testing.assert_close(by_row(found, found.mean)[:, 3], expected, atol=1e-8, rtol=1e-6)
 
 
+def test_influence_on_the_variance_of_classes_equals_the_formula_with_matrices():
+    """S − S₋ − S (Σ_j Jᵀ dΛ_j J) S, with dΛ_j along what the row does to f_j, and half of it for the row itself."""
+    law, y = L.Categorical(), (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
+    posterior = ssla.fit(mlp(outputs=3), (X, y), likelihood=law, prior=PRIOR, gaussian="laplace")
+    state = posterior.state
+    S = state.covariance.solve_many(torch.eye(len(state.theta), dtype=torch.float64))
+    (f, J), (_, at) = next(state.linearised(X)), next(state.linearised(NEW))
+    J, at = J.double().dense().values, at.double().dense().values
+    g, Lambda, p = law.score(y, f), law.fisher(f), torch.softmax(f, -1)
+    found = ssla.explain(posterior, NEW, top=None).influence
+    variance = by_row(found, found.variance)
+    for row in (0, 7, 39):
+        less = torch.linalg.inv(torch.linalg.inv(S) - J[row].mT @ Lambda[row] @ J[row])
+        move = J @ less @ (J[row].mT @ g[row])
+        move[row] *= 0.5
+        dp = (Lambda @ move.unsqueeze(-1)).squeeze(-1)
+        outer = dp.unsqueeze(-1) * p.unsqueeze(-2)
+        rise = torch.diag_embed(dp) - outer - outer.mT
+        bend = (J.mT @ rise @ J).sum(0)
+        expected = (at @ (S - less - S @ bend @ S) @ at.mT).diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(variance[:, row], expected, rtol=1e-3, atol=1e-6)
+
+
 def ranks(values):
     return values.argsort(-1).argsort(-1).double()
 
