@@ -337,7 +337,7 @@ def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [score for score in next(r["ssla"] for r in results) if score in LOWER and score not in ("error", "ECE")]
-    figure, axes = plt.subplots(len(shown), 1, figsize=(6.4, 1.7 * len(shown)), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(len(shown), 1, figsize=(6.4, 1.9 * len(shown)), layout="constrained", squeeze=False)
     tables = list(dict.fromkeys(r["table"] for r in results))
     for ax, score in zip(axes[:, 0], shown, strict=True):
         able = [m for m in methods if any(score in r.get(m, {}) for r in results)]
@@ -362,13 +362,13 @@ def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
         best = ranks[order[0]]
         ax.plot([best, best + critical], [-1.5, -1.5], color="#D55E00", lw=2, solid_capstyle="butt")
         ax.annotate(f" critical difference {critical:.1f}", (best + critical, -1.5), fontsize=7, color="#D55E00", va="center")
-        ax.set(ylim=(-1.7, 1), yticks=[], xlim=(0.8, len(able) + 0.6), title=f"mean rank, {score}, {len(tables)} tables")
-        ax.title.set_fontsize(8)
+        ax.set(ylim=(-1.8, 1.3), yticks=[], xlim=(0.8, len(able) + 0.6))
+        ax.set_title(f"mean rank, {score}, {len(tables)} tables", loc="left", fontsize=8)
         ax.tick_params(labelsize=7)
         for side in ("left", "right", "top"):
             ax.spines[side].set_visible(False)
-        ax.spines["bottom"].set_position(("data", 0))
         ax.spines["bottom"].set_color("#bbbbbb")
+        ax.axhline(0, color="#bbbbbb", lw=0.8, zorder=0)
     figure.savefig(path, dpi=150)
 
 

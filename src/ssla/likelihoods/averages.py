@@ -1,7 +1,7 @@
 """E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
 
-By fixed nodes (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the
-weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides
+In closed form for mean and log variance and for the log rate of counts, else by fixed nodes (Gauss–Hermite for one and two
+outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides
 it is Σ_i w_i diag Λ_i (1, C), and they need none at all.
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from ssla.likelihoods.classes import Bernoulli, Categorical
 from ssla.likelihoods.counts import NegativeBinomial, Poisson
 from ssla.likelihoods.gaussian import Gaussian
-from ssla.likelihoods.likelihood import Derivatives, Likelihood
+from ssla.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
 from ssla.likelihoods.tempered import Tempered
 from ssla.numerics.quadrature.normal import normal_nodes
 from ssla.numerics.roots import Root
@@ -37,6 +38,9 @@ def averages(
 ) -> Derivatives:
     """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never indefinite, for E Λ."""
     B, C = f.shape
+    exact = _closed_form(likelihood, y, f, root, fisher)
+    if exact is not None:
+        return exact if pool is None else exact._replace(precision=_pooled(exact.precision, pool, diagonal))
     nodes, weights = normal_nodes(C, next(pairs for most, pairs in PAIRS if most >= C))
     z = nodes.mT.contiguous()
     fast = of_classes(likelihood)
@@ -91,11 +95,52 @@ def _of_nodes(
     if fisher:
         found = found._replace(precision=likelihood.fisher(f))
     log_prob, score, precision = (torch.tensordot(part, weights, dims=([1], [0])) for part in found)
-    if pool is not None:
-        precision = torch.tensordot(pool, precision, 1).unsqueeze(0)
-    if diagonal:
-        return Derivatives(log_prob, score, precision.diagonal(dim1=-2, dim2=-1))
-    return Derivatives(log_prob, score, (precision + precision.mT) / 2)
+    precision = (precision + precision.mT) / 2
+    return Derivatives(log_prob, score, precision if pool is None else _pooled(precision, pool, diagonal))
+
+
+def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
+    """Σ_i w_i Λ_i (1, C, C), or its diagonal (1, C)."""
+    total = torch.tensordot(pool, precision, 1).unsqueeze(0)
+    return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
+
+
+def _closed_form(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool) -> Derivatives | None:
+    """Where log p is a polynomial plus an exponential of outputs; None elsewhere."""
+    law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
+    if isinstance(law, HeteroscedasticGaussian) and law.linear_domain:
+        found = _of_mean_and_log_variance(y, f, _covariance(f, root), fisher)
+    elif isinstance(law, Poisson) and law.linear_domain:
+        found = _of_log_rate(y, f, _covariance(f, root))
+    else:
+        return None
+    beta = _beta(likelihood)
+    return found if beta == 1 else Derivatives(*(beta * part for part in found))
+
+
+def _covariance(f: Tensor, root: Root) -> Tensor:
+    R = root.times(torch.eye(f.shape[1], dtype=f.dtype))
+    return R @ R.mT
+
+
+def _of_mean_and_log_variance(y: Tensor, f: Tensor, K: Tensor, fisher: bool) -> Derivatives:
+    """With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its variance as before."""
+    mean, log_variance = f.unbind(-1)
+    w = torch.exp(0.5 * K[:, 1, 1] - log_variance)
+    r = event(y, f) - mean + K[:, 0, 1]
+    first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
+    log_prob = -0.5 * (LOG_2PI + log_variance + second)
+    score = torch.stack([first, 0.5 * (second - 1)], -1)
+    none = torch.zeros_like(w)
+    entries = (w, none, none, none + 0.5) if fisher else (w, first, first, 0.5 * second)
+    return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
+
+
+def _of_log_rate(y: Tensor, f: Tensor, K: Tensor) -> Derivatives:
+    count, log_rate = event(y, f).to(f.dtype), f[:, 0]
+    rate = torch.exp(log_rate + 0.5 * K[:, 0, 0])
+    log_prob = count * log_rate - rate - torch.lgamma(count + 1)
+    return Derivatives(log_prob, (count - rate).unsqueeze(-1), rate[:, None, None])
 
 
 def _of_classes(
