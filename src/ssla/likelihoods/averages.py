@@ -101,7 +101,7 @@ def _of_nodes(
 
 def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
     """Σ_i w_i Λ_i (1, C, C), or its diagonal (1, C)."""
-    total = torch.tensordot(pool, precision, 1).unsqueeze(0)
+    total: Tensor = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
