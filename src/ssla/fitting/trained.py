@@ -1,14 +1,14 @@
-"""Whether the last layer of a classifier is trained: what decides between "tilt" and "polish" where neither prior nor mode is given.
+"""Whether the last layer of a classifier is trained: what decides between "tilt" and "polish" without a prior and a mode.
 
-Polish goes on where training was stopped, on the same rows, and can make a trained classifier worse than it was. Tilt keeps it, and
-would keep a last layer that was never trained. The sums of the first pass tell the two apart. In log likelihoods of the rows:
+Polish continues where the training was stopped, on the same rows, and can make a trained classifier worse. Tilt keeps it, and
+would also keep a last layer that was never trained. The sums of the first pass tell the two apart. In log likelihood:
 
     learned   the network's, less that of the class frequencies
-    missing   what a Newton step of the last layer would add, ½ gᵀ(S + τ)⁻¹g, less what it adds by fitting noise at the best θ,
-              half the number of parameters that the rows determine, ½ tr S(S + τ)⁻¹
+    missing   what a Newton step of the last layer would add, ½ gᵀ(S + τ)⁻¹g, less what such a step loses on new rows by fitting
+              noise: the number of parameters that the rows determine, tr S(S + τ)⁻¹ (Akaike)
 
-A layer with at least three quarters of the two together is trained. τ is weak, and depends on the features only: with it the logits
-have a standard deviation of 10. So the units of the features and the scale of the weights do not matter.
+The layer is trained if it has learned at least three quarters of both together. τ depends on the features only: under N(0, 1/τ)
+the logits have a standard deviation of 3. So neither the units of the features nor the scale of the weights matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ssla.likelihoods import Bernoulli, Categorical, Likelihood, Tempered
 from ssla.state import POLISH, TILT
 from ssla.structures.jacobians import Features
 
-LOGITS = 10.0  # their standard deviation under the weak prior
+LOGITS = 3.0  # their standard deviation under N(0, 1/τ)
 SHARE = 0.75  # of what the features allow
 
 
@@ -55,7 +55,7 @@ class Classes:
 
     @property
     def precision(self) -> float:
-        """The weak τ."""
+        """τ."""
         return self.squares / float(self.counts.sum()) / LOGITS**2
 
 
@@ -79,10 +79,9 @@ class Verdict(NamedTuple):
             learned = f"the network's log likelihood is {self.learned:.3g} above that of the class frequencies"
         else:
             learned = f"the network's log likelihood is {-self.learned:.3g} below that of the class frequencies"
-        missing = f"a Newton step of the last layer would add {self.missing:.3g}"
-        if self.trained:
-            return f"mode='tilt' was chosen, because the last layer is trained: {learned}, and {missing}"
-        return f"mode='polish' was chosen, because the last layer is not trained: {learned}, and {missing}"
+        missing = f"a Newton step of the last layer would add {self.missing:.3g} beyond noise"
+        trained = "trained" if self.trained else "not trained"
+        return f"mode={self.mode!r} was chosen, because the last layer is {trained}: {learned}, and {missing}"
 
 
 def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
@@ -90,9 +89,9 @@ def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
     power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
     statistics, g = sums.statistics, sums.statistics.gradient
     learned = statistics.log_likelihood - power * classes.log_likelihood
-    weak = torch.full_like(g, power * classes.precision)
+    precision = torch.full_like(g, power * classes.precision)
     if not classes.precision > 0:  # without features there is nothing to learn
         return Verdict(learned, 0.0)
-    determined = float((1 - weak * statistics.curvature.with_prior(weak).variances()).sum())
-    gain = 0.5 * float(g @ sums.newton_step(g, weak))
-    return Verdict(learned, max(gain - 0.5 * power * determined, 0.0))
+    determined = float((1 - precision * statistics.curvature.with_prior(precision).variances()).sum())
+    gain = 0.5 * float(g @ sums.newton_step(g, precision))
+    return Verdict(learned, max(gain - power * determined, 0.0))
