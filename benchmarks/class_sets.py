@@ -13,13 +13,14 @@ log-loss, ECE (15 bins, of the most probable class), accuracy and the AUROC of t
 OOD: test images with permuted pixels (digits, cnn); digits 5 to 9 (digits 0-4); points in random directions, three times as
 far from the centre as the training rows are (wine, breast cancer, moons; standardised inputs).
 
-    --prior default       what ssla.fit takes without prior=
-            tilt          the same with mode="tilt": the Gaussian stays near the trained weights
+    --prior default       ssla.fit without prior= and mode=
+            tuned         the default after tune("nll", data=the early-stopping rows), which the features never saw
+            polish        without prior=, with mode="polish"; so are all that follow
             1.0, …        a number: this precision
             bound         posterior.tune()
             loo           posterior.tune("loo"): leave-one-out of the training rows, which the features saw
-            held_out      posterior.tune("nll", data=the early-stopping rows), which the features never saw. Where tune keeps
-                          the mode (Laplace), a large precision means "no uncertainty", and is no prior for another fit.
+            held_out      posterior.tune("nll", data=the early-stopping rows). Where tune keeps the mode (Laplace), a large
+                          precision means "no uncertainty", and is no prior for another fit.
             held_out_all  the precision of 1e-3, 1e-2 … 1e2 with the lowest log-loss on the early-stopping rows (each with its
                           own fit), then fitted on training and early-stopping rows together
             grid          the same with the lowest log-loss on the test rows: the best in hindsight, not a method
@@ -62,7 +63,7 @@ try:
 except ImportError:
     laplace_torch = None
 
-PRIORS = ("default", "tilt", "1.0", "bound", "loo", "held_out", "held_out_all", "grid")
+PRIORS = ("default", "tuned", "polish", "1.0", "bound", "loo", "held_out", "held_out_all", "grid")
 GRID = tuple(10.0**k for k in range(-3, 3))
 SCORES = ("log-loss", "ECE", "accuracy", "AUROC")
 CONVOLUTIONAL = "cnn"
@@ -110,18 +111,18 @@ def scores(home: Tensor, y: Tensor, ood: Tensor) -> dict[str, float]:
 
 
 def posterior(model: nn.Module, split: Split, gaussian: str, prior: str) -> ssla.Posterior:
-    law, x, y = Categorical(), split.x, split.y
-    if prior == "default":
-        return networks.fit(model, x, y, law, gaussian)
-    if prior == "tilt":
-        return networks.fit(model, x, y, law, gaussian, mode="tilt")
-    if prior == "bound":
-        return networks.fit(model, x, y, law, gaussian).tune()
-    if prior == "loo":
-        with networks.quiet():
-            return networks.fit(model, x, y, law, gaussian).tune("loo")
-    if prior == "held_out":
-        return networks.fit(model, x, y, law, gaussian).tune("nll", data=(split.x_held, split.y_held))
+    law, x, y, held = Categorical(), split.x, split.y, (split.x_held, split.y_held)
+    if prior in ("default", "tuned"):
+        post = networks.fit(model, x, y, law, gaussian)
+        return post if prior == "default" else post.tune("nll", data=held)
+    if prior in ("polish", "bound", "loo", "held_out"):
+        post = networks.fit(model, x, y, law, gaussian, mode="polish")
+        if prior == "bound":
+            return post.tune()
+        if prior == "loo":
+            with networks.quiet():
+                return post.tune("loo")
+        return post if prior == "polish" else post.tune("nll", data=held)
     if prior == "held_out_all":
         chosen = best_of_grid(model, split, gaussian, split.x_held, split.y_held)
         both = torch.cat([x, split.x_held]), torch.cat([y, split.y_held])

@@ -10,8 +10,9 @@ layer is rescaled, so that the point predictions are the same. Candidates, all G
     bound             the precision of the highest evidence or bound, mean 0
     bound, bias       the same, but the bias has its trained value as mean
     bound, centred    the same, but every weight has its trained value as mean
-    default           what `ssla.fit` does when no prior is given
+    default           what `ssla.fit` takes when no prior is given
 
+All are polished (mode="polish"), also classes, whose trained last layers `ssla.fit` keeps by default: see class_sets.py.
 Prints the mean test NLL by set and unit (raw NLLs less log of the scale, so that units can be compared), and the mean over sets.
 """
 
@@ -95,7 +96,7 @@ def fitted(kind: str, model: nn.Sequential, data: tuple[Tensor, Tensor], likelih
     outputs = not isinstance(likelihood, Categorical)  # of different kinds: one precision each
     squares = (layer.weight.detach() ** 2).mean(1) if outputs else (layer.weight.detach() ** 2).mean().expand(layer.out_features)
     own = {weight: (1 / squares)[:, None].expand_as(layer.weight).clone(), bias: (1 / squares).clone()}
-    options: dict[str, Any] = {"likelihood": likelihood, "gaussian": gaussian}
+    options: dict[str, Any] = {"likelihood": likelihood, "gaussian": gaussian, "mode": "polish"}
     if kind == "default":
         return ssla.fit(model, data, **options)
     if kind == "one":

@@ -129,16 +129,18 @@ def test_methods_agree_where_they_must():
     found = data.classes("wine", 0, 0.6)
     methods = trained(found.x, found.y, found.count, 0, epochs=15, members=2)
     x = found.new[:8]
-    answers, missing = methods.answers(x, ["plug_in", "ensemble", "none", "output", "output5"], epistemic=True)
+    answers, missing = methods.answers(x, ["plug_in", "ensemble", "none", "output", "default", "default5"], epistemic=True)
     assert not missing
     f = methods.first.marginal(x).mean
     assert torch.allclose(answers["none"].probs, torch.softmax(f, 1), atol=1e-12)  # ASSLA is the plug-in
     each = [torch.softmax(module(x).detach(), 1) for module in methods.modules]
     assert torch.allclose(answers["ensemble"].probs, (each[0] + each[1]) / 2, atol=1e-12)
-    both = [methods.posterior(m).predict(x).probs for m in (0, 1)]
-    assert torch.allclose(answers["output5"].probs, (both[0] + both[1]) / 2, atol=1e-12)
-    assert torch.allclose(answers["output"].probs, methods.answer("output", x).probs, atol=1e-12)
-    for name in ("ensemble", "output", "output5"):
+    both = [ssla.fit(m, (found.x, found.y), likelihood=Categorical()).predict(x).probs for m in methods.modules]
+    assert torch.allclose(answers["default"].probs, both[0], atol=1e-12)
+    assert torch.allclose(answers["default5"].probs, (both[0] + both[1]) / 2, atol=1e-12)
+    for name in ("default", "default5"):
+        assert torch.allclose(answers[name].probs, methods.answer(name, x).probs, atol=1e-12)
+    for name in ("ensemble", "output", "default", "default5"):
         assert bool((answers[name].epistemic >= -1e-12).all())
 
 

@@ -273,7 +273,8 @@ class Posterior:
 
     def __repr__(self) -> str:
         r = self.report
-        return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, structure={r.structure!r})"
+        how = f"structure={r.structure!r}, mode={r.mode!r}"
+        return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, {how})"
 
 
 def fit(
@@ -312,7 +313,9 @@ def fit(
     structure:
         "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
-        "polish", "tilt" or "as_is"; by default polish for a last layer, tilt otherwise.
+        "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is". By default polish for a last
+        layer, tilt otherwise. The last layer of a classifier without `prior` is polished only if it is not trained; the report
+        says which of the two was chosen, and why.
     gaussian:
         "variational": the Gaussian nearest to the posterior in KL divergence, found in a few passes; or "laplace": the one at the
         mode, with the curvature there. By default variational, but for Gaussian noise, where they are the same.

@@ -23,6 +23,8 @@ CASES = {
     "averages": {"likelihood": L.Poisson(), "prior": priors.Gaussian()},
     "chosen prior": {"likelihood": L.Poisson()},
     "averages of classes": {"likelihood": L.Categorical(), "structure": "kfac", "prior": priors.Gaussian()},
+    "random classes": {"likelihood": L.Categorical()},  # the fit chooses mode="polish"
+    "trained classes": {"likelihood": L.Categorical()},  # "tilt"
 }
 
 
@@ -38,7 +40,18 @@ def rows(n, name="polished"):
 def model(name):
     torch.manual_seed(0)
     outputs, width = (3, 5) if "classes" in name else (1, 40 if name == "rows" else 6)
-    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+    net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+    return trained(net, name) if name == "trained classes" else net
+
+
+def trained(net, name):
+    x, y = rows(90, name)
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.05)
+    for _ in range(50):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimiser.step()
+    return net
 
 
 def shards_of(name, count=3):

@@ -38,11 +38,11 @@ def one(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -> Record
         "laplace": lambda x: _laplace(alone, found, x),
         "ensemble": lambda x: whole.predict(x, ssla.PlugIn()),
         "dropout": lambda x: _dropout(found, x, seed),
+        "default": lambda x: alone.predict(x),
+        "default5": lambda x: whole.predict(x),
         "none": lambda x: alone.predict(x, "none"),
         "newton": lambda x: alone.predict(x, "newton"),
-        "output": lambda x: alone.predict(x),
         "weights": lambda x: alone.predict(x, "weights"),
-        "output5": lambda x: whole.predict(x),
     }
     for name, way in ways.items():
         try:

@@ -18,11 +18,12 @@ COLOURS = {
     "laplace": "#8c510a",
     "ensemble": "#2166ac",
     "dropout": "#7fbf7b",
+    "default": "#b2182b",
+    "default5": "#e7298a",
     "none": "#999999",
     "newton": "#f4a582",
-    "output": "#b2182b",
+    "output": "#fb9a99",
     "weights": "#762a83",
-    "output5": "#e7298a",
     "validated": "#17becf",
 }
 

@@ -39,7 +39,7 @@ def cost(method: str, seed: int, size: float, epochs: int) -> Record:
     """On digits: training, fit and prediction. Refits of the weights are timed on a few rows."""
     torch.set_num_threads(1)
     found = data.classes("digits", seed, size)
-    members = MEMBERS if method in ("ensemble", "output5", "temperature") else 1
+    members = MEMBERS if method in ("ensemble", "default5", "temperature") else 1
     record: Record = {"method": method, "seed": seed}
     record["train"], methods = _timed(lambda: trained(found.x, found.y, found.count, seed, epochs, members))
     whole = max(round(ROWS * size), REFITTED)
@@ -68,9 +68,9 @@ def _fitted(methods: Methods, method: str) -> Any:
     """The work of a method before the first prediction."""
     if method in ("plug_in", "ensemble"):
         return None
-    if method == "output5":
-        return methods.posteriors
-    return getattr(methods, method if method in ("temperature", "laplace", "dropout", "validated") else "first")
+    names = {"default": "first_default", "default5": "defaults"}
+    own = ("temperature", "laplace", "dropout", "validated")
+    return getattr(methods, names.get(method, method if method in own else "first"))
 
 
 def _predicting(methods: Methods, method: str, x: torch.Tensor, repeats: int = REPEATS) -> float:

@@ -38,14 +38,14 @@ def _full() -> list[Task]:
     found = []
     for seed in range(SEEDS):
         at = {"seed": seed}
-        found += [Task(f"calibration-{_slug(d)}-{seed}", classification.calibration, {"dataset": d, **at}, 2) for d in SIZES]
-        found += [Task(f"shift-{seed}", classification.shift, at)]
+        found += [Task(f"calibration-{_slug(d)}-{seed}", classification.calibration, {"dataset": d, **at}, 3) for d in SIZES]
+        found += [Task(f"shift-{seed}", classification.shift, at, 2)]
         for dataset, shares in SHARES.items():
             size = {"size": 0.6} if dataset == "digits" else {}
             for share in shares:
                 settings = {"dataset": dataset, "share": share, **at, **size}
-                found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings, 2)]
-        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}, 2) for d in ("toy", table_at_hand())]
+                found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings, 3)]
+        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}, 3) for d in ("toy", table_at_hand())]
         cases = ("digits 0–4", "toy", table_at_hand())
         found += [Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}, 2) for d in cases]
     costs = [(m, s) for m in NAMES for s in range(COST_SEEDS)]
@@ -70,7 +70,7 @@ def _quick() -> list[Task]:
     found += [Task(f"covariate-{table}-0", covariate.one, {"dataset": table, "seed": 0, **small})]
     skip = {"skip": ["weights", "structure", "mode"]}
     found += [Task("ablation-wine-0", ablation.one, {"dataset": "wine", "seed": 0, **small, **skip})]
-    return [*found, Task("cost-output-0", overhead.measured, {"method": "output", "seed": 0, "size": 0.2, "epochs": 20})]
+    return [*found, Task("cost-default-0", overhead.measured, {"method": "default", "seed": 0, "size": 0.2, "epochs": 20})]
 
 
 def _slug(name: str) -> str:

@@ -47,10 +47,11 @@ def _calibration(results: Results) -> Table:
     caption += (
         " laplace-torch: Kronecker factors, the prior by the evidence, the probit link. SSLA is omitted for ten classes, where"
     )
+    caption += " it is expensive: see the ablation and the costs. Ours, default: `ssla.fit` without prior, mode or gaussian (see"
     caption += (
-        " it is expensive: see the ablation and the costs. Ours with the prior by held-out rows keeps the weights of the mode"
+        ' docs/priors.md). Ours at the mode: polished, gaussian="laplace", the prior by the evidence; that with the prior by'
     )
-    caption += " under precision 1: docs/priors.md. The paper shows none of these."
+    caption += " held-out rows keeps the weights of the mode under precision 1. The paper shows none of these."
     return Table("robustness-1-calibration", caption, ["data", "method", *SCORES.values()], rows, {})
 
 

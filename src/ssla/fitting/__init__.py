@@ -7,6 +7,8 @@ One pass collects the sums at the trained θ. What happens next is the `mode`:
            (over cached features while they fit the memory budget).
   tilt     θ̂ stays; the residual gradient is subtracted from the objective, so that θ̂ is its mode.
   as_is    θ̂ stays and is taken for the mode; a large residual gradient is warned about.
+
+By default a last layer is polished, and other weights are tilted. `trained` decides for classifiers without a prior.
 """
 
 from __future__ import annotations

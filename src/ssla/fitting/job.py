@@ -13,6 +13,7 @@ from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
+from ssla.fitting.trained import judged
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
@@ -87,6 +88,10 @@ class Job:
         mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
+        if self.mode is None and self.prior is None and target.classes is not None:
+            verdict = judged(sums, target.classes, self.likelihood)
+            mode = verdict.mode
+            self.notes.append(verdict.note)
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = estimate_noise(network, sums, bound, mode == POLISH, self._at_noise)

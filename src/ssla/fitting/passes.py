@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Sums
+from ssla.fitting.trained import Classes
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.likelihoods.averages import of_classes
@@ -50,7 +51,7 @@ class Order:
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
 
     def mode_for(self, network: Network) -> str:
-        """As asked for; by default polish for a last layer, tilt otherwise."""
+        """As asked for; by default polish for a last layer, tilt otherwise. See `trained` for the last layer of a classifier."""
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
@@ -162,7 +163,8 @@ class Reader:
             if isinstance(order.likelihood, Gaussian):
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
-            target = target.see(row.y, seen, spread)
+            classes = Classes.of(order.likelihood, row.y, network.outputs, row.features, row.weights)
+            target = target.see(row.y, seen, spread, classes)
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.data import Batch, Source
+from ssla.fitting.trained import Classes
 from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class TargetRange:
-    """Watches for constant targets and input columns, and for targets on another scale than the outputs."""
+    """Watches for constant targets and input columns, for targets on another scale than the outputs, and counts classes."""
 
     low: Tensor | None = None
     high: Tensor | None = None
@@ -95,11 +96,12 @@ class TargetRange:
     x_high: Tensor | None = None
     rows: int = 0
     spread: Spread | None = None
+    classes: Classes | None = None
 
-    def see(self, y: Tensor, x: Any, spread: Spread | None) -> TargetRange:
+    def see(self, y: Tensor, x: Any, spread: Spread | None, classes: Classes | None) -> TargetRange:
         inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
-        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0], spread))
+        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0], spread, classes))
 
     def merge(self, other: TargetRange) -> TargetRange:
         return TargetRange(
@@ -109,6 +111,7 @@ class TargetRange:
             _either(torch.maximum, self.x_high, other.x_high),
             self.rows + other.rows,
             _either(Spread.merge, self.spread, other.spread),
+            _either(Classes.merge, self.classes, other.classes),
         )
 
     def note(self, notes: list[str]) -> None:
