@@ -12,6 +12,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.numerics import linalg
+from ssla.numerics.quadrature import grid, normal
 from ssla.predictive import affine, mixture
 from ssla.predictive.implicit import log_density_with_graph
 from ssla.refit.increments import at_mode
@@ -342,6 +343,32 @@ def test_transforms_of_torch_func_give_the_same_gradients(target):
     variance = torch.func.vmap(torch.func.grad(lambda row: post.marginal(row[None], differentiable=True).covariance.sum()))
     (expected,) = torch.autograd.grad(post.marginal(x, differentiable=True).covariance.sum(), x)
     assert torch.allclose(variance(AT), expected, atol=1e-12)
+    if target in ("three classes", "five classes"):
+        assert torch.allclose(torch.func.vmap(torch.func.grad(answer))(AT), plain, atol=1e-12)
     if target in ("counts", "dispersed counts", "outliers", "noise by x"):
         with pytest.raises(ValueError, match="vmap"):
             torch.func.vmap(torch.func.grad(answer))(AT)
+
+
+@pytest.mark.parametrize("target", ["three classes", "noise by x"])
+def test_nodes_that_are_first_needed_inside_a_transform_are_kept_for_all(target):
+    """Cached nodes are plain tensors, wherever the first call comes from."""
+    post = fitted(target)
+
+    def answer(row):
+        p = post.predict(row[None], differentiable=True)
+        return (p.probs if p.kind == "class" else p.mean + p.variance).flatten()[0]
+
+    for nodes in (normal.hermite, normal.normal_nodes, grid.pattern_of):
+        nodes.cache_clear()
+    inside = torch.func.grad(answer)(AT[0])
+    for nodes in (normal.hermite, normal.normal_nodes, grid.pattern_of):
+        nodes.cache_clear()
+    x = at()
+    assert torch.allclose(inside, torch.autograd.grad(answer(x[0]), x)[0][0], atol=1e-12)
+
+
+def test_vmap_over_inputs_of_all_weights_is_refused_in_words():
+    post = ssla.fit(mlp(), (X, X[:, 0]), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights="all")
+    with pytest.raises(ValueError, match=r"vmap over inputs is for posteriors of a last layer.*give all rows in one call"):
+        torch.func.vmap(lambda row: post.predict(row[None], differentiable=True).mean[0])(AT)

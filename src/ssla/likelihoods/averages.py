@@ -1,8 +1,9 @@
 """E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
 
 In closed form for mean and log variance and for the log rate of counts, else by fixed nodes (Gauss–Hermite for one and two
-outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides
-it is Σ_i w_i diag Λ_i (1, C), and they need none at all.
+outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i
+(1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides it is Σ_i w_i diag Λ_i (1, C), and they need
+none at all.
 """
 
 from __future__ import annotations

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ssla.data import Inputs, map_inputs, row_count, slice_inputs
+from ssla._checks import batched
+from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
 from ssla.structures.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 
 CHECKED_ROWS = 4
+MAPPED = (
+    "torch.func.vmap over inputs is for posteriors of a last layer, but these weights are others: their Jacobian takes a "
+    "backward pass. Rows do not depend on each other: give all rows in one call in place of vmap."
+)
 UNLIKE_LAYERS = (
     "derivatives layer by layer do not agree with backpropagation through the whole network, so no layer uses the Kronecker "
     "form (structure='kfac' is a diagonal)"
@@ -101,6 +106,8 @@ class AnyParameters:
             return self.run(self._free(theta), x).to("cpu")
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
+        if any(batched(leaf) for leaf in leaves(x)):
+            raise ValueError(MAPPED)
         free = self._free(theta)
         f, blocks = self._layer_blocks(x, free, graph)
         rest = self._rest_block(x, free, graph) if self.others else None

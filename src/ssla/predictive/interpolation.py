@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Continuous, Support
+from ssla.numerics.constants import constant
 from ssla.refit import Density, WeightLogDensity
 from ssla.refit.increments import Increments
 from ssla.refit.weights import NAN
@@ -120,7 +120,7 @@ class Frame:
         return torch.cat(chosen, 1), torch.cat(new, 1)
 
 
-@lru_cache(maxsize=8)
+@constant
 def chebyshev_nodes(count: int) -> Tensor:
     """−cos(πj/(count − 1)): from −1 to 1."""
     return -torch.cos(math.pi * torch.arange(count, dtype=torch.float64) / (count - 1))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ssla.numerics.constants import constant
+
 OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
 LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: a smaller difference is rounding error
 RELEVANT = 25.0  # log p below the peak at which the density is negligible
 
 
-@lru_cache(maxsize=64)
+@constant
 def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
     """x_j = sinh(t_j) and the trapezoidal weights dx, for t uniform on [−reach, reach]."""
     t = torch.linspace(-reach, reach, count, dtype=torch.float64)
@@ -26,7 +28,7 @@ def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
     return torch.sinh(t), weights
 
 
-@lru_cache(maxsize=64)
+@constant
 def _spline(count: int, reach: float) -> Tensor:
     """The matrix that maps nodal values to the second derivatives of their not-a-knot cubic spline."""
     x = pattern_of(count, reach)[0].numpy()
@@ -42,7 +44,7 @@ def _spline(count: int, reach: float) -> Tensor:
     return torch.from_numpy(np.linalg.solve(system / scale, right / scale))
 
 
-@lru_cache(maxsize=64)
+@constant
 def _midpoints(count: int, reach: float) -> Tensor:
     """The matrix (k − 1, k) that maps nodal values to the spline's values in the middle of its panels."""
     x, bends = pattern_of(count, reach)[0], _spline(count, reach)
@@ -51,7 +53,7 @@ def _midpoints(count: int, reach: float) -> Tensor:
     return (eye[1:] + eye[:-1]) / 2 - square / 16 * (bends[1:] + bends[:-1])
 
 
-@lru_cache(maxsize=1)
+@constant
 def _legendre() -> tuple[Tensor, Tensor]:
     """Four Gauss–Legendre nodes and weights on [0, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(4)

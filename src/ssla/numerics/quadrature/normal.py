@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 from torch import Tensor
+
+from ssla.numerics.constants import constant
 
 HERMITE_NODES = {1: 32, 2: 12}  # an axis, by dimension
 PAIRS = 64  # points of the low-discrepancy set, each with its mirror image
 
 
-@lru_cache(maxsize=32)
+@constant
 def hermite(count: int) -> tuple[Tensor, Tensor]:
     """Points (J,) and weights (J,) of Gauss–Hermite for N(0, 1)."""
     x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(count))
     return x, w / w.sum()
 
 
-@lru_cache(maxsize=32)
+@constant
 def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     """Points z (J, C) and weights (J,) with Σ_j w_j h(z_j) ≈ E h(Z), Z ~ N(0, I).
 
