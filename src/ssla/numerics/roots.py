@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ssla._checks import batched
 from ssla.numerics import linalg
 
 
@@ -76,11 +77,13 @@ class ScaledRoot:
 
 
 def full_root(K: Tensor) -> FullRoot:
-    """Cholesky; `linalg.root` for the rows whose K is singular.  (B, C, C)."""
+    """Cholesky; `linalg.root` for the rows whose K is singular (NaN there inside torch.func.vmap).  (B, C, C)."""
     if K.shape[-1] <= linalg.CLOSED_FORM_LIMIT:
         return FullRoot(linalg.root(K))
     factor, info = torch.linalg.cholesky_ex(K)
     singular = info != 0
+    if batched(K):  # no step may depend on values
+        return FullRoot(torch.where(singular[..., None, None], torch.nan, factor))
     if bool(singular.any()):
         factor[singular] = linalg.root(K[singular])
     return FullRoot(factor)
