@@ -388,3 +388,30 @@ def test_classes_with_priors_of_their_own_have_no_contrasts():
 def test_rare_is_a_probability(rare):
     with pytest.raises(ValueError, match="rare must be a number from 0 and below 1"):
         ssla.WeightRefit(rare=rare)
+
+
+def test_newton_starts_again_where_the_shared_steps_were_lost(monkeypatch):
+    """For a y far out 20 steps with the shared preconditioner end a standard deviation from the mode."""
+    generator = torch.Generator().manual_seed(2)
+    x = 5 * torch.rand(150, 1, dtype=torch.float64, generator=generator) - 2.5
+    up, down = torch.tanh(1.5 * (x[:, 0] + 1)), torch.tanh(1.5 * (x[:, 0] - 1))
+    y = up - down + 0.2 * torch.exp(0.3 * up) * torch.randn(150, dtype=torch.float64, generator=generator)
+    model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    trained = ([[1.45842], [1.51449]], [1.35132, -1.39103], [[1.06995, -1.02606], [0.42388, 0.21133]], [0.04839, -3.10983])
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), trained, strict=True):
+            parameter.copy_(torch.tensor(value))
+    law = ssla.likelihoods.HeteroscedasticGaussian()
+    post = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(1.0), gaussian="laplace", weights="all")
+    new = torch.tensor([[3.0], [3.5]], dtype=torch.float64)
+    far = torch.linspace(-1.6, -1.0, 30, dtype=torch.float64).expand(2, -1)
+
+    def solved(most):
+        return ssla.WeightRefit(max_steps=most)(post.state, new).solve(far)
+
+    found = solved(40)
+    assert found.converged.all()
+    assert found.total.reshape(2, 30).diff(n=3, dim=1).abs().max() < 2e-4  # one mode for all y, not another one for some
+    monkeypatch.setattr("ssla.refit.all_weights.LOST", math.inf)
+    assert not solved(100).converged.all()
+    assert solved(1000).total.reshape(2, 30).diff(n=3, dim=1).abs().max() > 1e-3

@@ -36,6 +36,7 @@ MOST_TASKS = 256
 TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
 ABOVE_ROUNDING = 5.0  # times the rounding error of float32 gradients: from here on they are in float64
 NEARLY = 0.9  # of the tolerance: where float32 ends, so that float64 confirms it
+LOST = 0.1  # posterior standard deviations from a mode after the shared steps: Newton starts at θ̂ again
 PROGRESS = 0.1  # a trial that comes nearer than this part of the way is not stuck
 
 
@@ -198,6 +199,8 @@ class AllWeightsRefit:
             earlier=earlier,
             stop=self.interrupted,
         )
+        lost = (~found.converged & (found.norm > LOST)).unsqueeze(-1)
+        found = replace(found, point=torch.where(lost, torch.zeros_like(found.point), found.point)) if small else found
         own = lambda rest: group.take(rest).evaluate_newton  # noqa: E731
         return finished(found, own, tolerance=tolerance, max_steps=most - first, progress=progress)
 
