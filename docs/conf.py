@@ -113,12 +113,18 @@ NUMBER = re.compile(
 )
 
 
-SHORT = 13  # characters of a cell that stays on one line
+SHORT = 14  # characters of a cell that stays on one line
+MANY = 6  # columns of a table that may scroll
 WIDE, VERY_WIDE = 800, 1800  # pixels of a picture
 
 
 def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
-    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01), and so do short cells. Wide pictures are marked: see site.css."""
+    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01), and so do short cells. Wide pictures and tables are marked: see site.css."""
+    for table in tree.findall(nodes.table):
+        rows = [row for body in table.findall(nodes.tbody) for row in body.children]
+        names = {row[0].astext() for row in rows}
+        if len(rows[0]) >= MANY and len(names) == len(rows):
+            table["classes"].append("named-rows")
     for entry in tree.findall(nodes.entry):
         if len(entry.astext()) <= SHORT and not isinstance(
             entry.parent.parent, nodes.thead
