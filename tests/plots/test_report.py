@@ -251,6 +251,7 @@ def test_the_prior_has_four_digits_in_the_page_and_all_of_them_in_the_fit():
     mean = {"weight": torch.linspace(-1, 1, 3, dtype=torch.float64)[None], "bias": 0.0}
     post, x, y = posterior(prior=ssla.priors.Gaussian(1.1522648718550217, mean))
     text = html_report(post, x, y).text
-    assert "prior        Gaussian(precision=1.152, mean={weight: 1×3 numbers from -1 to 1, bias: 0}) (convention: exact)" in text
+    prior = "Gaussian(precision=1.152, mean={weight: 1×3 numbers from -1 to 1, bias: 0}) (convention: exact)"
+    assert f"<dt>prior</dt><dd>{prior}</dd>" in text
     assert "tensor(" not in text
     assert "1.1522648718550217" in post.report.prior

@@ -147,7 +147,7 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
     """The settings, and the report of the main posterior."""
     ensemble = estimator.ensemble_
     main = max(ensemble.components, key=lambda component: component.weight)
-    settings = "\n".join(f"{name:<22} {short(value)}" for name, value in sorted(estimator.get_params().items()))
+    settings = "\n".join(f"{name:<22}  {short(value)}" for name, value in sorted(estimator.get_params().items()))
     count = len(ensemble.components)
     heading = "Posterior" if count == 1 else f"The first of {count} posteriors, whose predictives are mixed"
     epochs = f", trained for {ensemble.epochs} epochs" if hasattr(ensemble, "epochs") else ""
