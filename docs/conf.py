@@ -78,11 +78,12 @@ def as_rst(
         if re.fullmatch("-{3,}", line):
             found[-1] = f".. rubric:: {found[-1]}"
             found.append("")
-        elif line.startswith(">>>") or not line.strip():
+        elif line.startswith((">>>", "... ")) or not line.strip():
             found.append(line)
             literal = literal and not line.strip()
         elif indented:
-            found.append(f"    {line}" if literal else f"    {_escaped(line.strip())}")
+            text = line.replace("`", "") if literal else _escaped(line.strip())
+            found.append(f"    {text}")
         else:
             if named or literal:
                 found.append("")
@@ -92,12 +93,25 @@ def as_rst(
 
 
 def _escaped(text: str) -> str:
-    """Without what reStructuredText would read as markup, but for `code`."""
-    parts = re.split(r"(`[^`]+`)", text)
-    return "".join(
-        f"`{part}`" if part.startswith("`") else re.sub(r"([\\*|_`])", r"\\\1", part)
-        for part in parts
-    )
+    """Without what reStructuredText would read as markup, but for `code`; pages are links, and arrows have one character."""
+    found = []
+    for part in re.split(r"(`[^`]+`)", text):
+        if part.startswith("`"):
+            found.append(f"`{part}`")
+        else:
+            plain = re.sub(r"([\\*|_`])", r"\\\1", part.replace("->", "→"))
+            found.append(re.sub(r"docs/(\w+)\.md", r":doc:`/\1`", plain))
+    return "".join(found)
+
+
+def readable_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any
+) -> tuple[str, str | None] | None:
+    """A protocol has no arguments of its own, and an empty tensor is short."""
+    if what == "class" and getattr(obj, "_is_protocol", False):
+        return "", None
+    empty = r"tensor\(\[\][^()]*(?:\([^()]*\)[^()]*)?\)"
+    return (re.sub(empty, "tensor([])", signature), returns) if signature else None
 
 
 def without_noise(
@@ -108,17 +122,31 @@ def without_noise(
     return True if is_field or re.fullmatch(r"set_\w+_request", name) else None
 
 
-NUMBER = re.compile(
-    r"[-−<]?\d[\d.,]*(?:e[-−+]?\d+)?(?:\s[±/]\s\d[\d.,]*(?:e[-−+]?\d+)?)*(?:\s\([\d.]+…[\d.]+\))?[%;,]?"
+UNBROKEN = re.compile(
+    r"--\w[\w-]*|[-−<]?\d[\d.,]*(?:e[-−+]?\d+)?(?:\s[±/]\s\d[\d.,]*(?:e[-−+]?\d+)?)*(?:\s\([\d.]+…[\d.]+\))?[%;,]?"
 )
 
 
-SHORT = 13  # characters of a cell that stays on one line
+SHORT = 14  # characters of a cell, or of code, that stays on one line
+WORD = 24  # characters of one word of code that does so
+MANY = 6  # columns of a table that may scroll
 WIDE, VERY_WIDE = 800, 1800  # pixels of a picture
 
 
 def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
-    """Numbers in tables stay on one line (1e-3, 0.35 ± 0.01), and so do short cells. Wide pictures are marked: see site.css."""
+    """Numbers (1e-3, 0.35 ± 0.01), options (--output) and short cells in tables, and short code, stay on one line.
+
+    Wide pictures and tables are marked: see site.css.
+    """
+    for code in tree.findall(nodes.literal):
+        text = code.astext()
+        if len(text) <= SHORT or (len(text) <= WORD and " " not in text):
+            code["classes"].append("short")
+    for table in tree.findall(nodes.table):
+        rows = [row for body in table.findall(nodes.tbody) for row in body.children]
+        names = {row[0].astext() for row in rows}
+        if len(rows[0]) >= MANY and len(names) == len(rows):
+            table["classes"].append("named-rows")
     for entry in tree.findall(nodes.entry):
         if len(entry.astext()) <= SHORT and not isinstance(
             entry.parent.parent, nodes.thead
@@ -129,7 +157,7 @@ def for_small_windows(app: Any, tree: nodes.document, page: str) -> None:
     ]
     for text in texts:
         numbers = [
-            found for found in NUMBER.finditer(text) if re.search(r"[\s-]", found.group())
+            found for found in UNBROKEN.finditer(text) if re.search(r"[\s-]", found.group())
         ]
         if isinstance(text.parent, nodes.literal | nodes.math) or not numbers:
             continue
@@ -198,6 +226,7 @@ def scrolled_by_keyboard(
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_messages)
     app.connect("autodoc-process-docstring", as_rst)
+    app.connect("autodoc-process-signature", readable_signature)
     app.connect("autodoc-skip-member", without_noise)
     app.connect("doctree-resolved", for_small_windows)
     app.connect("html-page-context", scrolled_by_keyboard)

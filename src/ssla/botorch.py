@@ -89,10 +89,12 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     @property
     def num_outputs(self) -> int:
+        """The number m of outcomes."""
         return self.fitted.network.outputs
 
     @property
     def batch_shape(self) -> torch.Size:
+        """The batch of data sets that the model is conditioned on; empty for one."""
         if self.observations is None:
             return torch.Size()
         x, y, _ = self.observations

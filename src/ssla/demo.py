@@ -123,14 +123,14 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     for i, end in enumerate(posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)):
         left.plot(grid.flatten(), end, color=plots.OTHER, lw=1.1, ls="--", label=None if i else "plug-in 95%")
     spot = torch.tensor([[-2.3]])
-    left.axvline(float(spot), color="#888888", lw=0.8, ls=":")
+    left.axvline(float(spot), ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
     left.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
     left.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
     names: dict[str, Predictive] = {
         label: posterior.predict(spot, refit=RUNGS[label]) for label in ("plug-in", "ASSLA (none)", "output refit")
     }
     plots.density(names, 0, ax=right)
-    right.set_title(f"Density at x = {float(spot):g}", fontsize="medium")
+    right.set_title(f"Density at x = {float(spot):g}".replace("-", "−"), fontsize="medium")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     with new_file(out) as draft:

@@ -12,6 +12,7 @@ import ssla
 from ssla import metrics
 from ssla.plots.report import html_report
 from ssla.plots.report.facts import FACTORS, LEVELS, _inputs, choose
+from ssla.plots.report.texts import short
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-5}
 
@@ -225,3 +226,32 @@ def test_a_notebook_shows_the_page_in_a_frame():
     shown = html_report(post, x, y)._repr_html_()
     assert shown.startswith("<iframe")
     assert "<script>" not in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.45279249617691925, "0.4528"),
+        (torch.tensor([-0.0236], dtype=torch.float64), "-0.0236"),
+        (torch.tensor([[0.1, 2.0], [-3.12345, 0.0]]), "2×2 numbers from -3.123 to 2"),
+        (np.ones(3), "3 numbers, all 1"),
+        ({f"layer{i}": 1.0 / 3 for i in range(9)}, "{" + ", ".join(f"layer{i}: 0.3333" for i in range(6)) + ", … 9 entries}"),
+        (ssla.priors.Gaussian(1.1522648718550217, {"2.bias": torch.zeros(1)}), "Gaussian(precision=1.152, mean={2.bias: 0})"),
+        (torch.distributions.Normal(0.0, 1.2345678), "Normal(loc: 0.0, scale: 1.235)"),
+        ("output 0.12345", "'output 0.12345'"),
+        ((50,), "(50,)"),
+        (None, "None"),
+    ],
+)
+def test_settings_are_short_texts(value, text):
+    assert short(value) == text
+
+
+def test_the_prior_has_four_digits_in_the_page_and_all_of_them_in_the_fit():
+    mean = {"weight": torch.linspace(-1, 1, 3, dtype=torch.float64)[None], "bias": 0.0}
+    post, x, y = posterior(prior=ssla.priors.Gaussian(1.1522648718550217, mean))
+    text = html_report(post, x, y).text
+    prior = "Gaussian(precision=1.152, mean={weight: 1×3 numbers from -1 to 1, bias: 0}) (convention: exact)"
+    assert f"<dt>prior</dt><dd>{prior}</dd>" in text
+    assert "tensor(" not in text
+    assert "1.1522648718550217" in post.report.prior

@@ -100,7 +100,7 @@ def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
 
 def trained(facts: dict[str, Any]) -> str:
     """Facts that `ssla train` stored, one a line."""
-    return "\n".join(f"{name.replace('_', ' '):<22} {value}" for name, value in facts.items() if not isinstance(value, dict))
+    return "\n".join(f"{name.replace('_', ' '):<22}  {value}" for name, value in facts.items() if not isinstance(value, dict))
 
 
 def digest(path: Path) -> str:

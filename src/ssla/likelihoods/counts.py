@@ -18,8 +18,10 @@ from ssla.likelihoods.support import Counts, Support
 class Poisson:
     """y ~ Poisson(λ), one output: f = log λ (link "log") or f = λ > 0 (link "identity").
 
-    log:       g = y − λ,    Λ = λ (= fisher)
-    identity:  g = y/λ − 1,  Λ = y/λ², fisher = 1/λ
+    Score and precision:
+
+        log:       g = y − λ,    Λ = λ (= fisher)
+        identity:  g = y/λ − 1,  Λ = y/λ², fisher = 1/λ
     """
 
     link: str = "log"

@@ -166,10 +166,10 @@ class SpikeSlab:
 class Gamma:
     """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).  `link` defines θ, as in likelihoods.Poisson:
 
-    "log"       θ = log λ; the change of variable multiplies the density by λ:  log π(θ) = shape·θ − rate·e^θ + const,
-                log-concave everywhere.
-    "identity"  θ = λ > 0:  log π(θ) = (shape − 1) log θ − rate·θ + const, log-concave for shape ≥ 1.
+        "log"       θ = log λ:  log π(θ) = shape·θ − rate·e^θ + const
+        "identity"  θ = λ > 0:  log π(θ) = (shape − 1) log θ − rate·θ + const
 
+    With "log" the change of variable multiplies the density by λ, and log π is concave. With "identity" it is so for shape ≥ 1.
     Both are the same distribution of λ, but their densities have different modes: Laplace's approximation depends on the link.
     """
 

@@ -298,7 +298,7 @@ class NoRefit:
 
     curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
 
-    With Gaussian noise the curvature does not depend on y, so the normalised predictive *is* the plug-in; with
+    With Gaussian noise the curvature does not depend on y, so the normalised predictive is the plug-in; with
     "empirical" it is even tighter. It is here because it is published; it is not recommended.
     """
 

@@ -71,7 +71,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Attributes
     ----------
     ensemble_:
-        Posteriors, scaling and networks.  n_iter_: epochs.
+        Posteriors, scaling and networks.
+    n_iter_:
+        Epochs of the training.
     plan_:
         What became of each column of X: see `TableEncoder`.
 

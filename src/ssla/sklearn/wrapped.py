@@ -242,8 +242,11 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
     Attributes
     ----------
     posterior_:
-        The posterior of the last layer.  models_: the fitted models, by what they predict.  oof_log_prob_: log density of each
-        training row (of positive weight) from its out-of-fold prediction, for `stacking_weights`.
+        The posterior of the last layer.
+    models_:
+        The fitted models, by what they predict.
+    oof_log_prob_:
+        Log density of each training row (of positive weight) from its out-of-fold prediction, for `stacking_weights`.
 
     Examples
     --------

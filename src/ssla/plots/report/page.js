@@ -85,7 +85,7 @@
       draw: (x, y) => `<line x1="${x(0)}" y1="${y(0)}" x2="${x(1)}" y2="${y(1)}" stroke="var(--soft)"/>`
         + own.map((b) => `<line x1="${x(b[0])}" x2="${x(b[0])}" y1="${y(b[3])}" y2="${y(b[4])}" stroke="var(--tint2)" stroke-width="7"/>`).join("")
         + path(other.map((b) => [x(b[0]), y(b[1])]), "var(--other)", DASH) + path(own.map((b) => [x(b[0]), y(b[1])]), "var(--main)")
-        + own.map((b) => `<circle cx="${x(b[0])}" cy="${y(b[1])}" r="4" fill="var(--main)"/><text class="soft" x="${x(b[0])}" y="${y(0.02)}" text-anchor="middle">${b[2]}</text>`).join(""),
+        + own.map((b) => `<circle cx="${x(b[0])}" cy="${y(b[1])}" r="4" fill="var(--main)"/><text class="soft count" x="${x(b[0])}" y="${y(0.02)}" text-anchor="middle">${b[2]}</text>`).join(""),
     });
   }
 

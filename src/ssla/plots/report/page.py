@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from datetime import datetime, timezone
 from html import escape
@@ -185,9 +186,14 @@ def _columns(subject: Subject) -> str:
 
 def _fit(subject: Subject) -> str:
     return "".join(
-        f'<h3>{escape(name)}</h3><pre tabindex="0" role="region" aria-label="{escape(name)}">{escape(text)}</pre>'
-        for name, text in subject.fit
+        f'<h3>{escape(name)}</h3><dl class="fit">{"".join(map(_item, text.splitlines()))}</dl>' for name, text in subject.fit
     )
+
+
+def _item(line: str) -> str:
+    """A line of a report: a name, two spaces or more, and a value."""
+    name, *value = re.split(r" {2,}", line, maxsplit=1)
+    return f"<div><dt>{escape(name)}</dt><dd>{escape(''.join(value))}</dd></div>"
 
 
 def _versions(subject: Subject) -> str:

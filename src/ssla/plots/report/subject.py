@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla.data import Inputs, as_inputs, as_tensor, column, map_inputs, row_count
+from ssla.plots.report.texts import of_fit, short
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.priors import BoundGaussian
@@ -64,7 +65,7 @@ def of_posterior(posterior: Posterior, X: Any, y: Any, refit: Any, target: str, 
         named[:SHOWN_INPUTS],
         (lambda rows: x[torch.from_numpy(rows), :SHOWN_INPUTS].tolist()) if table else (lambda rows: [[] for _ in rows]),
         tuple((name, "given to the network as it is") for name in named) or (("x", "given to the network as it is"),),
-        (("Posterior", str(posterior.report)),),
+        (("Posterior", of_fit(posterior)),),
         (("test inputs", _digest(x)), ("test targets", _digest(value))),
         posterior=posterior,
         x=x,
@@ -146,13 +147,13 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
     """The settings, and the report of the main posterior."""
     ensemble = estimator.ensemble_
     main = max(ensemble.components, key=lambda component: component.weight)
-    settings = "\n".join(f"{name:<22} {value!r}" for name, value in sorted(estimator.get_params().items()))
+    settings = "\n".join(f"{name:<22}  {short(value)}" for name, value in sorted(estimator.get_params().items()))
     count = len(ensemble.components)
     heading = "Posterior" if count == 1 else f"The first of {count} posteriors, whose predictives are mixed"
     epochs = f", trained for {ensemble.epochs} epochs" if hasattr(ensemble, "epochs") else ""
     return (
         (f"{type(estimator).__name__}{epochs}", settings),
-        (heading, str(main.posterior.report)),
+        (heading, of_fit(main.posterior)),
     )
 
 
@@ -178,7 +179,7 @@ def why_fixed(posteriors: Any) -> str:
     for posterior in posteriors:
         bound = posterior.state.bound_prior
         if not isinstance(bound, BoundGaussian):
-            return f"The prior is {posterior.report.prior or 'not Gaussian'}. The slider is for Gaussian priors."
+            return f"The prior is {short(posterior.prior)}. The slider is for Gaussian priors."
         if not bool((bound.scale_precision > 0).all()):
             return "The prior is flat for some parameters, so its strength cannot be changed."
     return ""
