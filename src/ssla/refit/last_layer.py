@@ -28,7 +28,6 @@ from ssla.refit.last_layer_group import Base, Group, congruent, pairs, squared
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
 from ssla.refit.solved import Options, Solved
 from ssla.state import State
-from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Features
 from ssla.structures.structure import NoFactorError, no_factor
 
@@ -107,7 +106,7 @@ class LastLayerRefit:
         """What was computed of cached blocks, while it fits. (A cached block lives as long as we do, so its id is its own.)"""
         return {}
 
-    def _remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
+    def remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
         known = self._memo.get((id(block), what))
         if known is None:
             known = compute()
@@ -122,23 +121,23 @@ class LastLayerRefit:
             return block
 
         def cast(what: str, value: Tensor) -> Tensor:
-            return self._remember(block, f"{what} {kind}", lambda: value.to(kind)) if value.is_floating_point() else value
+            return self.remember(block, f"{what} {kind}", lambda: value.to(kind)) if value.is_floating_point() else value
 
         weights = None if block.weights is None else cast("weights", block.weights)
         return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
 
     def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
         """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
-        return self._remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
+        return self.remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
 
     def covariances(self, block: Block, base: Base) -> Tensor:
         """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice (pairs, b)."""
 
         def compute() -> Tensor:
-            K = DenseOperator(base.factor).covariance(Features(block.x, base.outputs))
+            K = base.operator.covariance(Features(block.x, base.outputs))
             return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(base.outputs)])
 
-        return self._remember(block, f"{base.kind} {base.outputs}", compute)
+        return self.remember(block, f"{base.kind} {base.outputs}", compute)
 
     @cached_property
     def contrasts(self) -> Base | None:
