@@ -242,7 +242,7 @@ EXPECTED = {  # None: a comparison that a small version, or another machine, may
     "heteroscedastic": [True, None, None, None, False, None, True, None, None, None],
     "sine": [True, True, True],
     "priors": [True, True, True, False, False, False, True],
-    "robustness": [False, *[None] * 17, True, None],
+    "robustness": [False, *[None] * 16, True, None],
     "uci": [None, None, True, True, None, None] if os.environ.get("SSLA_DATA") else [True, True, None, None],
 }
 
