@@ -46,9 +46,9 @@ uncertainty about the network from ASSLA: with constant Gaussian noise it is the
 refit in output space, is classical Laplace plus noise. Real refits of the weights are the most accurate answer and the most
 expensive one.
 
-"Our default" is `ssla.fit` without a prior for the classes of the robustness study. In the other studies it is the refit in output
-space with the Gaussian at the mode, also for counts and unknown variances. For those the library itself uses the variational
-Gaussian and another prior: the pages on trained models and on priors have its figures.
+"Our default" is `ssla.fit` without a prior for the classes of the robustness study. In the other studies it is the refit in
+output space with the Gaussian at the mode, also for counts and unknown variances. For those the library itself uses the
+variational Gaussian and another prior: the pages on trained models and on priors have its figures.
 """
 WHY = """
 ## Why
