@@ -146,3 +146,13 @@ def test_pooled_rows_have_the_sum_of_the_precisions(likelihood: Likelihood, monk
         torch.testing.assert_close(found, each._replace(precision=expected), rtol=1e-12, atol=1e-14)
         fisher = (pool[:, None, None] * likelihood.fisher(f)).sum(0, keepdim=True)
         torch.testing.assert_close(pooled_fisher(likelihood, f, pool), fisher, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "f"), [(HeteroscedasticGaussian(), [[0.0, -285.0]]), (Poisson(), [[285.0]])], ids=["variance", "rate"]
+)
+def test_beyond_the_range_of_exp_the_averages_stay_finite(likelihood: Likelihood, f: list[list[float]]) -> None:
+    at = torch.tensor(f, dtype=torch.float64)
+    root = FullRoot(0.1 * torch.eye(at.shape[1], dtype=torch.float64)[None])
+    for part in averages(likelihood, torch.zeros(1, dtype=torch.float64), at, root):
+        assert torch.isfinite(part).all()

@@ -22,6 +22,7 @@ from ssla.likelihoods.tempered import Tempered
 from ssla.numerics.quadrature.normal import normal_nodes
 from ssla.numerics.roots import Root
 
+LARGEST_EXPONENT = 170.0  # of a closed form: likelihoods cap theirs at 177
 NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache
 # up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change predictives by less than 2e-4 in KL, and
 # for many classes the sums over rows average out what one row's nodes miss
@@ -107,14 +108,17 @@ def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
 
 
 def _closed_form(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool) -> Derivatives | None:
-    """Where log p is a polynomial plus an exponential of outputs; None elsewhere."""
+    """Where log p is a polynomial plus an exponential of outputs; None elsewhere, and where the exponential is capped."""
     law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
-    if isinstance(law, HeteroscedasticGaussian) and law.linear_domain:
-        found = _of_mean_and_log_variance(y, f, _covariance(f, root), fisher)
-    elif isinstance(law, Poisson) and law.linear_domain:
-        found = _of_log_rate(y, f, _covariance(f, root))
-    else:
+    known = isinstance(law, HeteroscedasticGaussian | Poisson) and law.linear_domain
+    if not known:
         return None
+    K = _covariance(f, root)
+    exponent = 0.5 * K[:, -1, -1] + (f[:, -1] if isinstance(law, Poisson) else -f[:, -1])
+    if bool((exponent > LARGEST_EXPONENT).any()):
+        return None
+    w = torch.exp(exponent)
+    found = _of_log_rate(y, f, w) if isinstance(law, Poisson) else _of_mean_and_log_variance(y, f, K, w, fisher)
     beta = _beta(likelihood)
     return found if beta == 1 else Derivatives(*(beta * part for part in found))
 
@@ -124,10 +128,9 @@ def _covariance(f: Tensor, root: Root) -> Tensor:
     return R @ R.mT
 
 
-def _of_mean_and_log_variance(y: Tensor, f: Tensor, K: Tensor, fisher: bool) -> Derivatives:
+def _of_mean_and_log_variance(y: Tensor, f: Tensor, K: Tensor, w: Tensor, fisher: bool) -> Derivatives:
     """With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its variance as before."""
     mean, log_variance = f.unbind(-1)
-    w = torch.exp(0.5 * K[:, 1, 1] - log_variance)
     r = event(y, f) - mean + K[:, 0, 1]
     first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
     log_prob = -0.5 * (LOG_2PI + log_variance + second)
@@ -137,9 +140,8 @@ def _of_mean_and_log_variance(y: Tensor, f: Tensor, K: Tensor, fisher: bool) -> 
     return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
 
 
-def _of_log_rate(y: Tensor, f: Tensor, K: Tensor) -> Derivatives:
+def _of_log_rate(y: Tensor, f: Tensor, rate: Tensor) -> Derivatives:
     count, log_rate = event(y, f).to(f.dtype), f[:, 0]
-    rate = torch.exp(log_rate + 0.5 * K[:, 0, 0])
     log_prob = count * log_rate - rate - torch.lgamma(count + 1)
     return Derivatives(log_prob, (count - rate).unsqueeze(-1), rate[:, None, None])
 
