@@ -42,10 +42,10 @@ class Contrasts:
     def _pairs(self) -> tuple[Tensor, Tensor]:
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
-    def pairs(self, probs: Tensor) -> Tensor:
-        """Of QᵀΛQ with Λ = diag(p) − ppᵀ the pairs a ≤ b: p (C, …) -> (pairs, …)."""
+    def pairs(self, f: Tensor) -> Tensor:
+        """Of QᵀΛQ with Λ = diag(p) − ppᵀ, p = softmax(f), the pairs a ≤ b: f (C, …) -> (pairs, …)."""
         a, b = self._pairs
-        Q, flat = self.matrix.to(probs.dtype), probs.flatten(1)
-        along = Q.mT @ flat
-        found = ((Q[:, a] * Q[:, b]).mT @ flat).addcmul_(along[a], along[b], value=-1)
-        return found.reshape(len(a), *probs.shape[1:])
+        Q, p = self.matrix.to(f.dtype), f.softmax(0).flatten(1)
+        along = Q.mT @ p
+        found = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(along[a], along[b], value=-1)
+        return found.reshape(len(a), *f.shape[1:])

@@ -308,9 +308,8 @@ class Group:
 
     def _class_changes(self, point: Tensor, contrasts: Contrasts) -> Iterator[tuple[Block, Tensor]]:
         for whole, block, f in self._blocks(point):
-            at_start = partial(contrasts.pairs, block.f.mT.softmax(0))
-            before = self.refit.remember(whole, f"pairs {f.dtype}", at_start)
-            change = contrasts.pairs(f.movedim(-1, 0).softmax(0)).sub_(before.unsqueeze(-1))
+            before = self.refit.remember(whole, f"pairs {f.dtype}", partial(contrasts.pairs, block.f.mT))
+            change = contrasts.pairs(f.movedim(-1, 0)).sub_(before.unsqueeze(-1))
             yield whole, change if block.weights is None else change * block.weights.unsqueeze(-1)
 
     def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> Change:
