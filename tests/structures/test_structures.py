@@ -10,6 +10,7 @@ from support.oracles import random_spd
 KINDS = {
     "features": lambda seed: Features(_randn(seed, 11, 4), 3),
     "features with bias": lambda seed: Features(_randn(seed, 11, 4), 2, bias=True),
+    "features of many outputs": lambda seed: Features(_randn(seed, 11, 4), 6, bias=True),
     "dense": lambda seed: DenseJacobian(_randn(seed, 11, 2, 7)),
     "layers": lambda seed: layered(seed, places=1),
     "layers with shared weights": lambda seed: layered(seed, places=3),
