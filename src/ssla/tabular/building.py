@@ -35,6 +35,7 @@ DOUBT = 1.5  # standard deviation of their logarithm around the precision of the
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
+MOST_FITTED = 200_000  # rows of a last layer that needs several passes; more change its predictives by less than they can show
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
 """Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
@@ -201,9 +202,10 @@ class _Work:
             self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
         if self.grow is not None:
             self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
+        rows = _at_most(torch.ones_like(held), MOST_FITTED)
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
-            return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
-        return self._fit(module, None, likelihood, prior)
+            return Posterior(polish_again(chosen, prior, self.data.of(rows), from_there=True))
+        return self._fit(module, rows, likelihood, prior)
 
     def _shared_prior(self) -> GaussianPrior | None:
         """The prior of the later members: with the geometric mean of the first members' precisions. None: not known yet."""
