@@ -1,4 +1,4 @@
-"""Targets on the log and the logit scale."""
+"""Targets on the log and the logit scale, and the choice of a scale."""
 
 import numpy as np
 import pandas as pd
@@ -7,7 +7,8 @@ import torch
 from scipy import special
 
 from ssla import metrics
-from ssla.sklearn import SSLARegressor, load
+from ssla.persistence import FileError
+from ssla.sklearn import SSLARegressor, load, saving
 
 QUICK = {"max_epochs": 40, "hidden": (16,), "random_state": 0}
 RNG = np.random.default_rng(0)
@@ -63,8 +64,73 @@ def test_conformal_gaps_and_files(tmp_path):
         ("log_normal", Z, "needs targets that are positive, but y is from -"),
         ("logit_normal", np.exp(Z), "strictly between 0 and 1"),
         ("log_normal", np.exp(np.stack([Z, Z], 1)), "needs one target"),
+        ("positive", Z, "needs targets that are zero or positive, but y is from -"),
+        ("positive", np.exp(np.stack([Z, Z], 1)), "needs one target"),
     ],
 )
 def test_other_targets_are_refused(likelihood, y, match):
     with pytest.raises(ValueError, match=match):
         SSLARegressor(likelihood, **QUICK).fit(X, y)
+
+
+def additive():
+    """Positive, and many times larger in some rows than in others, but with constant noise on its own scale."""
+    return 12 + 5 * np.tanh(2 * X[:, 0]) + 0.5 * np.random.default_rng(3).normal(size=400)
+
+
+@pytest.mark.parametrize(
+    ("y", "chosen"), [(Y["log_normal"], "positive"), (additive(), "heteroscedastic"), (Z, "heteroscedastic")]
+)
+def test_held_out_rows_choose_the_scale(y, chosen):
+    """Noise in proportion to the target, constant noise, and a target that can be negative."""
+    model = SSLARegressor(members=2, trees=0, **QUICK).fit(X[:300], y[:300])
+    assert model.ensemble_.settings.likelihood == chosen
+    assert model.ensemble_.settings.members == len(model.ensemble_.modules) == 2
+    assert 0.8 < float(metrics.coverage(model.predict_dist(X[300:]), y[300:], 0.9)) < 0.98
+
+
+def test_the_chosen_scale_is_that_of_a_fit_to_the_logarithm():
+    """Exact: where all targets are in the logarithmic part, as with log y for the fit, up to the units of the training loss."""
+    y = Y["log_normal"]
+    one = SSLARegressor("positive", members=2, trees=0, **QUICK).fit(X, y)
+    scale = one.ensemble_.scale
+    other = SSLARegressor("heteroscedastic", members=2, trees=0, **QUICK).fit(X, scale.into(torch.from_numpy(y)).numpy())
+    z = other.predict_dist(X)
+    logs = z.log_prob(scale.into(torch.from_numpy(y))) - scale.log_slope(scale.into(torch.from_numpy(y)))
+    assert torch.allclose(one.predict_dist(X).log_prob(y), logs)
+    assert np.allclose(one.predict_quantiles(X), scale.out(torch.from_numpy(other.predict_quantiles(X))).numpy())
+
+
+def test_zeros_are_predicted_and_no_bound_is_negative(tmp_path):
+    y = np.maximum(np.exp(Z) - 1.5, 0)
+    assert (y == 0).mean() > 0.1
+    model = SSLARegressor("positive", members=2, **QUICK).fit(X, y)
+    assert model.ensemble_.scale.closed
+    assert (model.predict_interval(X, 0.9999) >= 0).all()
+    assert (model.predict(X) > 0).all()
+    assert np.isfinite(float(metrics.nll(model.predict_dist(X), y)))
+    again = load(model.save(tmp_path / "model"))
+    assert again.ensemble_.scale == model.ensemble_.scale
+    assert np.array_equal(again.predict_interval(X), model.predict_interval(X))
+    more = model.partial_fit(X[:3], y[:3])
+    assert np.isfinite(more.predict(X)).all()
+    with pytest.raises(ValueError, match="zero or positive"):
+        model.partial_fit(X[:3], -1 - y[:3])
+
+
+def test_a_scale_is_open_where_the_table_cannot_show_that_negative_targets_are_impossible():
+    """Narrow targets far from zero: a model expects no negative row, and neither should a later one be refused."""
+    y = 50 * np.exp(0.4 * X[:, 0] + 0.15 * RNG.normal(size=400))
+    model = SSLARegressor(members=2, trees=0, **QUICK).fit(X, y)
+    assert model.ensemble_.settings.likelihood == "positive"
+    assert not model.ensemble_.scale.closed
+    assert np.isfinite(float(model.predict_dist(X[:1]).log_prob(np.array([-1.0]))))
+
+
+@pytest.mark.parametrize("scale", [{"low": 5.0, "high": 1.0}, {"low": "a", "high": 1.0}, {"low": 0.0, "high": 1e9}, None])
+def test_a_forged_scale_is_refused(tmp_path, monkeypatch, scale):
+    model = SSLARegressor("positive", members=1, trees=0, **QUICK).fit(X, Y["log_normal"])
+    pack = saving._pack_ensemble
+    monkeypatch.setattr(saving, "_pack_ensemble", lambda *args: pack(*args) | {"scale": scale})
+    with pytest.raises(FileError):
+        load(model.save(tmp_path / "model"))

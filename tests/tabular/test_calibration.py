@@ -120,7 +120,7 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
     X = np.random.default_rng(2).normal(size=(80, 2))
     fit_rows = SSLARegressor._fit_rows
 
-    def refuses(self, X, y, weights, likelihood, related):
+    def refuses(self, X, y, weights, likelihood, related, rival=None):
         if likelihood == "heteroscedastic":
             raise NoFactorError("The curvature cannot be factorised: no noise.")
         return fit_rows(self, X, y, weights, likelihood, related)

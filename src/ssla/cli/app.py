@@ -54,7 +54,7 @@ def train(
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory of the model.")],
     drop: Drop = [],  # noqa: B006
     likelihood: Annotated[
-        str, typer.Option(help="auto, gaussian, heteroscedastic, poisson, log_normal, logit_normal or classes.")
+        str, typer.Option(help="auto, gaussian, heteroscedastic, positive, poisson, log_normal, logit_normal or classes.")
     ] = "auto",
     members: Annotated[
         int | None, typer.Option(help="Networks in the ensemble; if not given, as many as the table allows.")

@@ -13,11 +13,10 @@ from ssla import metrics
 from ssla._checks import one_of, warn
 from ssla.scoring.models import predictive_at, replace_refit
 from ssla.sklearn import SSLAClassifier, SSLARegressor
-from ssla.sklearn.regressor import FEWEST_ROWS as FEWEST_FOR_VARYING_NOISE
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
 from ssla.tabular.training import Architecture
 
-LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "poisson", "log_normal", "logit_normal", "classes")
+LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "positive", "poisson", "log_normal", "logit_normal", "classes")
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
 OF_INTERVALS = ("coverage", "width")
@@ -77,8 +76,7 @@ def prepare(table: Table, request: Request) -> Prepared:
         )
     plan = make_plan(table, {request.target, *request.drop}, given)
     encoded = plan.encode(table)
-    usual = "heteroscedastic" if len(target.y) >= FEWEST_FOR_VARYING_NOISE else "gaussian"
-    likelihood = "classes" if target.classes else usual if asked is None else request.likelihood
+    likelihood = "classes" if target.classes else request.likelihood
     said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
     rest = int((~given).sum())
     return Prepared(plan, encoded.values[given], target.y, likelihood, encoded.missing, rest, encoded[given], target, said)

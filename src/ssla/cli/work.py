@@ -105,7 +105,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
         "left_out": ready.plan.left_out,
         "read_as": ready.read_as,
         "missing": ready.missing,
-        "likelihood": ready.likelihood,
+        "likelihood": estimator.ensemble_.settings.likelihood,
         "members": request.members,
         "epochs": estimator.n_iter_,
         "scores": scores,

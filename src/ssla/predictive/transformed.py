@@ -27,6 +27,8 @@ from ssla.predictive.gaussian import GaussianLaw
 from ssla.predictive.joined import JoinedLaw
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw
+from ssla.predictive.normals import NormalsLaw
+from ssla.predictive.positive import Positive
 from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 
@@ -36,7 +38,7 @@ NEGLIGIBLE = 20.0  # how far the log of the integrand must have fallen at the en
 
 
 class Transform(Protocol):
-    """A rising function T of the real line onto its support."""
+    """A rising function T of the real line onto its support; or one that is constant at one end, which then has an atom."""
 
     support: ClassVar[str]
 
@@ -45,7 +47,7 @@ class Transform(Protocol):
         ...
 
     def into(self, y: Tensor) -> Tensor:
-        """T⁻¹(y); −∞ and ∞ beyond the support."""
+        """T⁻¹(y); −∞ and ∞ (or the ends) beyond the support."""
         ...
 
     def log_slope(self, z: Tensor) -> Tensor:
@@ -121,6 +123,10 @@ class TransformedLaw(Law):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, epistemic and aleatoric variance: of every part of the mixture by itself, and of their disagreement."""
+        if isinstance(self.transform, Positive):
+            mean, variance = self._positive_moments(self.transform)
+            share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
+            return mean, share * variance, (1 - share) * variance
         zero, one = torch.zeros(self.rows, dtype=torch.float64), torch.ones(self.rows, dtype=torch.float64)
         parts = [(w, *_moments(law, shift, scale, self.transform)) for w, law, shift, scale in _leaves(self.base, zero, one, one)]
         weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
@@ -134,6 +140,22 @@ class TransformedLaw(Law):
                 "are too heavy, or their spread is very large. Mean and variance are infinite there. Use quantiles and intervals."
             )
         return mean, doubt, noise
+
+    def _positive_moments(self, transform: Positive) -> tuple[Tensor, Tensor]:
+        """Mean and variance, from the first and second moments of the parts of the mixture."""
+        total = torch.zeros(2, self.rows, dtype=torch.float64)
+        zero, one = torch.zeros(self.rows, dtype=torch.float64), torch.ones(self.rows, dtype=torch.float64)
+        for weight, law, shift, scale in _leaves(self.base, zero, one, one):
+            if isinstance(law, NormalsLaw):
+                centres, spreads = (shift[:, None] + scale[:, None] * law.means), scale[:, None] * law.scales
+                found = [part @ law.weights for part in transform.moments_of_normals(centres, spreads)]
+            elif isinstance(law, GaussianLaw):
+                found = list(transform.moments_of_normals(shift + scale * law.mean, scale * law.stddev))
+            else:
+                mean, variance = _quadrature(law, shift, scale, transform)
+                found = [mean, variance + mean**2]
+            total += weight * torch.stack(found)
+        return total[0], (total[1] - total[0] ** 2).clamp_min(0.0)
 
     @property
     def mean(self) -> Tensor:

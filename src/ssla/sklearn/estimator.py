@@ -25,13 +25,13 @@ from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
-from ssla.tabular.ensemble import CLASSES, HETEROSCEDASTIC
+from ssla.tabular.ensemble import CLASSES, VARYING
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
 AUTO = "auto"
 SMALL_TABLE, LARGE_TABLE = 300, 100_000
 ROWS_VISITED = 4_000_000
-AUTO_TREES = {CLASSES: 50, HETEROSCEDASTIC: 100}  # for each network
+AUTO_TREES = {CLASSES: 50} | dict.fromkeys(VARYING, 100)  # for each network
 MANY_CLASSES, FEWEST_FOR_TREES = 50, 30
 
 
@@ -54,7 +54,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
-        piecewise = self.activation == AUTO and likelihood == HETEROSCEDASTIC
+        piecewise = self.activation == AUTO and likelihood in VARYING
         activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)
@@ -133,14 +133,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return present, weights
 
     def _fit_rows(
-        self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, likelihood: str, related: Related, classes: int = 0
+        self,
+        X: np.ndarray,
+        y: np.ndarray,
+        weights: np.ndarray,
+        likelihood: str,
+        related: Related,
+        classes: int = 0,
+        rival: str | None = None,
     ) -> Ensemble:
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
         with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
             on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None
-            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests)
+            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival)
 
     def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""

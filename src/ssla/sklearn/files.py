@@ -16,6 +16,8 @@ from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
+from ssla.predictive.positive import Positive
+from ssla.predictive.transformed import Transform
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO
@@ -25,9 +27,9 @@ from ssla.sklearn.regressor import SSLARegressor
 from ssla.sklearn.saving import KIND
 from ssla.sklearn.wrapped_files import WRAPPED, open_wrapped
 from ssla.tables import Plan
-from ssla.tabular import CONTINUOUS, LIKELIHOODS, Ensemble, Scaling, Settings
+from ssla.tabular import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Scaling, Settings
 from ssla.tabular.component import Component
-from ssla.tabular.ensemble import CLASSES, GAUSSIAN
+from ssla.tabular.ensemble import CLASSES, GAUSSIAN, POSITIVE
 from ssla.tabular.forest import Forest
 from ssla.tabular.out_of_fold import ClassLayer, linear
 from ssla.tabular.training import Architecture, Schedule
@@ -200,7 +202,20 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         spreads,
         trust,
         _unpack_trees(content.get("trees"), decoder, tensors, architecture, source),
+        _unpack_scale(content.get("scale"), settings["likelihood"]),
     )
+
+
+def _unpack_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | None:
+    if content is None and likelihood != POSITIVE:
+        return ON_SCALE.get(likelihood)
+    scale = Positive(**(content or {}))
+    ends = (scale.low, scale.high)
+    if likelihood != POSITIVE or type(scale.closed) is not bool or not all(type(end) is float and abs(end) < 700 for end in ends):
+        raise ValueError("the scale of the target does not fit the likelihood")
+    if not scale.low < scale.high:
+        raise ValueError("the ends of the target's scale are not in order")
+    return scale
 
 
 def _unpack_trees(

@@ -15,15 +15,18 @@ from ssla._checks import level as checked_level
 from ssla._checks import one_of, warn
 from ssla.fitting.mode import NoModeError
 from ssla.predictive import Predictive
+from ssla.predictive.positive import Positive
 from ssla.predictive.predictive import probabilities
+from ssla.predictive.transformed import Transform
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
-from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC
+from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
 FEWEST_ROWS = 60  # for a noise that depends on x
+FACTOR, LARGEST = 3.0, 1e100  # of targets for which a logarithmic scale is tried
 NAMES = (AUTO, *CONTINUOUS, "poisson")
 
 
@@ -35,9 +38,10 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "auto" ("heteroscedastic"; "gaussian" for several targets, fewer than 60 rows, more weights than the last layer, or, with
-        a warning, where the former cannot be fitted),
-        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "poisson" (counts),
+        "auto" ("heteroscedastic", or "positive" where its networks predict held-out rows better; "gaussian" for several targets,
+        fewer than 60 rows, more weights than the last layer, or, with a warning, where the former cannot be fitted),
+        "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "positive" (the same on a
+        logarithmic scale, for targets that are not negative; zero is allowed), "poisson" (counts),
         "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
         strictly between 0 and 1).
     members:
@@ -58,7 +62,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         max_epochs="auto" is 200, or as many as visit four million rows, at least eight.
     trees:
         The number of decision trees that are grown beside each network, on the same rows (boosted; a random forest for
-        classes). Rows that both held out choose their share of the mixture. "auto": 200, or 50 for classes, none for fewer than
+        classes). Rows that both held out choose their share of the mixture. "auto": 100, or 50 for classes, none for fewer than
         30 rows or more than 50 classes; 0: none. For mean and log variance and for classes, with early_stopping and tune.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
@@ -150,7 +154,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.conformal_ = None
         if self.conformal:
             predictive = self._predict_rows(rows[aside])
-            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, ON_SCALE.get(self.likelihood))
+            self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, self.ensemble_.scale)
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
@@ -172,7 +176,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has shape {target.shape}."
             )
-        self._check_support(target[present])
+        self._check_support(target[present], self.ensemble_.scale)
         self._update(rows[present], target[present], weights[present])
         return self
 
@@ -187,7 +191,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         likelihood = self._likelihood(y)
         self._settings(likelihood, len(y))  # wrong settings are refused here
         try:
-            return self._fit_rows(X, y, weights, likelihood, related)
+            rival = POSITIVE if self.likelihood == AUTO and likelihood == HETEROSCEDASTIC and varies_by_factors(y) else None
+            return self._fit_rows(X, y, weights, likelihood, related, rival=rival)
         except (NoFactorError, NoModeError) as error:
             if self.likelihood != AUTO or likelihood == GAUSSIAN:
                 raise
@@ -204,10 +209,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
-        self._check_support(y)
+        self._check_support(y, Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood))
 
-    def _check_support(self, y: np.ndarray) -> None:
-        scale = ON_SCALE.get(self.likelihood)
+    def _check_support(self, y: np.ndarray, scale: Transform | None) -> None:
         if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is from {y.min():g} to "
@@ -268,7 +272,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 f"The conformal scores were computed with refit={self.conformal_.refit!r}, but refit is now {self.refit!r}, for "
                 "which their coverage does not hold. Fit again with the new refit, or predict with the first one."
             )
-        return self.conformal_.interval(predictive, checked_level(level), ON_SCALE.get(self.likelihood))
+        return self.conformal_.interval(predictive, checked_level(level), self.ensemble_.scale)
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
@@ -281,5 +285,10 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
-        tags.target_tags.positive_only = self.likelihood in ("poisson", *ON_SCALE)
+        tags.target_tags.positive_only = self.likelihood in ("poisson", POSITIVE, *ON_SCALE)
         return tags
+
+
+def varies_by_factors(y: np.ndarray) -> bool:
+    """Whether targets (n,) are not negative, and some are several times others: a logarithmic scale may fit them better."""
+    return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)

@@ -15,16 +15,18 @@ from ssla._checks import unknown_name
 from ssla.fitting import polish_again
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
+from ssla.predictive.positive import Positive
+from ssla.predictive.transformed import Transform
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.state import POLISH
 from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tabular.component import Component
-from ssla.tabular.ensemble import CLASSES, CONTINUOUS, HETEROSCEDASTIC, LIKELIHOODS, Ensemble, Settings, on_scale
+from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, VARYING, Ensemble, Settings, on_scale, scale_of
 from ssla.tabular.folds import folds
 from ssla.tabular.forest import Forest
 from ssla.tabular.noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tabular.pieces import counts_of, edges_of
-from ssla.tabular.scaling import scaling_of
+from ssla.tabular.scaling import Scaling, scaling_of
 from ssla.tabular.stacking import shares
 from ssla.tabular.training import Architecture, Rows, train
 from ssla.tabular.trees import calibrated_trees
@@ -33,6 +35,8 @@ from ssla.tuning import tune
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
+WORTH_A_SCALE = 0.01  # nats: by how much another scale of the target must be better
+ENOUGH_NEGATIVE = 3.0  # rows that a model expects below zero: without any such row, negative targets are impossible
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 MOST_FITTED = 200_000  # rows of a last layer that needs several passes; more change its predictives by less than they can show
@@ -51,31 +55,35 @@ def fit_ensemble(
     groups: Tensor | None = None,
     time: Tensor | None = None,
     grow: Grow | None = None,
+    rival: str | None = None,
 ) -> Ensemble:
     """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
 
     groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a forest beside each network.
+    rival: the same likelihood on another scale of y, which is taken if its networks predict held-out rows better.
     """
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
-    y = on_scale(y, settings.likelihood)
-    columns = y[:, None] if y.dim() == 1 else y
-    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or columns.shape[1])
+    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or (1 if y.dim() == 1 else y.shape[1]))
+    targets = [_Target.of(y, weights, name) for name in (settings.likelihood, rival) if name is not None]
     inputs = scaling_of(x, weights)
-    target = scaling_of(columns, weights) if settings.likelihood in CONTINUOUS else None
     z = inputs(x)
-    if target is not None:
-        y = target(columns).reshape(y.shape)
     generator = torch.Generator().manual_seed(settings.seed)
     held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None, groups, time)
     edges = edges_of(z, weights) if settings.piecewise else ()
     architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation, counts_of(edges))
     # all rows at once: in double precision, so that row weights equal repeated rows
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
-    rows = Rows(z.to(dtype), y if classes else y.to(dtype), weights.to(dtype), held, edges)
+    targets = targets if bool(held.any(1).all()) else targets[:1]
+    found = [target.y if classes else target.y.to(dtype) for target in targets]
+    by_member = None if len(found) == 1 else torch.stack(found).repeat_interleave(len(held), 0)
+    rows = Rows(z.to(dtype), found[0], weights.to(dtype), held.repeat(len(found), 1), edges, by_member)
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
     trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
-    modules = tuple(module.double() for module in trained.modules)
+    best = _best(targets, trained.losses, held, weights)
+    target, y = targets[best], targets[best].y
+    settings = replace(settings, likelihood=target.likelihood)
+    modules = tuple(module.double() for module in trained.modules[best * len(held) :][: len(held)])
     work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow)
     components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
@@ -85,8 +93,59 @@ def fit_ensemble(
             parts = work.posteriors(module, held[m])
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
     whole = tuple(components)
-    fitted = Ensemble(settings, architecture, modules, whole, inputs, target, trained.epochs, y.dim() == 1, held=held)
-    return work.calibrated(fitted)
+    fitted = Ensemble(
+        settings, architecture, modules, whole, inputs, target.unit, trained.epochs, y.dim() == 1, scale=target.scale, held=held
+    )
+    fitted = work.calibrated(fitted)
+    return _opened(fitted, x, weights) if best else fitted
+
+
+def _opened(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
+    """With an open scale, unless the table shows that no target is negative: it would then have had some such rows."""
+    if not isinstance(ensemble.scale, Positive):
+        return ensemble
+    unlimited = replace(ensemble, scale=replace(ensemble.scale, closed=False))
+    some = x[_at_most(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
+    expected = float(unlimited.predict(some).cdf(torch.zeros(len(some), dtype=torch.float64)).mean() * weights.sum())
+    return ensemble if expected >= ENOUGH_NEGATIVE else unlimited
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """Targets on the scale of the networks, in their unit there (None: counts and classes have none)."""
+
+    y: Tensor
+    likelihood: str
+    scale: Transform | None
+    unit: Scaling | None
+
+    @staticmethod
+    def of(y: Tensor, weights: Tensor, likelihood: str) -> _Target:
+        scale = scale_of(y, likelihood)
+        y = on_scale(y, scale, likelihood)
+        if likelihood not in CONTINUOUS:
+            return _Target(y, likelihood, scale, None)
+        columns = y[:, None] if y.dim() == 1 else y
+        unit = scaling_of(columns, weights)
+        return _Target(unit(columns).reshape(y.shape), likelihood, scale, unit)
+
+    @property
+    def log_slopes(self) -> Tensor:
+        """log dy/dz for the standardised z of each row (n,), of one continuous target."""
+        assert self.unit is not None
+        z = self.unit.shift + self.unit.scale * self.y
+        return self.unit.scale.log() + (torch.zeros_like(self.y) if self.scale is None else self.scale.log_slope(z))
+
+
+def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> int:
+    """Which targets are predicted best: by the NLL of y at held-out rows (M, n), from the losses (epochs, targets · M)."""
+    if len(targets) == 1:
+        return 0
+    shares = held * weights
+    shares = shares / shares.sum(1, keepdim=True)
+    lowest = losses.amin(0).reshape(len(targets), -1)
+    nll = [float((own + shares @ target.log_slopes).mean()) for own, target in zip(lowest, targets, strict=True)]
+    return int(nll[1] < nll[0] - WORTH_A_SCALE)
 
 
 def _fraction(settings: Settings, rows: int) -> float:
@@ -194,7 +253,7 @@ class _Work:
                 chosen = tune(chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
                 prior = chosen.prior
                 self.priors.append(prior)
-        if self.settings.likelihood == HETEROSCEDASTIC:
+        if self.settings.likelihood in VARYING:
             disagreement = _disagreement(self.modules, z)[:, 0]
             self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), z, y, weights))
         elif self.settings.likelihood == CLASSES:
@@ -221,7 +280,7 @@ class _Work:
         trees, own = None, None
         if self.forests:
             trees, own = calibrated_trees(self.forests, self.modules, [z for _, z, _, _ in self.held_out], y, weights)
-        if self.settings.likelihood == HETEROSCEDASTIC:
+        if self.settings.likelihood in VARYING:
             spreads, share = spreads_of(densities, weights, own)
             return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
         densities = densities if own is None else torch.cat([densities, own[:, None]], 1)

@@ -13,6 +13,7 @@ from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.full_conformal import Member, cross_sets
 from ssla.predictive.normals import averaged, pooled
+from ssla.predictive.positive import Positive
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
@@ -23,6 +24,8 @@ from ssla.tabular.trees import Trees
 
 GAUSSIAN = "gaussian"
 HETEROSCEDASTIC = "heteroscedastic"
+POSITIVE = "positive"
+VARYING = (HETEROSCEDASTIC, POSITIVE)  # the noise depends on x: mean and log variance
 CLASSES = "classes"
 LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # targets or classes -> likelihood, outputs
     GAUSSIAN: lambda count: (None, count),  # unknown noise
@@ -31,13 +34,26 @@ LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # ta
     CLASSES: lambda count: (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count),
 }
 ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": Logistic()}  # Gaussian on another scale of y
-LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN])
-CONTINUOUS = (GAUSSIAN, HETEROSCEDASTIC, *ON_SCALE)
+LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {POSITIVE: LIKELIHOODS[HETEROSCEDASTIC]}
+CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
+LINEAR_BELOW = 0.05  # of the positive targets
 
 
-def on_scale(y: Tensor, likelihood: str) -> Tensor:
-    """y on the scale of the network: its logarithm for "log_normal"."""
-    scale = ON_SCALE.get(likelihood)
+def scale_of(y: Tensor, likelihood: str) -> Transform | None:
+    """The scale of a likelihood for targets y: logarithmic, for example. None: that of y itself."""
+    if likelihood != POSITIVE:
+        return ON_SCALE.get(likelihood)
+    if y.dim() != 1 or not bool((y >= 0).all()) or not bool((y > 0).any()):
+        raise ValueError(
+            f"likelihood={likelihood!r} needs one target that is {Positive.support} in every row, and not always zero."
+        )
+    positive = y[y > 0]
+    low = positive.kthvalue(1 + int(LINEAR_BELOW * (len(positive) - 1))).values
+    return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
+
+
+def on_scale(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:
+    """y on the scale of the network."""
     if scale is None:
         return y
     if y.dim() != 1 or not bool(scale.inside(y).all()):
@@ -78,6 +94,7 @@ class Ensemble:
     spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (factor, share): see `ssla.tabular.calibration`
     trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
+    scale: Transform | None = None  # of the target, beside its unit; None: linear
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
@@ -92,8 +109,7 @@ class Ensemble:
             return whole
         shift, scale = self.target.shift, self.target.scale
         whole = affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
-        scaled = ON_SCALE.get(self.settings.likelihood)
-        return whole if scaled is None else transformed(whole, scaled)
+        return whole if self.scale is None else transformed(whole, self.scale)
 
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
         """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared by members that held it out."""
@@ -107,13 +123,12 @@ class Ensemble:
         found = cross_sets([Member(first[m].posterior.state, z, rows=held) for m, held in enumerate(self.held)], level)
         if self.target is not None:
             found = self.target.shift + self.target.scale * found
-        scaled = ON_SCALE.get(self.settings.likelihood)
-        return found if scaled is None else scaled.out(found)
+        return found if self.scale is None else self.scale.out(found)
 
     def _averages(self, refit: str | Refit) -> bool:
         """Whether the average over mean and log variance has a closed form: the default rung of a variational Gaussian."""
         variational = all(component.posterior.gaussian == "variational" for component in self.components)
-        return self.settings.likelihood == HETEROSCEDASTIC and variational and resolve(refit) == OutputRefit()
+        return self.settings.likelihood in VARYING and variational and resolve(refit) == OutputRefit()
 
     def _averaged(self, z: Tensor) -> Predictive:
         marginals = [component.posterior.state.outputs_at(z) for component in self.components]

@@ -71,7 +71,7 @@ class Schedule:
 class Rows:
     """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of each member (M, n).
 
-    edges: those of the pieces of each column, if the architecture has pieces.
+    edges: those of the pieces of each column, if the architecture has pieces.  y_by_member (M, n): in place of y.
     """
 
     x: Tensor
@@ -79,6 +79,11 @@ class Rows:
     weights: Tensor
     held_out: Tensor
     edges: tuple[Tensor, ...] = ()
+    y_by_member: Tensor | None = None
+
+    def targets(self, index: Tensor) -> Tensor:
+        """y of the rows (M, B) of each member."""
+        return self.y[index] if self.y_by_member is None else self.y_by_member.gather(1, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +144,7 @@ def _train(
 
     def losses(index: Tensor) -> Tensor:
         """(M, B), not weighted."""
-        f, y = forward(theta, rows.x[index]), rows.y[index]
+        f, y = forward(theta, rows.x[index]), rows.targets(index)
         if likelihood is not None:
             return -likelihood.log_prob(y, f)
         s = spread.clamp_min(SMALLEST_LOG_VARIANCE)[:, None]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ssla.tabular.ensemble import HETEROSCEDASTIC, Ensemble, on_scale
+from ssla.tabular.ensemble import VARYING, Ensemble, on_scale
 
 
 def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
@@ -21,13 +21,13 @@ def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemb
             "The mode of these posteriors cannot follow new rows: that needs a last layer (weights='last_layer') with Gaussian "
             "noise and structure 'dense' or 'kfac', or a variational Gaussian. Fit again on all rows."
         )
-    z, target = ensemble.inputs(x), on_scale(y, ensemble.settings.likelihood)
+    z, target = ensemble.inputs(x), on_scale(y, ensemble.scale, ensemble.settings.likelihood)
     if ensemble.target is not None:
         target = ensemble.target(target.reshape(len(y), -1)).reshape(target.shape)
     try:
         components = tuple(replace(c, posterior=c.posterior.update((z, target, weights))) for c in ensemble.components)
     except ValueError as error:
-        if ensemble.settings.likelihood != HETEROSCEDASTIC:
+        if ensemble.settings.likelihood not in VARYING:
             raise
         raise ValueError(
             "The last layers for mean and log variance cannot follow so many new rows without another fit. Fit again on all "

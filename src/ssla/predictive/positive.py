@@ -1,0 +1,81 @@
+"""A scale for targets that are not negative: logarithmic where the data are, linear beyond.
+
+    y = T(z) = e^low (1 + z − low)  for z ≤ low,   e^z  for low ≤ z ≤ high,   e^high (1 + z − high)  for z ≥ high
+
+T and its slope are continuous. Values below e^low, and zero itself, have a positive density. Beyond e^high the target grows only
+in proportion to z, so that heavy tails of z leave it a mean and a variance. T is negative below z₀ = low − 1. A closed scale has
+y = max(T(z), 0) there: what a model of z has below z₀ is the probability of zero, and no quantile is negative. The density at
+zero is still that of the part above.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.special import log_ndtr, ndtr
+
+from ssla.likelihoods.likelihood import LOG_2PI
+
+
+@final
+@dataclass(frozen=True)
+class Positive:
+    """T, for logarithms low < high."""
+
+    low: float
+    high: float
+    closed: bool = True
+    support: ClassVar[str] = "zero or positive"
+
+    @property
+    def zero(self) -> float:
+        """z₀."""
+        return self.low - 1
+
+    def out(self, z: Tensor) -> Tensor:
+        inside = z.clamp(self.low, self.high)
+        return inside.exp() * (1 + (z.clamp_min(self.zero) if self.closed else z) - inside)
+
+    def into(self, y: Tensor) -> Tensor:
+        inside = y.clamp(math.exp(self.low), math.exp(self.high))
+        return inside.log() + (y.clamp_min(0) if self.closed else y) / inside - 1
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        return z.clamp(self.low, self.high)
+
+    def inside(self, y: Tensor) -> Tensor:
+        return y >= 0 if self.closed else y.isfinite()
+
+    def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
+        infinite = torch.full_like(means, torch.inf)
+        a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
+        below = _linear(self.low, means, scales, a if self.closed else -infinite, b)
+        above = _linear(self.high, means, scales, c, infinite)
+        logs = [k * means + 0.5 * (k * scales) ** 2 + _log_between(b - k * scales, c - k * scales) for k in (1, 2)]
+        return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
+
+
+def _linear(end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1)."""
+    level = 1 + means - end
+    share = ndtr(b) - ndtr(a)
+    heights = [(-0.5 * t * t - 0.5 * LOG_2PI).exp() for t in (a, b)]
+    fall = heights[0] - heights[1]
+    bent = torch.where(a.isinf(), 0.0, a * heights[0]) - torch.where(b.isinf(), 0.0, b * heights[1])
+    first = level * share + scales * fall
+    second = level**2 * share + 2 * level * scales * fall + scales**2 * (share + bent)
+    return math.exp(end) * first, math.exp(2 * end) * second
+
+
+def _log_between(a: Tensor, b: Tensor) -> Tensor:
+    """log(Φ(b) − Φ(a)) for a < b, without cancellation in either tail."""
+    flip = a > 0
+    a, b = torch.where(flip, -b, a), torch.where(flip, -a, b)
+    upper = log_ndtr(b)
+    between: Tensor = upper + torch.log1p(-(log_ndtr(a) - upper).exp())
+    return between
