@@ -35,7 +35,7 @@ from ssla.tuning import tune
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
-WORTH_A_SCALE = 0.01  # nats: by how much another scale of the target must be better
+WORTH_A_SCALE = 0.01  # nats: by how much another scale of the target must be better, and by more than its standard error
 ENOUGH_NEGATIVE = 3.0  # rows that a model expects below zero: without any such row, negative targets are impossible
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
@@ -144,8 +144,10 @@ def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor)
     shares = held * weights
     shares = shares / shares.sum(1, keepdim=True)
     lowest = losses.amin(0).reshape(len(targets), -1)
-    nll = [float((own + shares @ target.log_slopes).mean()) for own, target in zip(lowest, targets, strict=True)]
-    return int(nll[1] < nll[0] - WORTH_A_SCALE)
+    nll = torch.stack([own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True)])
+    gain = nll[0] - nll[1]  # of each member
+    error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
+    return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
 
 
 def _fraction(settings: Settings, rows: int) -> float:

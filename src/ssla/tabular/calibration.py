@@ -7,7 +7,7 @@
 over a grid of factors has the shares π that predict the held-out rows best. Factors above 1 correct members that are too sure,
 below 1 the opposite, and several at once give the heavy tails that a Gaussian lacks. Each row counts once, by its member that did
 not see it. That member errs by its own deviation from the other members too, which their mixture averages away and adds to its
-spread; so its squared residual is reduced by the share of the members' disagreement V in its variance, to a quarter at least.
+spread; so its squared residual is reduced by the share of the members' disagreement V in its variance, to half at least.
 
 **Trust.** For classes the same shares decide between the posteriors and the networks as they were trained.
 
@@ -31,7 +31,7 @@ FACTORS = 1.5 ** torch.arange(-2, 7, dtype=torch.float64)
 DOUBT = 0.3
 PSEUDO_ROWS = 10.0
 LEAST_SHARE = 2e-3
-LEAST_RESIDUAL = 0.25
+LEAST_RESIDUAL = 0.5
 LARGEST_LOG_VARIANCE = 2 * math.log(10.0)  # noise of at most ten standard deviations of the target
 
 
