@@ -326,6 +326,25 @@ def test_noise_is_found_and_its_absence_too():
     assert 0.2 < float(noisy.likelihood.noise * noisy.scale) < 0.45
 
 
+def test_settings_whose_covariance_is_singular_to_rounding_are_passed_over(monkeypatch):
+    whole, refused = ssla.botorch._log_evidence, []
+
+    def evidence(network, x, y, lengths, *others):
+        if float(lengths.detach()[0]) > 0.6:
+            refused.append(float(lengths.detach()[0]))
+            raise torch.linalg.LinAlgError("singular")
+        return whole(network, x, y, lengths, *others)
+
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
+    best = train(x, x**2).fitted.network.frozen.module[0].lengths
+    assert float(best) > 0.6
+    monkeypatch.setattr(ssla.botorch, "_log_evidence", evidence)
+    model = train(x, x**2)
+    assert refused
+    assert float(model.fitted.network.frozen.module[0].lengths) <= 0.6
+    assert float((model.posterior(x[:, None]).mean[:, 0] - x**2).abs().max()) < 1e-2
+
+
 def test_two_outcomes_are_trained_together():
     x, y = data(30)
     model = train(x, torch.stack([10 * y, x[:, 0] - 5], 1), hidden=(8,), steps=40, rounds=2)

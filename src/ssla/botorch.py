@@ -139,10 +139,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             mean = mean[..., output_indices]
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
-        mean, K = (
-            mean.to(X),
-            to_linear_operator(K.to(X)),
-        )  # factorised by BoTorch, where it draws: without noise K may be singular
+        mean, K = mean.to(X), to_linear_operator(K.to(X))  # factorised only where BoTorch draws: K may be singular without noise
         single = mean.shape[-1] == 1
         law = MultivariateNormal(mean.squeeze(-1), K) if single else MultitaskMultivariateNormal(mean, K, interleaved=True)
         found = GPyTorchPosterior(law)
@@ -364,7 +361,11 @@ def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tenso
     def objective(flat: Any) -> tuple[float, Any]:
         point = torch.from_numpy(flat.copy()).requires_grad_(True)
         lengths, variances, noise = unpacked(point)
-        loss = 0.5 * (((point - middle) / doubt) ** 2).sum() - _log_evidence(network, x, y, lengths, variances, mean, noise)
+        try:
+            height = _log_evidence(network, x, y, lengths, variances, mean, noise)
+        except torch.linalg.LinAlgError:  # singular to rounding: a shorter step is taken
+            return math.inf, 0 * flat
+        loss = 0.5 * (((point - middle) / doubt) ** 2).sum() - height
         (slope,) = torch.autograd.grad(loss, point)
         return float(loss.detach()), slope.numpy()
 
