@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ssla import priors
 from ssla._checks import finite, positive
@@ -47,6 +48,7 @@ __all__ = ["SSLAModel", "train"]
 
 # Logarithms that the evidence chooses: expected values, their standard deviations, and how far from them it may go.
 LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
+CATEGORY = LENGTH[0] - 1.4  # in place of the first, for categories: they are expected to differ more than numbers do
 SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
 NOISE = (-4.0, 1.0, 4.0)  # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003
 NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"
@@ -234,9 +236,9 @@ class Inputs(nn.Module):
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
         self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))  # columns of each length scale
-        self.columns = int(self.counts.sum())
-        length = math.exp(LENGTH[0]) * self.columns**0.5
-        self.register_buffer("lengths", torch.full((len(self.counts),), length, dtype=torch.float64))
+        usual = torch.tensor([LENGTH[0]] * len(self.numbers) + [CATEGORY] * len(categories), dtype=torch.float64)
+        self.expected = usual + 0.5 * math.log(int(self.counts.sum()))  # logarithms of length scales
+        self.register_buffer("lengths", self.expected.exp())
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [2 * (x[:, self.numbers] - self.low) / self.width - 1]
@@ -349,7 +351,7 @@ def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tenso
     count, mean = len(settings.lengths), settings.mean
     kinds = [LENGTH] * count + [SPREAD] * len(sizes) + [NOISE]
     middle, doubt, reach = torch.tensor(kinds, dtype=torch.float64).unbind(1)
-    middle[:count] += 0.5 * math.log(_inputs(network).columns)
+    middle[:count] = _inputs(network).expected
     spreads = [-0.5 * math.log(settings.precision[name] / size) for name, size in sizes.items()]
     first = torch.cat([settings.lengths.log(), torch.tensor([*spreads, math.log(settings.noise)], dtype=torch.float64)])
 
@@ -363,7 +365,7 @@ def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tenso
         lengths, variances, noise = unpacked(point)
         try:
             height = _log_evidence(network, x, y, lengths, variances, mean, noise)
-        except torch.linalg.LinAlgError:  # singular to rounding: a shorter step is taken
+        except LinAlgError:  # singular to rounding: a shorter step is taken
             return math.inf, 0 * flat
         loss = 0.5 * (((point - middle) / doubt) ** 2).sum() - height
         (slope,) = torch.autograd.grad(loss, point)
