@@ -48,7 +48,6 @@ __all__ = ["SSLAModel", "train"]
 
 # Logarithms that the evidence chooses: expected values, their standard deviations, and how far from them it may go.
 LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
-CATEGORY = LENGTH[0] - 1.4  # in place of the first, for categories: they are expected to differ more than numbers do
 SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
 NOISE = (-4.0, 1.0, 4.0)  # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003
 NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"
@@ -236,8 +235,8 @@ class Inputs(nn.Module):
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
         self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))  # columns of each length scale
-        usual = torch.tensor([LENGTH[0]] * len(self.numbers) + [CATEGORY] * len(categories), dtype=torch.float64)
-        self.expected = usual + 0.5 * math.log(int(self.counts.sum()))  # logarithms of length scales
+        expected = LENGTH[0] + 0.5 * math.log(int(self.counts.sum()))
+        self.expected = torch.full((len(self.counts),), expected, dtype=torch.float64)  # logarithms of length scales
         self.register_buffer("lengths", self.expected.exp())
 
     def forward(self, x: Tensor) -> Tensor:
