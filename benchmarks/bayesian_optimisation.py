@@ -1,19 +1,19 @@
 """Bayesian optimisation with a small network beside a Gaussian process: Branin, Hartmann-6, and a problem with categories.
 
     python benchmarks/bayesian_optimisation.py [--problems branin hartmann categories] [--methods ssla gp random] [--seeds 5]
-                                               [--json FILE] [--picture FILE] [--from FILE]
+                                               [--first 0] [--json FILE] [--picture FILE] [--from FILE]
 
 Each run starts with the same Sobol points for all methods, and then evaluates one point at a time, where qLogEI is largest
 (`optimize_acqf`; for categories `optimize_acqf_mixed`, with the numbers optimised for each category).
 
-    ssla     ssla.botorch.train: a network of 50 and 50 tanh units, posterior over all weights; every eighth step from new
-             random weights, the others from the weights of the step before
+    ssla     ssla.botorch.train: a network of 200 cosine units, posterior over all weights; other random weights at every step
     gp       SingleTaskGP, or MixedSingleTaskGP for categories, with BoTorch's defaults
     random   more Sobol points
 
 The functions have no noise. The categories are those of a maximum over two numbers and one category of five: a Branin function
 whose inputs are shifted and whose value is scaled and shifted by category. Prints the median and the quartiles of the simple
-regret (best possible value minus the best seen) at the end, and processor seconds per step. --from draws a stored run.
+regret (best possible value minus the best seen) at the end, and processor seconds per step. --from draws a stored run, and adds
+what it does not have. --first is the first seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from torch import Tensor
 import ssla.botorch
 
 METHODS = ("ssla", "gp", "random")
-RENEW = 8  # steps after which a network starts from new random weights
 SHIFTS = torch.tensor([[0.0, 0.0], [3.0, -2.0], [-2.0, 3.0], [1.0, 1.0], [-4.0, -1.0]], dtype=torch.float64)
 FACTORS = torch.tensor([1.5, 0.5, 1.0, 2.0, 0.8], dtype=torch.float64)
 OFFSETS = torch.tensor([20.0, 15.0, 0.0, 10.0, 5.0], dtype=torch.float64)
@@ -111,15 +110,13 @@ def candidate(problem: Problem, model: Any, y: Tensor, seed: int) -> Tensor:
 def run(problem: Problem, method: str, seed: int) -> tuple[list[float], float]:
     """The regret after each evaluation, and processor seconds for each step."""
     x = problem.points(problem.first + (problem.steps if method == "random" else 0), seed)
-    y, model, began = problem.value(x), None, time.process_time()
+    y, began = problem.value(x), time.process_time()
     while len(x) < problem.first + problem.steps:
         step = 1000 * seed + len(x)
         if method == "gp":
             model = gaussian_process(problem, x, y)
-        elif (len(x) - problem.first) % RENEW == 0:
-            model = ssla.botorch.train(x, y, bounds=problem.bounds, categories=problem.categories, seed=step)
         else:
-            model = ssla.botorch.train(x, y, start=model, steps=100)
+            model = ssla.botorch.train(x, y, bounds=problem.bounds, categories=problem.categories, seed=step)
         new = candidate(problem, model, y, step)
         x, y = torch.cat([x, new]), torch.cat([y, problem.value(new)])
     best = y[:, 0].cummax(0).values
@@ -151,6 +148,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", default=list(problems()), choices=list(problems()))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--from", dest="stored", type=Path)
@@ -164,7 +162,7 @@ def main() -> None:
         for method in chosen.methods:
             runs = found.setdefault(name, {}).get(method)
             if runs is None:
-                done = [run(problem, method, seed) for seed in range(chosen.seeds)]
+                done = [run(problem, method, seed) for seed in range(chosen.first, chosen.first + chosen.seeds)]
                 runs = {"regret": [curve for curve, _ in done], "seconds": sum(s for _, s in done) / len(done)}
                 found[name][method] = runs
                 if chosen.json:

@@ -1,7 +1,9 @@
 """Posteriors as BoTorch models: moments against J H⁻¹ Jᵀ by hand, gradients, conditioning against fits on all rows, fantasies."""
 
+import math
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.func import functional_call
 
 import ssla
 from ssla import likelihoods, priors
+from ssla.network.layout import contiguous_layout
 from support.networks import data, mlp
 
 pytest.importorskip("botorch", reason="needs BoTorch: pip install 'ssla[botorch]'")
@@ -19,7 +22,9 @@ from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.optim import optimize_acqf, optimize_acqf_mixed
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.test_functions import Branin
+from scipy.optimize import minimize
 
+import ssla.botorch
 from ssla.botorch import SSLAModel, train
 
 SCALE, OFFSET = torch.tensor([3.0, 0.5]).double(), torch.tensor([-2.0, 7.0]).double()
@@ -221,17 +226,123 @@ def test_training_is_repeatable_and_follows_the_scale_of_the_outcomes():
     torch.testing.assert_close(exact.likelihood.noise * exact.scale, torch.tensor([0.5]).double())
 
 
-def test_the_mean_after_training_is_the_mode_of_the_linearised_network():
+def by_autograd(network, x):
+    """θ̂, the outputs and the Jacobian of a network's own weights, with outcomes in the order of y.flatten()."""
+    layout = contiguous_layout({name: p.shape for name, p in network.named_parameters()})
+    theta = layout.pack({name: p.detach() for name, p in network.named_parameters()})
+    f = lambda theta: functional_call(network, layout.unpack(theta), (x,)).flatten()  # noqa: E731
+    return layout, theta, f(theta), torch.autograd.functional.jacobian(f, theta)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_mean_after_training_is_that_of_the_linearised_network(rounds):
     """(S + T)(m − θ̂) = ∇ℓ + ∇log π: with J by autograd at θ̂."""
     x, y = data(30)
-    posterior = train(x, y[:, None], hidden=(5,), steps=15, rounds=1).fitted
-    layout, noise = posterior.network.layout, float(posterior.likelihood.noise)
-    network = posterior.network.frozen.module
-    f = lambda theta: functional_call(network, layout.unpack(theta), (x,)).flatten()  # noqa: E731
-    J, theta = torch.autograd.functional.jacobian(f, posterior.theta), posterior.theta
-    target, T = (y - y.mean()) / y.std() - f(theta) + J @ theta, posterior.bound_prior.precision(theta)
-    expected = torch.linalg.solve(J.mT @ J / noise**2 + torch.diag(T), J.mT @ target / noise**2)
+    posterior = train(x, y[:, None], hidden=(5,), steps=15, rounds=rounds).fitted
+    noise, prior = float(posterior.likelihood.noise), posterior.bound_prior
+    _, theta, f, J = by_autograd(posterior.network.frozen.module, x)
+    torch.testing.assert_close(theta, posterior.theta)
+    target = (y - y.mean()) / y.std() - f + J @ (theta - prior.mean)
+    expected = prior.mean + torch.linalg.solve(J.mT @ J / noise**2 + torch.diag(prior.scale_precision), J.mT @ target / noise**2)
     torch.testing.assert_close(posterior.mean, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_network_without_hidden_units_is_bayesian_linear_regression():
+    """Exact linear algebra, in units of Y: the weights' columns are the inputs over their bounds and length scales."""
+    x, y = data(30)
+    bounds = torch.tensor([[-3.0] * 3, [3.0] * 3]).double()
+    model = train(x, y[:, None], bounds=bounds, hidden=(), noise=0.4)
+    lengths, prior = model.fitted.network.frozen.module[0].lengths, model.fitted.prior.precision
+    columns = lambda x: torch.cat([x / 3 / lengths, torch.ones_like(x[:, :1])], 1)  # noqa: E731
+    T = torch.diag(torch.tensor([prior["1.weight"]] * 3 + [prior["1.bias"]]).double()) / y.var()
+    A, at = columns(x), columns(points(4))
+    H = A.mT @ A / 0.4**2 + T
+    found = model.posterior(points(4))
+    torch.testing.assert_close(found.mean[:, 0], y.mean() + at @ torch.linalg.solve(H, A.mT @ (y - y.mean()) / 0.4**2))
+    torch.testing.assert_close(found.distribution.covariance_matrix, at @ torch.linalg.inv(H) @ at.mT)
+
+
+@pytest.mark.parametrize("hidden", [(), (4,), (3, 5)])
+@pytest.mark.parametrize("outcomes", [1, 2])
+def test_the_evidence_is_that_of_the_linearised_network(hidden, outcomes):
+    """log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ) with the whole J by autograd; and its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = points(6), torch.randn(6, outcomes, dtype=torch.float64, generator=generator)
+    x[:, 2] = torch.tensor([0, 1, 0, 1, 1, 0])
+    network = ssla.botorch._untrained(x, outcomes, None, {2: 2}, hidden, 1)
+    layout, theta, f, J = by_autograd(network, x)
+    mean = 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator)
+    variances = {name: torch.tensor(0.3 + 0.2 * i).double() for i, name in enumerate(layout.positions)}
+    lengths, noise = network[0].lengths, torch.tensor([0.3, 0.5]).double()[:outcomes]
+    v = layout.pack({name: variances[name].expand(p.shape) for name, p in network.named_parameters()})
+    K = J @ torch.diag(v) @ J.mT + torch.diag(noise.repeat(6) ** 2)
+    expected = torch.distributions.MultivariateNormal(f + J @ (mean - theta), K).log_prob(y.flatten())
+    evidence = lambda lengths, noise, *v: ssla.botorch._log_evidence(  # noqa: E731
+        network, x, y, lengths, dict(zip(variances, v, strict=True)), layout.unpack(mean), noise
+    )
+    constant = 0.5 * y.numel() * math.log(2 * math.pi)
+    torch.testing.assert_close(evidence(lengths, noise, *variances.values()) - constant, expected)
+    assert torch.autograd.gradcheck(evidence, [v.clone().requires_grad_(True) for v in (lengths, noise, *variances.values())])
+
+
+def test_the_settings_are_those_of_the_largest_evidence():
+    """No setting nearby is better, by SciPy's search without derivatives over brute-force evidences."""
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None]
+    y = torch.sin(4 * x) + 0.1 * torch.cos(40 * x)
+    y = (y - y.mean()) / y.std()
+    network = ssla.botorch._untrained(x, 1, None, {}, (6,), 0)
+    found = ssla.botorch._by_evidence(network, ssla.botorch._expected(network), x, y, None, 500)
+    layout, theta, *_ = by_autograd(network, x)
+    mean = found.prior.bind(layout).mean
+    names = list(layout.positions)
+    sizes = torch.tensor([p.shape[1] if p.dim() == 2 else 1 for p in network.parameters()]).double()
+
+    def loss(flat):
+        point = torch.from_numpy(flat)
+        network[0].lengths.copy_(point[:1].exp())
+        _, _, f, J = by_autograd(network, x)
+        spread = dict(zip(names, point[1:-1].exp() ** 2 / sizes, strict=True))
+        v = layout.pack({name: spread[name].expand(p.shape) for name, p in network.named_parameters()})
+        K = J @ torch.diag(v) @ J.mT + torch.exp(2 * point[-1]) * torch.eye(8)
+        height = torch.distributions.MultivariateNormal(f + J @ (mean - theta), K).log_prob(y[:, 0])
+        expected = ((point[0] - math.log(0.5)) / 0.7) ** 2 + (point[1:-1] ** 2).sum() + (point[-1] + 4) ** 2
+        return float(0.5 * expected - height)
+
+    spreads = [0.5 * math.log(float(size) / found.precision[name]) for name, size in zip(names, sizes, strict=True)]
+    point = np.array([float(found.lengths.log()), *spreads, math.log(found.noise)])
+    best = minimize(loss, point, method="Nelder-Mead", options={"maxfev": 400})
+    assert best.fun > loss(point) - 1e-3
+
+
+def test_noise_is_found_and_its_absence_too():
+    """Without noise the mean interpolates, and the standard deviation at known inputs is small; otherwise noise is estimated."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(40, 1, dtype=torch.float64, generator=generator)
+    plain = torch.sin(6 * x)
+    model = train(x, plain, bounds=torch.tensor([[0.0], [1.0]]))
+    assert float((model.posterior(x).mean - plain).abs().max()) < 1e-3
+    assert float(model.posterior(x[:, None]).variance.max().sqrt()) < 1e-3
+    noisy = train(x, plain + 0.3 * torch.randn(40, 1, dtype=torch.float64, generator=generator))
+    assert 0.2 < float(noisy.likelihood.noise * noisy.scale) < 0.45
+
+
+def test_settings_whose_covariance_is_singular_to_rounding_are_passed_over(monkeypatch):
+    whole, refused = ssla.botorch._log_evidence, []
+
+    def evidence(network, x, y, lengths, *others):
+        if float(lengths.detach()[0]) > 0.6:
+            refused.append(float(lengths.detach()[0]))
+            raise torch.linalg.LinAlgError("singular")
+        return whole(network, x, y, lengths, *others)
+
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
+    best = train(x, x**2).fitted.network.frozen.module[0].lengths
+    assert float(best) > 0.6
+    monkeypatch.setattr(ssla.botorch, "_log_evidence", evidence)
+    model = train(x, x**2)
+    assert refused
+    assert float(model.fitted.network.frozen.module[0].lengths) <= 0.6
+    assert float((model.posterior(x[:, None]).mean[:, 0] - x**2).abs().max()) < 1e-2
 
 
 def test_two_outcomes_are_trained_together():
@@ -319,7 +430,7 @@ def test_bad_input_is_refused_in_words():
         train(x, Y, start=model, bounds=torch.zeros(2, 3))
     with refused("start must be a model of ssla.botorch.train"):
         train(x, Y, start=model)
-    with refused("rounds and steps must be at least 1, but are 0 and 300"):
+    with refused("rounds and steps must be at least 1, but are 0 and 100"):
         train(x, Y, rounds=0)
 
 

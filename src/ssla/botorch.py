@@ -10,6 +10,8 @@ condition that Gaussian exactly: in closed form over the inputs, or by `posterio
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -19,12 +21,12 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ssla import priors, tuning
+from ssla import priors
 from ssla._checks import finite, positive
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
-from ssla.network.layout import contiguous_layout
 from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior, fit
 from ssla.predictive.functions import joint_of_groups
@@ -35,7 +37,8 @@ try:
     from botorch.models.model import FantasizeMixin, Model
     from botorch.posteriors.gpytorch import GPyTorchPosterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-    from scipy.optimize import minimize
+    from linear_operator import to_linear_operator
+    from scipy.optimize import Bounds, minimize
 except ImportError as error:
     if (error.name or "").partition(".")[0] not in ("botorch", "gpytorch", "linear_operator", "scipy"):
         raise
@@ -43,7 +46,12 @@ except ImportError as error:
 
 __all__ = ["SSLAModel", "train"]
 
-FIRST_NOISE = 0.1  # of standardised outcomes, before the evidence chooses
+# Logarithms that the evidence chooses: expected values, their standard deviations, and how far from them it may go.
+LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
+SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
+NOISE = (-4.0, 1.0, 4.0)  # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003
+NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"
+LEAST = math.exp(NOISE[0] - NOISE[2])  # of the noise, while the other settings are chosen
 
 
 class Observations(NamedTuple):
@@ -132,7 +140,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             mean = mean[..., output_indices]
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
-        mean, K = mean.to(X), K.to(X)
+        mean, K = mean.to(X), to_linear_operator(K.to(X))  # factorised only where BoTorch draws: K may be singular without noise
         single = mean.shape[-1] == 1
         law = MultivariateNormal(mean.squeeze(-1), K) if single else MultitaskMultivariateNormal(mean, K, interleaved=True)
         found = GPyTorchPosterior(law)
@@ -211,10 +219,14 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
 
 class Inputs(nn.Module):
-    """Numbers from their bounds to [−1, 1]; a category, a whole number from 0, to one column for each of its values."""
+    """Numbers from their bounds to [−1, 1]; a category, a whole number from 0, to one column for each of its values.
+
+    All are divided by length scales: one for each number, then one for each category.
+    """
 
     low: Tensor
     width: Tensor
+    lengths: Tensor
 
     def __init__(self, bounds: Tensor, categories: Mapping[int, int]) -> None:
         super().__init__()
@@ -222,11 +234,25 @@ class Inputs(nn.Module):
         self.numbers = [i for i in range(bounds.shape[1]) if i not in categories]
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
+        self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))  # columns of each length scale
+        expected = LENGTH[0] + 0.5 * math.log(int(self.counts.sum()))
+        self.expected = torch.full((len(self.counts),), expected, dtype=torch.float64)  # logarithms of length scales
+        self.register_buffer("lengths", self.expected.exp())
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [2 * (x[:, self.numbers] - self.low) / self.width - 1]
         parts += [(x[:, i, None].round() == torch.arange(k, device=x.device)).to(x) for i, k in self.categories.items()]
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1) / self.lengths.repeat_interleave(self.counts.to(x.device))
+
+
+class Cosine(nn.Module):
+    """√2 cos z: features whose products are those of a stationary kernel, as random weights and phases are averaged over."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return math.sqrt(2) * torch.cos(z)
+
+    def slope(self, z: Tensor) -> Tensor:
+        return -math.sqrt(2) * torch.sin(z)
 
 
 def train(
@@ -236,57 +262,174 @@ def train(
     bounds: Tensor | None = None,
     categories: Mapping[int, int] | None = None,
     noise: float | None = None,
-    hidden: Sequence[int] = (50, 50),
+    hidden: Sequence[int] = (200,),
     start: SSLAModel | None = None,
-    rounds: int | None = None,
-    steps: int = 300,
+    rounds: int = 1,
+    steps: int = 100,
     seed: int = 0,
 ) -> SSLAModel:
-    """Train a tanh network on X (n, d) and Y (n, m), and fit a posterior over all of its weights.
+    """Fit a posterior over all weights of a cosine network to X (n, d) and Y (n, m).
 
-    Outcomes are standardised. Each round finds the mode of the log posterior by L-BFGS, in at most `steps` iterations, and then
-    the precision of each layer and the noise by the evidence (MacKay). Draws random numbers only for the first weights.
+    Outcomes are standardised. The network is linearised at random weights, on which the prior is centred. Its length scale for
+    each input, the prior precision of each layer and the noise are chosen by the evidence, in at most `steps` iterations of
+    L-BFGS. The posterior of the linearised network is then exact. Draws random numbers only for the weights.
 
     bounds: (2, d), those of the search; by default the range of X.
     categories: column -> number of categories, for columns that hold 0, 1, 2, …
     noise: the standard deviation of Y, if it is known.
-    start: a model of `train` from which weights, prior and noise continue, with the bounds and layers of that model: after one
-    more observation one round (the default then; otherwise 3) is enough, at a fraction of the time.
+    hidden: numbers of cosine units.
+    start: a model of `train` from which weights, length scales, prior and noise continue, with its bounds and layers.
+    rounds: linearisations. Each after the first is at the mean of the one before: Gauss–Newton steps towards the mode.
     """
     x, y, offset, scale = _standardised(X, Y)
-    count = (3 if start is None else 1) if rounds is None else rounds
-    if count < 1 or steps < 1:
-        raise ValueError(f"rounds and steps must be at least 1, but are {count} and {steps}.")
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"rounds and steps must be at least 1, but are {rounds} and {steps}.")
     if start is None:
-        network, prior = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed)
-        likelihood = Gaussian(noise=FIRST_NOISE)
+        network = _untrained(x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed)
+        settings = _expected(network)
     else:
-        network, prior, likelihood = _from_there(start, bounds is None and categories is None)
-    if noise is not None:
-        likelihood = Gaussian(noise=noise / scale)
-    rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
-    over = ("prior", "noise") if noise is None else ("prior",)
-    for _ in range(count):
-        _to_mode(network, prior, likelihood, rows, steps)
-        state = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt").state
-        state = tuning.tune(state, "evidence", None, over, True, None, quiet=True)
-        prior, likelihood = state.prior, cast("Gaussian", state.likelihood)
-    return SSLAModel(Posterior(_linearised(state)), offset=offset, scale=scale)
+        network, settings = _from_there(start, bounds is None and categories is None)
+    known = None if noise is None else noise / scale
+    for _ in range(rounds):
+        settings = _by_evidence(network, settings, x, y, known, steps)
+        _inputs(network).lengths.copy_(settings.lengths)
+        likelihood = Gaussian(noise=settings.noise if known is None else known)
+        rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
+        state = _linearised(network, rows, likelihood, settings.prior)
+        network.load_state_dict(state.network.layout.unpack(state.mean), strict=False)
+    return SSLAModel(Posterior(state), offset=offset, scale=scale)
 
 
-def _from_there(start: SSLAModel, alone: bool) -> tuple[nn.Module, priors.Prior, Gaussian]:
-    """A copy of the network of an earlier model, its prior and its noise."""
+class Settings(NamedTuple):
+    """What the evidence chooses."""
+
+    lengths: Tensor  # (k,)
+    precision: Mapping[str, float]  # of each parameter, around its mean
+    mean: Mapping[str, Tensor]
+    noise: float  # of standardised outcomes
+
+    @property
+    def prior(self) -> priors.Gaussian:
+        return priors.Gaussian(self.precision, self.mean)
+
+
+def _expected(network: nn.Sequential) -> Settings:
+    """Before data are seen: hidden weights are expected where they are, and those of the last layer at zero.
+
+    The linearised network has then mean zero, whatever the random weights are.
+    """
+    *_, last = (name for name, part in network.named_children() if isinstance(part, nn.Linear))
+    named = {name: p.detach().clone() for name, p in network.named_parameters()}
+    precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in named.items()}
+    mean = {name: 0 * p if name.startswith(f"{last}.") else p for name, p in named.items()}
+    return Settings(_inputs(network).lengths.clone(), precision, mean, math.exp(NOISE[0]))
+
+
+def _from_there(start: SSLAModel, alone: bool) -> tuple[nn.Sequential, Settings]:
+    """A copy of the network of an earlier model, and its settings."""
     network = deepcopy(module_of(start.fitted.network))
     if not alone:
         raise ValueError("bounds and categories are those of start. Give them only without start=.")
     if not isinstance(network, nn.Sequential) or not isinstance(network[0], Inputs):
         raise ValueError("start must be a model of ssla.botorch.train, but it has another network. Leave start= out.")
-    return network, start.fitted.prior, start.likelihood
+    prior, noise = start.fitted.prior, torch.as_tensor(start.likelihood.noise)
+    assert isinstance(prior, priors.Gaussian)
+    precision, mean = cast("dict[str, float]", prior.precision), cast("dict[str, Tensor]", prior.mean)
+    return network, Settings(network[0].lengths.clone(), precision, mean, float(noise.log().mean().exp()))
 
 
-def _linearised(state: State) -> State:
-    """The exact posterior of the linearised network: its mean is one Newton step from θ̂, which need not be the mode."""
-    report = replace(state.report, gaussian=VARIATIONAL, rounds=1)
+def _inputs(network: nn.Sequential) -> Inputs:
+    found = network[0]
+    assert isinstance(found, Inputs)
+    return found
+
+
+def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tensor, known: Tensor | None, steps: int) -> Settings:
+    """The settings of the largest evidence of the linearised network, times the density that they are expected to have."""
+    sizes = {name: p.shape[1] if p.dim() == 2 else 1 for name, p in network.named_parameters()}
+    count, mean = len(settings.lengths), settings.mean
+    kinds = [LENGTH] * count + [SPREAD] * len(sizes) + [NOISE]
+    middle, doubt, reach = torch.tensor(kinds, dtype=torch.float64).unbind(1)
+    middle[:count] = _inputs(network).expected
+    spreads = [-0.5 * math.log(settings.precision[name] / size) for name, size in sizes.items()]
+    first = torch.cat([settings.lengths.log(), torch.tensor([*spreads, math.log(settings.noise)], dtype=torch.float64)])
+
+    def unpacked(point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        values = point.exp()
+        variances = {name: spread**2 / sizes[name] for name, spread in zip(sizes, values[count:-1], strict=True)}
+        return values[:count], variances, values[-1:] if known is None else known.clamp_min(LEAST)
+
+    def objective(flat: Any) -> tuple[float, Any]:
+        point = torch.from_numpy(flat.copy()).requires_grad_(True)
+        lengths, variances, noise = unpacked(point)
+        try:
+            height = _log_evidence(network, x, y, lengths, variances, mean, noise)
+        except LinAlgError:  # singular to rounding: a shorter step is taken
+            return math.inf, 0 * flat
+        loss = 0.5 * (((point - middle) / doubt) ** 2).sum() - height
+        (slope,) = torch.autograd.grad(loss, point)
+        return float(loss.detach()), slope.numpy()
+
+    low, high = middle - reach, middle + reach
+    found = minimize(
+        objective,
+        first.clamp(low, high).numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=Bounds(low, high),
+        options={"maxiter": steps},
+    )
+    lengths, variances, _ = unpacked(torch.from_numpy(found.x))
+    return Settings(lengths, {name: 1 / float(v) for name, v in variances.items()}, mean, math.exp(found.x[-1]))
+
+
+def _log_evidence(
+    network: nn.Sequential,
+    x: Tensor,
+    y: Tensor,
+    lengths: Tensor,
+    variances: Mapping[str, Tensor],
+    mean: Mapping[str, Tensor],
+    noise: Tensor,
+) -> Tensor:
+    """log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ), less its constant, for the network linearised at its own weights θ̂.
+
+    A layer with inputs a and backpropagated gradients δ contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ: J is not built.
+    """
+    f, places, slopes = functional_call(network[0], {"lengths": lengths}, (x,)), [], []
+    for name, part in network[1:].named_children():
+        if isinstance(part, nn.Linear):
+            weight, bias = part.weight.detach(), part.bias.detach()
+            places.append((name, f, weight, bias))
+            f = f @ weight.mT + bias
+        else:
+            assert isinstance(part, Cosine)
+            slopes.append(part.slope(f))
+            f = part(f)
+    delta: Tensor = torch.eye(y.shape[1], dtype=y.dtype).expand(len(y), -1, -1)  # (n, m, outputs of the layer)
+    K, change = y.new_zeros(()), y.new_zeros(())  # J T⁻¹ Jᵀ (n, m, n, m), and J(μ − θ̂) (n, m)
+    for name, a, weight, bias in reversed(places):
+        inside = variances[f"{name}.weight"] * (a @ a.mT) + variances[f"{name}.bias"]
+        K = K + torch.einsum("iao,jbo->iajb", delta, delta) * inside[:, None, :, None]
+        move = a @ (mean[f"{name}.weight"] - weight).mT + mean[f"{name}.bias"] - bias
+        change = change + torch.einsum("iao,io->ia", delta, move)
+        if slopes:
+            delta = (delta @ weight) * slopes.pop()[:, None]
+    whole = K.reshape(y.numel(), y.numel()) + torch.diag(noise.expand_as(y).flatten() ** 2)
+    factor = torch.linalg.cholesky(whole)
+    white = torch.linalg.solve_triangular(factor, (y - f - change).flatten()[:, None], upper=False)
+    found: Tensor = -0.5 * (white**2).sum() - factor.diagonal().log().sum()
+    return found
+
+
+def _linearised(network: nn.Module, rows: tuple[Tensor, Tensor], likelihood: Gaussian, prior: priors.Prior) -> State:
+    """The exact posterior of the network linearised at its own weights θ̂: its mean is one Newton step from θ̂."""
+    with warnings.catch_warnings():  # θ̂ need be neither trained nor a mode
+        for text in (NOT_A_MODE, RESIDUALS):
+            warnings.filterwarnings("ignore", text, UserWarning)
+        state = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt").state
+    notes = tuple(note for note in state.report.notes if not note.startswith(RESIDUALS))
+    report = replace(state.report, gaussian=VARIATIONAL, rounds=1, notes=notes)
     return replace(state, variational=Variational(state.theta, state.statistics, tilted=False), report=report).recentred()
 
 
@@ -308,8 +451,8 @@ def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _untrained(
     x: Tensor, outputs: int, bounds: Tensor | None, categories: dict[int, int], hidden: tuple[int, ...], seed: int
-) -> tuple[nn.Module, priors.Prior]:
-    """A network with random weights of variance 1/inputs, and the prior that they are drawn from."""
+) -> nn.Sequential:
+    """A network with random weights: first N(0, 1), later N(0, 1/inputs), and phases from 0 to 2π."""
     bounds = torch.stack([x.amin(0), x.amax(0)]) if bounds is None else torch.as_tensor(bounds, dtype=torch.float64)
     numbers = [i for i in range(x.shape[1]) if i not in categories]
     if bounds.shape != (2, x.shape[1]) or not bool((bounds[0] < bounds[1])[numbers].all()):
@@ -324,31 +467,15 @@ def _untrained(
     widths = (len(numbers) + sum(categories.values()), *hidden, outputs)
     layers: list[nn.Module] = [Inputs(bounds, categories)]
     for inside, out in pairwise(widths):
-        layers += [unset_linear(inside, out, torch.float64), nn.Tanh()]
+        layers += [unset_linear(inside, out, torch.float64), Cosine()]
     network, generator = nn.Sequential(*layers[:-1]).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in network.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / (p.shape[1] ** 0.5 if p.dim() == 2 else 1.0))
-    precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in network.named_parameters()}
-    return network, priors.Gaussian(precision)
-
-
-def _to_mode(network: nn.Module, prior: priors.Prior, likelihood: Gaussian, rows: tuple[Tensor, Tensor], steps: int) -> None:
-    """Move our own network's weights to the mode of the log posterior."""
-    x, y = rows
-    layout = contiguous_layout({name: p.shape for name, p in network.named_parameters()})
-    bound = prior.bind(layout)
-
-    def objective(flat: Any) -> tuple[float, Any]:
-        theta = torch.from_numpy(flat.copy()).requires_grad_(True)
-        loss = -likelihood.log_prob(y, functional_call(network, layout.unpack(theta), (x,))).sum()
-        (slope,) = torch.autograd.grad(loss, theta)
-        theta = theta.detach()
-        return float(loss.detach()) - float(bound.log_prob(theta)), (slope - bound.gradient(theta)).numpy()
-
-    first = torch.cat([p.detach().flatten() for p in network.parameters()]).numpy()
-    found = minimize(objective, first, jac=True, method="L-BFGS-B", options={"maxiter": steps, "maxfun": 2 * steps})
-    network.load_state_dict(layout.unpack(torch.from_numpy(found.x)), strict=False)
+        for i, part in enumerate(part for part in network if isinstance(part, nn.Linear)):
+            weight = torch.randn(part.weight.shape, generator=generator, dtype=torch.float64)
+            part.weight.copy_(weight if i == 0 else weight / part.in_features**0.5)
+            phases = torch.rand(part.bias.shape, generator=generator, dtype=torch.float64)
+            part.bias.copy_(2 * math.pi * phases if part is not network[-1] else 0 * phases)
+    return network
 
 
 def _per_output(name: str, value: float | Tensor, m: int) -> Tensor:
