@@ -27,7 +27,9 @@ comparison to rows that the features have not seen. These and the new row are ex
 them.
 
 **Several networks,** each with its own unseen rows: a row is compared with the candidate by the network that has not seen it, and
-the ranks are counted over all rows (cross-conformal prediction). Of numbers the ends are those of CV+.
+the ranks are counted over all rows (cross-conformal prediction). At the candidate all networks have the mean of their outputs, as
+a mixture has: network j compares y − f̄ + f_j in place of y, with its own K_x. With their own outputs, as in CV+, the spread of
+the networks at x makes the sets wider than the errors of their mean.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
     columns = support.count if isinstance(support, Classes) else 2
     parts = [torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)]
     for start in range(0, row_count(members[0].x), some):
-        parts.append(find([one.candidates(slice(start, start + some)) for one in prepared], level))
+        parts.append(find(_at_their_mean([one.candidates(slice(start, start + some)) for one in prepared]), level))
     found = torch.cat(parts)
     if isinstance(support, Counts):
         return torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
@@ -232,6 +234,12 @@ class _Candidates(NamedTuple):
         rows = others.y.expand(len(X), -1)
         found = score(self.likelihood.predictive, rows.flatten(), end.flatten(0, 1), without.flatten(0, 1)).view_as(rows)
         return torch.where(others.sound, found, torch.inf)
+
+
+def _at_their_mean(members: list[_Candidates]) -> list[_Candidates]:
+    """All networks with the mean of their outputs at the new inputs."""
+    f = torch.stack([one.query.f for one in members]).mean(0)
+    return [one._replace(query=one.query._replace(f=f)) for one in members]
 
 
 def score(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
