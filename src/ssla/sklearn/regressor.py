@@ -245,7 +245,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         """Approximate conformal intervals (N, 2) without calibration rows, for one target: see `Posterior.predictive_set`.
 
         A new row is compared with the rows that each network held out of its training, by the network that held them out, with
-        the mean of the networks' outputs at the new row; trees are not used. The guarantee is approximate: these rows also stopped
+        the mean of the networks' outputs at the new row, without trees. The guarantee is approximate: these rows also stopped
         the training, and chose the noise and the prior, and one network errs more than the mean of all. Not for a model from a
         file, nor for rows with missing or unknown inputs.
         """
