@@ -145,6 +145,8 @@ def test_equal_networks_are_one_network(name):
     members = [full_conformal.Member(post, NEW, rows=rows) for rows in (half, ~half)]
     one = full_conformal.cross_sets([full_conformal.Member(post, NEW)], LEVEL)
     torch.testing.assert_close(full_conformal.cross_sets(members, LEVEL), one)
+    halved = full_conformal.Member(post, NEW, shares=torch.full((40,), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(full_conformal.cross_sets([halved, halved], LEVEL), one)
 
 
 # --- against fits with the candidate ---------------------------------------------------------

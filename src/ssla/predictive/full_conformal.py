@@ -35,7 +35,7 @@ the networks at x makes the sets wider than the errors of their mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,12 +63,16 @@ NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and 
 
 
 class Member(NamedTuple):
-    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool."""
+    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool.
+
+    shares: how much of each row this posterior counts (n,), where several posteriors compare with the same row.
+    """
 
     posterior: State
     x: Inputs
     data: Any = None
     rows: Any = None
+    shares: Tensor | None = None
 
 
 def predictive_set(posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None) -> Tensor:
@@ -191,7 +195,10 @@ class _Prepared:
     def of(member: Member) -> _Prepared:
         chosen = _chosen(member.rows, member.posterior.statistics.n)
         sites = collect(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
-        return _Prepared(member, sites, chosen, _Others.of(member.posterior, sites, chosen))
+        others = _Others.of(member.posterior, sites, chosen)
+        if member.shares is not None:
+            others = replace(others, weights=others.weights * member.shares[chosen])
+        return _Prepared(member, sites, chosen, others)
 
     def candidates(self, some: slice) -> _Candidates:
         """Some of the new inputs, with their covariances with the training rows."""

@@ -104,7 +104,9 @@ class Ensemble:
                 "early_stopping=False. Fit again with early_stopping=True, or use predict_interval."
             )
         z, first = self.inputs(x), {component.member: component for component in reversed(self.components)}
-        found = cross_sets([Member(first[m].posterior.state, z, rows=held) for m, held in enumerate(self.held)], level)
+        shares = 1 / self.held.sum(0).clamp_min(1).double()  # a row counts once, also where several networks held it out
+        members = [Member(first[m].posterior.state, z, rows=held, shares=shares) for m, held in enumerate(self.held)]
+        found = cross_sets(members, level)
         if self.target is not None:
             found = self.target.shift + self.target.scale * found
         scaled = ON_SCALE.get(self.settings.likelihood)
