@@ -225,7 +225,14 @@ class _Work:
         densities = densities if own is None else torch.cat([densities, own[:, None]], 1)
         found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
         trust = found[0] / (found[0] + found[1])
-        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]))
+        scores = 1 - densities.exp() @ torch.tensor(found, dtype=torch.float64)
+        known = scores.nan_to_num(1.0), weights / self._copies()
+        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]), scores=known)
+
+    def _copies(self) -> Tensor:
+        """How many members have held out each of the held-out rows (m,)."""
+        rows = torch.cat([_at_most(held, MOST_HELD_OUT).nonzero().flatten() for held in self.data.held])
+        return rows.bincount()[rows]
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """The posterior with the prior precision of the highest evidence."""

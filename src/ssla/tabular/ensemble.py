@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ssla import likelihoods
+from ssla._checks import level as checked_level
+from ssla._checks import warn
 from ssla.likelihoods import Likelihood
+from ssla.numerics.order_statistics import conformal_quantile, shortage
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.full_conformal import Member, cross_sets
 from ssla.predictive.normals import averaged, pooled
@@ -33,6 +36,10 @@ LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {  # ta
 ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": Logistic()}  # Gaussian on another scale of y
 LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN])
 CONTINUOUS = (GAUSSIAN, HETEROSCEDASTIC, *ON_SCALE)
+UNKNOWN_ROWS = (
+    "predictive_set compares new rows with those that each network held out of its training, but these are not known: the model "
+    "was loaded from a file, got more rows by partial_fit, or was trained with {}. Fit again with {}, or use {}."
+)
 
 
 def on_scale(y: Tensor, likelihood: str) -> Tensor:
@@ -79,6 +86,7 @@ class Ensemble:
     trust: float = 1.0  # classes: the share of the posteriors; the rest is that of the networks as they were trained
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
+    scores: tuple[Tensor, Tensor] | None = None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
@@ -98,11 +106,7 @@ class Ensemble:
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
         """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared by members that held it out."""
         if self.held is None or not bool(self.held.any(1).all()):
-            raise ValueError(
-                "predictive_set compares new rows with those that each network held out of its training, but these are not "
-                "known: the model was loaded from a file, got more rows by partial_fit, or was trained with "
-                "early_stopping=False. Fit again with early_stopping=True, or use predict_interval."
-            )
+            raise ValueError(UNKNOWN_ROWS.format("early_stopping=False", "early_stopping=True", "predict_interval"))
         z, first = self.inputs(x), {component.member: component for component in reversed(self.components)}
         shares = 1 / self.held.sum(0).clamp_min(1).double()  # a row counts once, also where several networks held it out
         members = [Member(first[m].posterior.state, z, rows=held, shares=shares) for m, held in enumerate(self.held)]
@@ -111,6 +115,20 @@ class Ensemble:
             found = self.target.shift + self.target.scale * found
         scaled = ON_SCALE.get(self.settings.likelihood)
         return found if scaled is None else scaled.out(found)
+
+    def class_sets(self, x: Tensor, level: float) -> Tensor:
+        """Cross-conformal sets of classes, bool (N, C): as probable as held-out rows' own, or the most probable."""
+        if self.scores is None:
+            raise ValueError(
+                UNKNOWN_ROWS.format("early_stopping=False or tune=False", "early_stopping=True and tune=True", "predict_set")
+            )
+        level = checked_level(level)
+        scores, weights = self.scores
+        short = shortage(weights, level, "held-out rows")
+        if short is not None:
+            warn(f"A predictive set of {level:g} {short}: every set has all classes. Use more rows or a lower level.")
+        probs = self.predict(x).probs.double()
+        return (1 - probs <= conformal_quantile(scores, weights, level)) | (probs == probs.amax(1, keepdim=True))
 
     def _averages(self, refit: str | Refit) -> bool:
         """Whether the average over mean and log variance has a closed form: the default rung of a variational Gaussian."""
