@@ -1,11 +1,13 @@
 """Coverage and mean width of 90% intervals on the eight UCI tables: `predictive_set` beside split conformal and CV+.
 
-    SSLA_DATA=…/uci python benchmarks/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800] [--level 0.9] [--out FILE]
+    SSLA_DATA=…/uci python benchmarks/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800] [--level 0.9]
+        [--methods networks,…] [--out FILE]
 
 Four fifths of the rows for training, at most --rows of them; at most 1,000 of the others for testing. Widths are in units of
 the standard deviation of the training targets. Columns:
 
-    set           SSLARegressor().predictive_set: each row compared by the network that held it out; all rows in every last layer
+    set           SSLARegressor().predictive_set: each row compared by the network that held it out; all rows in every last layer;
+                  the mean of the networks' outputs at the new row
     own           SSLARegressor().predict_interval: of the predictive distribution
     split         SSLARegressor(conformal=True).predict_interval: a fifth of the rows for calibration
 
@@ -94,14 +96,17 @@ def mapie(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int
     return {"CV+": ends[:, :, 0]}
 
 
-def one_split(folder: Path, name: str, split: int, most_rows: int, level: float) -> dict:
+METHODS = {method.__name__: method for method in (networks, one_network, mapie)}
+
+
+def one_split(folder: Path, name: str, split: int, most_rows: int, level: float, methods: list[str]) -> dict:
     table = read(folder, name)
     order = np.random.default_rng(split).permutation(len(table.y))
     count = min(most_rows, int(0.8 * len(order)))
     train, test = order[:count], order[count : count + MOST_TEST_ROWS]
     x, y, new, truth = table.x[train], table.y[train], table.x[test], table.y[test]
     result: dict = {"set": name, "split": split, "rows": count, "test": len(test), "scores": {}}
-    for method in (networks, one_network, mapie):
+    for method in (METHODS[one] for one in methods):
         start = time.process_time()
         for label, ends in method(x, y, new, level, split).items():
             inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
@@ -112,10 +117,11 @@ def one_split(folder: Path, name: str, split: int, most_rows: int, level: float)
 
 def table(results: list[dict]) -> str:
     names = [name for name in SETS if any(r["set"] == name for r in results)]
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    columns = [label for label in COLUMNS if label in results[0]["scores"]]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     means = []
     for name in names:
-        own = [[r["scores"][label] for label in COLUMNS] for r in results if r["set"] == name]
+        own = [[r["scores"][label] for label in columns] for r in results if r["set"] == name]
         means.append(np.mean(own, 0))  # (columns, 2)
     for name, row in zip([*names, "mean"], [*means, np.mean(means, 0)], strict=True):
         lines.append(f"| {name} | " + " | ".join(f"{coverage:.1%} / {width:.3g}" for coverage, width in row) + " |")
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=300, help="seed of the first split")
     parser.add_argument("--rows", type=int, default=800, help="for training at most")
     parser.add_argument("--level", type=float, default=0.9)
+    parser.add_argument("--methods", default=",".join(METHODS), help="of " + ", ".join(METHODS))
     parser.add_argument("--out", type=Path, default=None, help="JSON lines, one for each split")
     options = parser.parse_args()
     folder = Path(os.environ.get("SSLA_DATA", "data/uci"))
@@ -139,7 +146,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", "Stochastic Optimizer", UserWarning)  # MLPRegressor
         for name in options.sets.split(","):
             for split in range(options.first, options.first + options.splits):
-                done.append(one_split(folder, name, split, options.rows, options.level))
+                done.append(one_split(folder, name, split, options.rows, options.level, options.methods.split(",")))
                 if options.out:
                     with options.out.open("a") as file:
                         file.write(json.dumps(done[-1]) + "\n")

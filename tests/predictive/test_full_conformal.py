@@ -30,8 +30,8 @@ def ridge(x, y, weights, at):
     return a @ np.linalg.solve(H, A.T @ (weights * y)) / NOISE**2, NOISE**2 + a @ np.linalg.solve(H, a)
 
 
-def inside_by_refits(x, y, weights, at, value, level, rows=None):
-    """Whether `value` is in the set: n + 1 ridge regressions, each without one of the rows of the augmented data."""
+def scores_by_refits(x, y, weights, at, value):
+    """Of all rows and of the candidate: n + 1 ridge regressions, each without one of the rows of the augmented data."""
     x, y, weights = np.vstack([x, at]), np.append(y, value), np.append(weights, 1.0)
     scores = []
     for i in range(len(y)):
@@ -39,9 +39,13 @@ def inside_by_refits(x, y, weights, at, value, level, rows=None):
         less[i] -= min(less[i], 1.0)
         mean, variance = ridge(x, y, less, x[i])
         scores.append(abs(y[i] - mean) / math.sqrt(variance))
-    scores = np.array(scores)
-    compared = np.ones(len(y) - 1, dtype=bool) if rows is None else rows
-    w = weights[:-1] * compared
+    return np.array(scores)
+
+
+def inside_by_refits(x, y, weights, at, value, level, rows=None):
+    """Whether `value` is in the set."""
+    scores = scores_by_refits(x, y, weights, at, value)
+    w = weights * (np.ones(len(y), dtype=bool) if rows is None else rows)
     return w[scores[:-1] < scores[-1]].sum() < level * (w.sum() + 1) * (1 - 1e-12)
 
 
@@ -99,7 +103,7 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
     ]
     members = [full_conformal.Member(post, NEW, rows=half) for post, half in zip(posts, halves, strict=True)]
     found = full_conformal.cross_sets(members, LEVEL)
-    prepared = [full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members]
+    prepared = full_conformal._at_their_mean([full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members])
 
     def lower_scores(y, side):
         """How many rows have a lower score than a candidate on this side of the networks' predictions (6,)."""
@@ -113,6 +117,36 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
     for end, side in ((found[:, 0], -1), (found[:, 1], 1)):
         assert bool((lower_scores(end - side * 1e-4, side) < rank).all())
         assert bool((lower_scores(end + side * 1e-4, side) >= rank).all())
+
+
+def test_several_ridge_regressions_have_their_mean_at_the_candidate():
+    """Two models of other inputs, each with its own rows: fits with the candidate moved by f_j − f̄."""
+    halves = [torch.arange(40) < 20, torch.arange(40) >= 20]
+    views, new = [X, X.abs()], [NEW, NEW.abs()]
+    prior, ones = ssla.priors.Gaussian(PRECISION), np.ones(40)
+    posts = [ssla.fit(linear(), (x, Y), likelihood=LAW, prior=prior).state for x in views]
+    members = [full_conformal.Member(*parts) for parts in zip(posts, new, [None, None], halves, strict=True)]
+    found = full_conformal.cross_sets(members, LEVEL).numpy()
+    for row, (low, high) in enumerate(found):
+        own = [ridge(x.numpy(), Y.numpy(), ones, at[row].numpy())[0] for x, at in zip(views, new, strict=True)]
+        inside = []
+        for value in (low - 1e-6, low + 1e-6, high - 1e-6, high + 1e-6):
+            lower = 0
+            for x, at, rows, f in zip(views, new, halves, own, strict=True):
+                scores = scores_by_refits(x.numpy(), Y.numpy(), ones, at[row].numpy(), value - np.mean(own) + f)
+                lower += (scores[:-1] < scores[-1])[rows.numpy()].sum()
+            inside.append(lower < LEVEL * 41)
+        assert inside == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["heteroscedastic", "poisson", "categorical"])
+def test_equal_networks_are_one_network(name):
+    post, half = fitted(name).state, torch.arange(40) < 20
+    members = [full_conformal.Member(post, NEW, rows=rows) for rows in (half, ~half)]
+    one = full_conformal.cross_sets([full_conformal.Member(post, NEW)], LEVEL)
+    torch.testing.assert_close(full_conformal.cross_sets(members, LEVEL), one)
+    halved = full_conformal.Member(post, NEW, shares=torch.full((40,), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(full_conformal.cross_sets([halved, halved], LEVEL), one)
 
 
 # --- against fits with the candidate ---------------------------------------------------------

@@ -8,12 +8,13 @@ import polars
 import pyarrow.parquet
 import pytest
 import torch
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier, RandomForestRegressor
 
 import ssla
 from ssla.cli.train import Request
 from ssla.cli.work import predict_file, train_file
 from ssla.scoring import models
-from ssla.sklearn import SSLARegressor
+from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLARegressor
 from ssla.tables import TableError
 
 
@@ -153,3 +154,57 @@ def test_estimators_and_posteriors(tmp_path):
     assert scorer(x)["lower_95"].tolist() == post.predict(x).interval(0.95)[:, 0].double().tolist()
     with pytest.raises(ssla.FileError, match="Give the module as model="):
         ssla.Scorer(tmp_path / "posterior")(x)
+
+
+def test_trees_with_a_last_layer(tmp_path):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 2))
+    y = X[:, 0] + 0.1 * rng.normal(size=60)
+    trees = PredictiveRegressor(RandomForestRegressor(5, random_state=0), cv=2, random_state=0).fit(X, y)
+    trees.save(tmp_path / "trees")
+    with pytest.raises(ssla.FileError, match=r"Scorer\(path, models=…\)"):
+        ssla.Scorer(tmp_path / "trees")(X)
+    scorer = pickle.loads(pickle.dumps(ssla.Scorer(tmp_path / "trees", 0.9, models=trees.models_)))
+    found = scorer(X)
+    np.testing.assert_array_equal(np.stack([found["lower_90"], found["upper_90"]], 1), trees.predict_interval(X, 0.9))
+    named = pandas.DataFrame(X, columns=["a", "b"])
+    opened = ssla.Scorer(tmp_path / "trees", 0.9, refit="none", inputs=["a", "b"], models=lambda: trees.models_)(named)
+    assert opened["rung"].tolist() == ["none"] * 60
+    assert opened["mean"].tolist() == trees.set_params(refit="none").predict(X).tolist()
+    with pytest.raises(ValueError, match="has no names of inputs"):
+        scorer(named)
+    with pytest.raises(ssla.FileError, match="must be the models_"):
+        ssla.Scorer(tmp_path / "trees", models={"mean": ()})(X)
+
+
+def test_trees_of_a_data_frame_read_columns_by_name(tmp_path):
+    """Gaps are for the trees to decide; the order of the columns is that of the fit."""
+    table = frame()[["x", "id", "y", "kind"]].astype({"id": float})
+    X = table[["x", "id"]].mask(np.arange(60)[:, None] % 7 == [0, 3])
+    trees = PredictiveRegressor(HistGradientBoostingRegressor(max_iter=5), cv=2, random_state=0).fit(X, table["y"])
+    trees.save(tmp_path / "trees")
+    scorer = ssla.Scorer(tmp_path / "trees", keep=["id"], models=trees.models_)
+    found, expected = scorer(X[["id", "x"]]), trees.predict_interval(X)
+    np.testing.assert_array_equal(found[["lower_95", "upper_95"]].to_numpy(), expected)
+    by_name = scorer({name: X[name].to_numpy() for name in X})
+    framed = scorer(polars.from_pandas(X, nan_to_null=False))
+    for column in found:
+        np.testing.assert_array_equal(by_name[column], found[column].to_numpy())
+        np.testing.assert_array_equal(framed[column].to_numpy(), found[column].to_numpy())
+    in_order = ssla.Scorer(tmp_path / "trees", models=trees.models_)
+    assert in_order(X.to_numpy())["mean"].tolist() == found["mean"].tolist()
+    assert list(scorer(X.head(0))) == list(found)
+    with pytest.raises(ValueError, match="has no column 'x'"):
+        scorer(X.rename(columns={"x": "xx"}))
+    with pytest.raises(ValueError, match="The model has 2 inputs"):
+        in_order(X.to_numpy()[:, :1])
+    with pytest.raises(ValueError, match="Omit inputs="):
+        ssla.Scorer(tmp_path / "trees", inputs=["a", "b"], models=trees.models_)(X)
+
+    classes = PredictiveClassifier(RandomForestClassifier(5, random_state=0), cv=2, random_state=0)
+    classes.fit(table[["x", "y"]], table["kind"]).save(tmp_path / "classes")
+    scorer = ssla.Scorer(tmp_path / "classes", models=classes.models_)
+    found = scorer(table)
+    assert found["label"].tolist() == classes.predict(table[["x", "y"]]).tolist()
+    np.testing.assert_array_equal(found[["p(cat)", "p(dog)", "p(eel)"]].to_numpy(), classes.predict_proba(table[["x", "y"]]))
+    assert list(scorer(table.head(0))) == list(found)

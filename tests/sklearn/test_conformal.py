@@ -1,15 +1,20 @@
-"""Split conformal intervals: row weights are frequencies, scores belong to one refit, and files keep both."""
+"""Split conformal intervals: row weights are frequencies, scores belong to one refit, and files keep both. Sets without
+calibration rows, of numbers and of classes."""
 
+import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import ssla
 from ssla.persistence import Encoder, FileError, read, write
-from ssla.sklearn import SSLARegressor, load
+from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.saving import KIND
+from ssla.tabular.calibration import as_trained
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 2))
@@ -193,3 +198,84 @@ def test_sets_need_known_held_out_rows_and_complete_inputs(tmp_path):
         whole.predictive_set(gaps)
     with pytest.raises(TypeError, match="one number on the whole line"):
         SSLARegressor(**quick).fit(X, np.stack([Y, -Y], 1)).predictive_set(X)
+
+
+# --- classes without calibration rows ---------------------------------------------------------
+
+
+def noisy_classes(rows, seed=0):
+    """Three classes of probabilities 0.7, 0.2 and 0.1, in an order that x decides: no set of one class covers 80%."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 2))
+    first = (x[:, 0] > 0).astype(int) + (x[:, 1] > 0)
+    return x, np.array(["a", "b", "c"])[(first + rng.choice(3, rows, p=[0.7, 0.2, 0.1])) % 3]
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return SSLAClassifier(members=5, hidden=(8,), max_epochs=30, random_state=0).fit(*noisy_classes(600))
+
+
+def test_sets_of_classes_cover(classifier):
+    x, y = noisy_classes(2000, seed=1)
+    sizes = []
+    for level in (0.8, 0.9, 0.97):
+        chosen = classifier.predictive_set(x, level)
+        assert chosen.shape == (2000, 3)
+        assert chosen.any(1).all()
+        assert chosen[np.arange(2000), np.searchsorted(classifier.classes_, y)].mean() == pytest.approx(level, abs=0.04)
+        sizes.append(chosen.sum(1).mean())
+    assert sizes == sorted(sizes)
+
+
+def test_the_scores_are_those_of_the_networks_that_held_the_rows_out(classifier):
+    """One posterior after the other, fitted without its rows; the mixture of the new row in place of the stored sums."""
+    x, y = noisy_classes(600)
+    ensemble, codes = classifier.ensemble_, torch.from_numpy(np.searchsorted(classifier.classes_, y))
+    scores, weights = ensemble.scores
+    assert float(weights.sum()) == int(ensemble.held.any(0).sum())
+    z, found = ensemble.inputs(torch.from_numpy(x)), []
+    trees = len(ensemble.trees.forest.roots) // 5
+    for m, held in enumerate(ensemble.held):
+        prior = ensemble.components[m].posterior.prior
+        module, law = ensemble.modules[m], ensemble.components[m].posterior.likelihood
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            post = ssla.fit(module, (z[~held], codes[~held]), likelihood=law, prior=prior)
+        forest = replace(ensemble.trees.forest, roots=ensemble.trees.forest.roots[m * trees : (m + 1) * trees])
+        parts = [post.predict(z[held]), as_trained(module, law, z[held]), ensemble.trees.layer.predict(forest(z[held]))]
+        network, share = 1 - ensemble.trees.share, ensemble.trees.share
+        shares = [network * ensemble.trust, network * (1 - ensemble.trust), share]
+        found.append(1 - ssla.mixture(parts, shares).probs.gather(1, codes[held][:, None])[:, 0])
+    torch.testing.assert_close(scores, torch.cat(found), atol=1e-3, rtol=0)
+
+
+def test_no_set_of_classes_is_empty():
+    """Where the model is right more often than the level, each set is the most probable class."""
+    x = RNG.normal(size=(200, 2))
+    y = (x[:, 0] > 0).astype(int)
+    model = SSLAClassifier(members=2, hidden=(8,), max_epochs=30, random_state=0).fit(x, y)
+    chosen = model.predictive_set(x, 0.3)
+    assert np.array_equal(chosen.argmax(1), model.predict(x))
+    assert (chosen.sum(1) == 1).all()
+
+
+def test_sets_of_classes_need_known_held_out_rows_and_complete_inputs(tmp_path):
+    x, y = noisy_classes(60)
+    quick = {"members": 1, "hidden": (6,), "max_epochs": 4, "random_state": 0}
+    model = SSLAClassifier(**quick).fit(x, y)
+    with pytest.warns(UserWarning, match="needs at least 99 held-out rows, but there are 12"):
+        assert model.predictive_set(x, 0.99).all()
+    with pytest.raises(ValueError, match="level"):
+        model.predictive_set(x, 90)
+    with pytest.raises(ValueError, match=r"needs complete rows, but 1 of 60 .* use predict_set"):
+        model.predictive_set(np.where(np.arange(120).reshape(60, 2) == 6, np.nan, x))
+    others = (
+        load(model.save(tmp_path / "model")),
+        model.partial_fit(x[:9], y[:9]),
+        SSLAClassifier(early_stopping=False, **quick).fit(x, y),
+        SSLAClassifier(tune=False, **quick).fit(x, y),
+    )
+    for one in others:
+        with pytest.raises(ValueError, match="these are not known"):
+            one.predictive_set(x)

@@ -11,6 +11,7 @@ from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, estimator, load
 from ssla.state import Marginal
 from ssla.structures.structure import NoFactorError
+from ssla.tabular import building
 from ssla.tabular.calibration import shares, spreads_of, stretched_log_densities
 from ssla.tabular.pieces import Pieces, counts_of, edges_of, place
 
@@ -131,3 +132,16 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
     assert model.ensemble_.settings.likelihood == "gaussian"
     few = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X[:50], X[:50, 0] + 0.1 * X[:50, 1] ** 2)
     assert few.ensemble_.settings.likelihood == "gaussian"
+
+
+@pytest.mark.parametrize("likelihood", ["heteroscedastic", "gaussian"])
+def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all(monkeypatch, likelihood):
+    monkeypatch.setattr(building, "MOST_FITTED", 100)
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(300, 2))
+    y = X[:, 0] + rng.normal(size=300) * np.exp(0.5 * X[:, 1])
+    model = SSLARegressor(likelihood, members=2, max_epochs=20, trees=0, random_state=0).fit(X, y)
+    assert model.ensemble_.components[0].posterior.report.n == (100 if likelihood == "heteroscedastic" else 300)
+    assert 0.8 < float(metrics.coverage(model.predict_dist(X), y, 0.9)) < 0.98
+    ends = model.predictive_set(X, 0.9)
+    assert 0.8 < np.mean((ends[:, 0] <= y) & (y <= ends[:, 1])) < 0.99

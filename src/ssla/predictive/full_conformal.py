@@ -27,13 +27,15 @@ comparison to rows that the features have not seen. These and the new row are ex
 them.
 
 **Several networks,** each with its own unseen rows: a row is compared with the candidate by the network that has not seen it, and
-the ranks are counted over all rows (cross-conformal prediction). Of numbers the ends are those of CV+.
+the ranks are counted over all rows (cross-conformal prediction). At the candidate all networks have the mean of their outputs, as
+a mixture has: network j compares y − f̄ + f_j in place of y, with its own K_x. With their own outputs, as in CV+, the spread of
+the networks at x makes the sets wider than the errors of their mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +63,16 @@ NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and 
 
 
 class Member(NamedTuple):
-    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool."""
+    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool.
+
+    shares: how much of each row this posterior counts (n,), where several posteriors compare with the same row.
+    """
 
     posterior: State
     x: Inputs
     data: Any = None
     rows: Any = None
+    shares: Tensor | None = None
 
 
 def predictive_set(posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None) -> Tensor:
@@ -93,7 +99,7 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
     columns = support.count if isinstance(support, Classes) else 2
     parts = [torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)]
     for start in range(0, row_count(members[0].x), some):
-        parts.append(find([one.candidates(slice(start, start + some)) for one in prepared], level))
+        parts.append(find(_at_their_mean([one.candidates(slice(start, start + some)) for one in prepared]), level))
     found = torch.cat(parts)
     if isinstance(support, Counts):
         return torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
@@ -189,7 +195,10 @@ class _Prepared:
     def of(member: Member) -> _Prepared:
         chosen = _chosen(member.rows, member.posterior.statistics.n)
         sites = collect(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
-        return _Prepared(member, sites, chosen, _Others.of(member.posterior, sites, chosen))
+        others = _Others.of(member.posterior, sites, chosen)
+        if member.shares is not None:
+            others = replace(others, weights=others.weights * member.shares[chosen])
+        return _Prepared(member, sites, chosen, others)
 
     def candidates(self, some: slice) -> _Candidates:
         """Some of the new inputs, with their covariances with the training rows."""
@@ -232,6 +241,12 @@ class _Candidates(NamedTuple):
         rows = others.y.expand(len(X), -1)
         found = score(self.likelihood.predictive, rows.flatten(), end.flatten(0, 1), without.flatten(0, 1)).view_as(rows)
         return torch.where(others.sound, found, torch.inf)
+
+
+def _at_their_mean(members: list[_Candidates]) -> list[_Candidates]:
+    """All networks with the mean of their outputs at the new inputs."""
+    f = torch.stack([one.query.f for one in members]).mean(0)
+    return [one._replace(query=one.query._replace(f=f)) for one in members]
 
 
 def score(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:

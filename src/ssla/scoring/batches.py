@@ -1,6 +1,7 @@
 """Batches of rows in the forms that data tools hand over, and back: pandas, polars, a mapping of arrays, an array.
 
-pandas and polars are not imported: a batch is recognised by the module of its class.
+A batch is recognised by the module of its class, so that pandas and polars are not imported (but where a model needs a data frame
+and gets none).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,20 @@ class Batch:
             return Batch(MAPPING, own).table(called)
         at = [self.names.index(name) for name in names]
         return table_of(self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at], called)
+
+    def frame(self, names: Sequence[str]) -> Any:
+        """The named columns as a data frame: of the batch's own library, otherwise of pandas. An array has them in this order."""
+        if self.kind == ARRAY:
+            if self.array().shape[1:] != (len(names),):
+                raise ValueError(
+                    f"The model has {len(names)} inputs ({', '.join(names)}), but the array is {self.content.shape}."
+                )
+            return import_module(PANDAS).DataFrame(self.array(), columns=list(names))
+        columns = {name: self.column(name) for name in names}  # its error names the most similar column
+        if self.kind == MAPPING:
+            return import_module(PANDAS).DataFrame(columns)
+        at = [self.names.index(name) for name in names]
+        return self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at]
 
     def matrix(self, names: Sequence[str]) -> np.ndarray:
         """The named columns beside one another (N, d). A single column of arrays is the input itself (N, …)."""

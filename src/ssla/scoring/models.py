@@ -1,4 +1,4 @@
-"""Saved models that give columns: tables of `ssla train`, estimators, posteriors.
+"""Saved models that give columns: tables of `ssla train`, estimators, posteriors, trees with a last layer.
 
 Rows are predicted in blocks of fixed size from the first row on. So memory does not grow with the rows, and a file that is read
 in parts of whole blocks gives the same bits as the table at once.
@@ -131,6 +131,40 @@ class MatrixModel:
             return self.columns(p, levels) | _rung(p, self.refit)
 
         return in_blocks(block, len(x))
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedModel:
+    """A `PredictiveRegressor` or `PredictiveClassifier`: its models read a data frame as it is, or an array."""
+
+    estimator: Any
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """As in `MatrixModel`."""
+        names = getattr(self.estimator, "feature_names_in_", None)
+        return None if names is None else tuple(names.tolist())
+
+    @property
+    def width(self) -> int:
+        return int(self.estimator.n_features_in_)
+
+    def score(self, x: Any, levels: Sequence[float]) -> Columns:
+        """x: the rows (N, d)."""
+
+        def block(rows: slice) -> Columns:
+            p = self.estimator.predict_dist(x.iloc[rows] if hasattr(x, "iloc") else x[rows]) if len(x) else self._of_no_rows()
+            return estimator_columns(self.estimator, p, levels) | _rung(p, self.estimator.refit)
+
+        return in_blocks(block, len(x))
+
+    def _of_no_rows(self) -> Predictive:
+        classes = getattr(self.estimator, "classes_", None)
+        shapes = [(0,), (0,)] if classes is None else [(0, len(classes))]
+        predictive: Predictive = self.estimator.ensemble_.predict(
+            *(torch.empty(shape, dtype=torch.float64) for shape in shapes), self.estimator.refit
+        )
+        return predictive
 
 
 def estimator_model(estimator: Any) -> TableModel | MatrixModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from ssla.posterior import load
 from ssla.refit import resolve
 from ssla.scoring.batches import ARRAY, Batch, batch_of
 from ssla.scoring.columns import columns_of
-from ssla.scoring.models import MatrixModel, TableModel, estimator_model, replace_refit, table_model
+from ssla.scoring.models import MatrixModel, TableModel, WrappedModel, estimator_model, replace_refit, table_model
 from ssla.sklearn.files import load_with_extra
+from ssla.sklearn.wrapped import WrappedEstimator
 from ssla.tables import Table
 
 _opening = threading.Lock()
@@ -50,6 +51,9 @@ class Scorer:
         For a posterior: its module, or a function without arguments that builds it.
     likelihood, prior, output:
         For a posterior, as in `ssla.load`.
+    models:
+        For a `PredictiveRegressor` or `PredictiveClassifier`, whose file has no trees: its `models_`, or a function without
+        arguments that opens them. Such a function is pickled in place of the trees.
 
     A batch is a data frame of pandas or polars, a mapping of names to arrays, or an array (rows first). A data frame is returned
     as one, with the index of a pandas frame; the others as a dictionary of arrays. Columns are named as by `ssla predict` (see
@@ -71,6 +75,7 @@ class Scorer:
         likelihood: Any = None,
         prior: Any = None,
         output: Any = None,
+        models: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self.levels = checked_levels(levels)
@@ -79,7 +84,8 @@ class Scorer:
         self.inputs = None if inputs is None else _names("inputs", inputs)
         self.module = model
         self.own = {"likelihood": likelihood, "prior": prior, "output": output}
-        self._opened: TableModel | MatrixModel | None = None
+        self.models = models
+        self._opened: TableModel | MatrixModel | WrappedModel | None = None
         if refit is not None:
             resolve(refit)
 
@@ -92,27 +98,34 @@ class Scorer:
         if isinstance(model, TableModel):
             columns, counts = model.score(self._table(model, rows), asked)
             counts.check()
+        elif isinstance(model, WrappedModel) and model.names is not None:
+            columns = model.score(rows.frame(model.names), asked)
         else:
             columns = model.score(self._matrix(model, rows), asked)
         return rows.returned(columns, self.keep)
 
     @property
-    def opened(self) -> TableModel | MatrixModel:
+    def opened(self) -> TableModel | MatrixModel | WrappedModel:
         """The model, opened at the first use."""
         with _opening:
             if self._opened is None:
                 self._opened = self._open()
         return self._opened
 
-    def _open(self) -> TableModel | MatrixModel:
+    def _open(self) -> TableModel | MatrixModel | WrappedModel:
         if kind_of(self.path) == KIND:
             return self._open_posterior()
         given = [name for name, value in (self.own | {"model": self.module}).items() if value is not None]
         if given:
             raise ValueError(f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=.")
-        estimator, extra = load_with_extra(self.path)
+        estimator, extra = load_with_extra(self.path, self.models() if callable(self.models) else self.models)
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
+        if isinstance(estimator, WrappedEstimator):
+            found = WrappedModel(estimator)
+            if found.names is not None and self.inputs is not None:
+                raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
+            return found
         if "plan" not in extra:
             return estimator_model(estimator)
         if self.inputs is not None:
@@ -120,6 +133,8 @@ class Scorer:
         return table_model(estimator, extra, self.path)
 
     def _open_posterior(self) -> MatrixModel:
+        if self.models is not None:
+            raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
         if self.module is None:
             raise FileError(f"{self.path} holds a posterior without its network. Give the module as model=.")
         module = self.module if isinstance(self.module, nn.Module) else self.module()
@@ -141,7 +156,7 @@ class Scorer:
             raise self._nameless(rows)
         return rows.selected(model.names, model.names)
 
-    def _matrix(self, model: MatrixModel, rows: Batch) -> np.ndarray:
+    def _matrix(self, model: MatrixModel | WrappedModel, rows: Batch) -> np.ndarray:
         if rows.kind == ARRAY:
             return rows.array()
         names = model.names if self.inputs is None else self.inputs

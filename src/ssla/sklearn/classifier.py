@@ -126,6 +126,18 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         chosen: np.ndarray = self.predict_dist(X).interval(level).numpy()
         return chosen
 
+    def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
+        """Approximate conformal sets of classes, without calibration rows: bool (N, C), columns as in classes_.
+
+        A class is in the set unless its probability is below those that held-out rows have for their own class, each by the
+        network that held it out (with its trees). The most probable class is always in the set: no set is empty, and where the
+        model is right more often than the level, so are the sets. The guarantee is approximate: the held-out rows also stopped
+        the training and chose the prior and the mixture, and the mixture of all networks predicts better than one. With
+        refit="output". Not for a model from a file, nor for rows with missing or unknown inputs.
+        """
+        found: np.ndarray = self.ensemble_.class_sets(self._complete_rows(X, "predict_set"), level).numpy()
+        return found
+
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class (N,)."""
         probs = self.predict_proba(X)

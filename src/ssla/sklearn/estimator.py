@@ -115,6 +115,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             )
         return self.plan_.encode(given if isinstance(given, Table) else table_of(given, column_names(self)))
 
+    def _complete_rows(self, X: Any, instead: str) -> torch.Tensor:
+        """The rows of a `predictive_set`, none of which may be a mixture over unknown inputs."""
+        check_is_fitted(self, "ensemble_")
+        rows = self._rows_of(X)
+        gaps = 0 if isinstance(rows, np.ndarray) else int(rows.mixed.sum())
+        if gaps:
+            raise ValueError(
+                f"predictive_set needs complete rows, but {gaps} of {len(numbers(rows))} have missing or unknown inputs. "
+                f"Leave them out, or use {instead}."
+            )
+        return torch.from_numpy(numbers(rows).copy())
+
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
         """The predictive; for rows with inputs that training did not teach a mixture over values of the training table."""
         if isinstance(rows, np.ndarray):

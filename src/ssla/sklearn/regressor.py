@@ -248,19 +248,12 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
         """Approximate conformal intervals (N, 2) without calibration rows, for one target: see `Posterior.predictive_set`.
 
-        A new row is compared with the rows that each network held out of its training, by the network that held them out. The
-        guarantee is approximate, because these rows also stopped the training, and chose the noise and the prior. Not for a
-        model from a file, nor for rows with missing or unknown inputs.
+        A new row is compared with the rows that each network held out of its training, by the network that held them out, with
+        the mean of the networks' outputs at the new row, without trees. The guarantee is approximate: these rows also stopped
+        the training, and chose the noise and the prior, and one network errs more than the mean of all. Not for a model from a
+        file, nor for rows with missing or unknown inputs.
         """
-        check_is_fitted(self, "ensemble_")
-        rows = self._rows_of(X)
-        gaps = 0 if isinstance(rows, np.ndarray) else int(rows.mixed.sum())
-        if gaps:
-            raise ValueError(
-                f"predictive_set needs complete rows, but {gaps} of {len(numbers(rows))} have missing or unknown inputs. "
-                "Leave them out, or use predict_interval."
-            )
-        found: np.ndarray = self.ensemble_.predictive_set(torch.from_numpy(numbers(rows).copy()), level).numpy()
+        found: np.ndarray = self.ensemble_.predictive_set(self._complete_rows(X, "predict_interval"), level).numpy()
         return found
 
     def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:

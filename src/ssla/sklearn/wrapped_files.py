@@ -60,7 +60,7 @@ def _checked_models(models: Any, expected: Mapping[str, Sequence[str]], source: 
     if models is None:
         raise FileError(
             f"{source} holds the last layer, but not the models that it needs ({wanted}): trees have no common format that is "
-            "free of code. Keep model.models_ by other means, and give it as load(path, models=…)."
+            "free of code. Keep model.models_ by other means, and give it as load(path, models=…), or Scorer(path, models=…)."
         )
     if not isinstance(models, Mapping) or {k: [type(m).__name__ for m in models.get(k, ())] for k in expected} != dict(expected):
         raise FileError(f"models must be the models_ of the estimator that was saved ({wanted}), but is not.")

@@ -39,7 +39,7 @@ WORTH_A_SCALE = 0.01  # nats: by how much another scale of the target must be be
 ENOUGH_NEGATIVE = 3.0  # rows that a model expects below zero: without any such row, negative targets are impossible
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
-MOST_FITTED = 200_000  # rows of a last layer that needs several passes; more change its predictives by less than they can show
+MOST_FITTED = 200_000  # rows of last layers that need several passes: with more they would predict the same
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
 """Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
@@ -84,6 +84,9 @@ def fit_ensemble(
     target, y = targets[best], targets[best].y
     settings = replace(settings, likelihood=target.likelihood)
     modules = tuple(module.double() for module in trained.modules[best * len(held) :][: len(held)])
+    if likelihood is not None:
+        some = _at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED)
+        z, y, weights, held = z[some], y[some], weights[some], held[:, some]
     work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow)
     components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
@@ -263,10 +266,9 @@ class _Work:
             self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
         if self.grow is not None:
             self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
-        rows = _at_most(torch.ones_like(held), MOST_FITTED)
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
-            return Posterior(polish_again(chosen, prior, self.data.of(rows), from_there=True))
-        return self._fit(module, rows, likelihood, prior)
+            return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
+        return self._fit(module, None, likelihood, prior)
 
     def _shared_prior(self) -> GaussianPrior | None:
         """The prior of the later members: with the geometric mean of the first members' precisions. None: not known yet."""
@@ -288,7 +290,14 @@ class _Work:
         densities = densities if own is None else torch.cat([densities, own[:, None]], 1)
         found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
         trust = found[0] / (found[0] + found[1])
-        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]))
+        scores = 1 - densities.exp() @ torch.tensor(found, dtype=torch.float64)
+        known = scores.nan_to_num(1.0), weights / self._copies()
+        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]), scores=known)
+
+    def _copies(self) -> Tensor:
+        """How many members have held out each of the held-out rows (m,)."""
+        rows = torch.cat([_at_most(held, MOST_HELD_OUT).nonzero().flatten() for held in self.data.held])
+        return rows.bincount()[rows]
 
     def _tuned(self, posterior: Posterior) -> Posterior:
         """The posterior with the prior precision of the highest evidence."""

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ssla import likelihoods
+from ssla._checks import level as checked_level
+from ssla._checks import warn
 from ssla.likelihoods import Likelihood
+from ssla.numerics.order_statistics import conformal_quantile, shortage
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.full_conformal import Member, cross_sets
 from ssla.predictive.normals import averaged, pooled
@@ -37,6 +40,10 @@ ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": L
 LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {POSITIVE: LIKELIHOODS[HETEROSCEDASTIC]}
 CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
 LINEAR_BELOW = 0.05  # of the positive targets
+UNKNOWN_ROWS = (
+    "predictive_set compares new rows with those that each network held out of its training, but these are not known: the model "
+    "was loaded from a file, got more rows by partial_fit, or was trained with {}. Fit again with {}, or use {}."
+)
 
 
 def scale_of(y: Tensor, likelihood: str) -> Transform | None:
@@ -96,6 +103,7 @@ class Ensemble:
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     scale: Transform | None = None  # of the target, beside its unit; None: linear
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
+    scores: tuple[Tensor, Tensor] | None = None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
@@ -114,16 +122,28 @@ class Ensemble:
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
         """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared by members that held it out."""
         if self.held is None or not bool(self.held.any(1).all()):
-            raise ValueError(
-                "predictive_set compares new rows with those that each network held out of its training, but these are not "
-                "known: the model was loaded from a file, got more rows by partial_fit, or was trained with "
-                "early_stopping=False. Fit again with early_stopping=True, or use predict_interval."
-            )
+            raise ValueError(UNKNOWN_ROWS.format("early_stopping=False", "early_stopping=True", "predict_interval"))
         z, first = self.inputs(x), {component.member: component for component in reversed(self.components)}
-        found = cross_sets([Member(first[m].posterior.state, z, rows=held) for m, held in enumerate(self.held)], level)
+        shares = 1 / self.held.sum(0).clamp_min(1).double()  # a row counts once, also where several networks held it out
+        members = [Member(first[m].posterior.state, z, rows=held, shares=shares) for m, held in enumerate(self.held)]
+        found = cross_sets(members, level)
         if self.target is not None:
             found = self.target.shift + self.target.scale * found
         return found if self.scale is None else self.scale.out(found)
+
+    def class_sets(self, x: Tensor, level: float) -> Tensor:
+        """Cross-conformal sets of classes, bool (N, C): as probable as held-out rows' own, or the most probable."""
+        if self.scores is None:
+            raise ValueError(
+                UNKNOWN_ROWS.format("early_stopping=False or tune=False", "early_stopping=True and tune=True", "predict_set")
+            )
+        level = checked_level(level)
+        scores, weights = self.scores
+        short = shortage(weights, level, "held-out rows")
+        if short is not None:
+            warn(f"A predictive set of {level:g} {short}: every set has all classes. Use more rows or a lower level.")
+        probs = self.predict(x).probs.double()
+        return (1 - probs <= conformal_quantile(scores, weights, level)) | (probs == probs.amax(1, keepdim=True))
 
     def _averages(self, refit: str | Refit) -> bool:
         """Whether the average over mean and log variance has a closed form: the default rung of a variational Gaussian."""

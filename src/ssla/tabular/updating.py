@@ -33,4 +33,4 @@ def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemb
             "The last layers for mean and log variance cannot follow so many new rows without another fit. Fit again on all "
             "rows, or use likelihood='gaussian', which follows exactly."
         ) from error
-    return replace(ensemble, components=components, held=None)
+    return replace(ensemble, components=components, held=None, scores=None)
