@@ -144,4 +144,4 @@ def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all
     assert model.ensemble_.components[0].posterior.report.n == (100 if likelihood == "heteroscedastic" else 300)
     assert 0.8 < float(metrics.coverage(model.predict_dist(X), y, 0.9)) < 0.98
     ends = model.predictive_set(X, 0.9)
-    assert 0.8 < np.mean((ends[:, 0] <= y) & (y <= ends[:, 1])) < 0.99
+    assert np.mean((ends[:, 0] <= y) & (y <= ends[:, 1])) > 0.85
