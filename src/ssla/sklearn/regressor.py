@@ -104,7 +104,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         learning_rate: float = 1e-2,
         early_stopping: bool = True,
         validation_fraction: float = 0.1,
-        patience: int = 40,
+        patience: int = 20,
         trees: int | str = AUTO,
         conformal: bool = False,
         calibration_fraction: float = 0.2,
