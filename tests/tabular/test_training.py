@@ -1,0 +1,61 @@
+"""Several networks trained together, with targets of their own."""
+
+import numpy as np
+import torch
+
+from ssla.likelihoods import HeteroscedasticGaussian
+from ssla.predictive.positive import Positive
+from ssla.tabular import building
+from ssla.tabular.ensemble import scale_of
+from ssla.tabular.training import Architecture, Rows, Schedule, train
+
+RNG = np.random.default_rng(0)
+X = torch.from_numpy(RNG.normal(size=(120, 2)))
+Y = torch.from_numpy(np.exp(0.7 * X[:, 0].numpy() + 0.3 * RNG.normal(size=120)))
+ONES = torch.ones(120, dtype=torch.float64)
+HELD = torch.arange(120).expand(2, -1) % 10 == torch.tensor([[3], [7]])
+
+
+def trained(members, by_member=None):
+    rows = Rows(X, Y, ONES, HELD.repeat(members // 2, 1), (), by_member)
+    return train(Architecture(2, 2, (8,)), HeteroscedasticGaussian(), rows, Schedule(10, None), 0)
+
+
+def test_members_with_targets_of_their_own_are_those_of_the_same_targets():
+    one, other = trained(4), trained(4, Y.expand(4, -1))
+    assert torch.equal(one.losses, other.losses)
+    scaled = torch.stack([Y, Y, 2 * Y, 2 * Y])
+    mixed = trained(4, scaled)
+    assert torch.equal(mixed.losses[:, :2], one.losses[:, :2])
+    assert not torch.allclose(mixed.losses[:, 2:], one.losses[:, 2:])
+
+
+def test_the_best_scale_has_the_lowest_nll_of_y():
+    """The NLL of y from the losses on the scale of the networks, against log_prob of the transformed law by hand."""
+    targets = [building._Target.of(Y, ONES, name) for name in ("heteroscedastic", "positive")]
+    found = trained(4, torch.stack([target.y for target in targets]).repeat_interleave(2, 0))
+    by_hand = []
+    for m, module in enumerate(found.modules):
+        target, rows = targets[m // 2], HELD[m % 2]
+        f = module(X[rows]).detach()
+        normal = torch.distributions.Normal(f[:, 0], (0.5 * f[:, 1]).exp())
+        y = Y[rows].clone().requires_grad_(True)
+        z = (y if target.scale is None else target.scale.into(y)).sub(target.unit.shift).div(target.unit.scale)
+        (slope,) = torch.autograd.grad(z.sum(), y)
+        by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
+    gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
+    better = gain.mean() > max(0.01, gain.std(ddof=1) / np.sqrt(2))
+    assert building._best(targets, found.losses, HELD, ONES) == int(better)
+    worse = found.losses.clone()
+    worse[:, 2:] += gain.mean() - 0.005  # now the other scale is not worth it
+    assert building._best(targets, worse, HELD, ONES) == 0
+    worse[:, 2:] -= 1.0
+    assert building._best(targets, worse, HELD, ONES) == 1
+
+
+def test_the_scale_of_positive_targets_begins_at_their_five_per_cent_quantile():
+    y = torch.cat([torch.zeros(10), torch.arange(1.0, 102.0)]).double()
+    scale = scale_of(y, "positive")
+    assert isinstance(scale, Positive)
+    assert np.isclose(np.exp(scale.low), 6.0)
+    assert np.isclose(np.exp(scale.high), 101.0, rtol=1e-5)
