@@ -3,9 +3,10 @@
     y = T(z) = e^low (1 + z − low)  for z ≤ low,   e^z  for low ≤ z ≤ high,   e^high (1 + z − high)  for z ≥ high
 
 T and its slope are continuous. Values below e^low, and zero itself, have a positive density. Beyond e^high the target grows only
-in proportion to z, so that heavy tails of z leave it a mean and a variance. T is negative below z₀ = low − 1. A closed scale has
-y = max(T(z), 0) there: what a model of z has below z₀ is the probability of zero, and no quantile is negative. The density at
-zero is still that of the part above.
+in proportion to z, so that heavy tails of z leave it a mean and a variance. T is negative below z₀ = low − 1, where
+y = max(T(z), 0) instead: what a model of z has there is the probability of zero, and no quantile or draw is negative. The density
+at zero is that of the part above. A negative y is refused on a closed scale. On an open one its density is that of T(z), so that
+a target which turns out to be negative after all has a finite score.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Positive:
 
     def out(self, z: Tensor) -> Tensor:
         inside = z.clamp(self.low, self.high)
-        return inside.exp() * (1 + (z.clamp_min(self.zero) if self.closed else z) - inside)
+        return (inside.exp() * (1 + z.clamp_min(self.zero) - inside)).clamp_min(0.0)
 
     def into(self, y: Tensor) -> Tensor:
         inside = y.clamp(math.exp(self.low), math.exp(self.high))
@@ -54,7 +55,7 @@ class Positive:
         """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
         infinite = torch.full_like(means, torch.inf)
         a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
-        below = _linear(self.low, means, scales, a if self.closed else -infinite, b)
+        below = _linear(self.low, means, scales, a, b)
         above = _linear(self.high, means, scales, c, infinite)
         logs = [k * means + 0.5 * (k * scales) ** 2 + _log_between(b - k * scales, c - k * scales) for k in (1, 2)]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]

@@ -109,7 +109,8 @@ def _opened(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
         return ensemble
     unlimited = replace(ensemble, scale=replace(ensemble.scale, closed=False))
     some = x[_at_most(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
-    expected = float(unlimited.predict(some).cdf(torch.zeros(len(some), dtype=torch.float64)).mean() * weights.sum())
+    below = torch.zeros(len(some), dtype=torch.float64)
+    expected = float(ensemble.predict(some).cdf(below).mean() * weights.sum())
     return ensemble if expected >= ENOUGH_NEGATIVE else unlimited
 
 
