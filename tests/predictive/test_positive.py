@@ -11,7 +11,7 @@ from scipy import integrate, stats
 from ssla import likelihoods, metrics
 from ssla.predictive import affine, from_marginal, mixture, transformed
 from ssla.predictive.normals import averaged
-from ssla.predictive.positive import Positive
+from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Exponential
 from ssla.state import Marginal
 
@@ -133,3 +133,25 @@ def test_variance_is_divided_as_on_the_scale_of_the_model():
     p = transformed(base, SCALE)
     assert torch.allclose(p.epistemic + p.aleatoric, p.variance)
     assert torch.allclose(p.epistemic / p.variance, base.epistemic / base.variance)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_censored_law_against_an_integration(kind):
+    base = BASES[kind]()
+    p = transformed(base, Censored())
+    for i in range(3):
+
+        def density(y, i=i):
+            return float(base.log_prob(torch.full((3,), float(y), dtype=torch.float64))[i].exp())
+
+        ends = (0.0, 1.0, 10.0, 200.0)
+        found = [
+            sum(integrate.quad(lambda y, k=k: y**k * density(y), a, b, limit=200)[0] for a, b in pairwise(ends)) for k in (1, 2)
+        ]
+        assert float(p.mean[i]) == pytest.approx(found[0], rel=3e-4, abs=1e-5)
+        assert float(p.variance[i]) == pytest.approx(found[1] - found[0] ** 2, rel=2e-2 if kind == "student" else 1e-3)
+    y = torch.tensor([0.0, 0.5, 4.0], dtype=torch.float64)
+    assert torch.allclose(p.log_prob(y), base.log_prob(y))
+    assert torch.allclose(p.interval(0.99), base.interval(0.99).clamp_min(0))
+    with pytest.raises(ValueError, match="zero or positive"):
+        p.log_prob(-y)

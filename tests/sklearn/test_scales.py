@@ -8,6 +8,7 @@ from scipy import special
 
 from ssla import metrics
 from ssla.persistence import FileError
+from ssla.predictive.positive import Censored
 from ssla.sklearn import SSLARegressor, load, saving
 
 QUICK = {"max_epochs": 40, "hidden": (16,), "random_state": 0}
@@ -134,3 +135,18 @@ def test_a_forged_scale_is_refused(tmp_path, monkeypatch, scale):
     monkeypatch.setattr(saving, "_pack_ensemble", lambda *args: pack(*args) | {"scale": scale})
     with pytest.raises(FileError):
         load(model.save(tmp_path / "model"))
+
+
+def test_bounds_are_not_negative_on_the_scale_of_the_target_itself_where_the_table_shows_it(tmp_path):
+    """Constant noise cut at zero: the model would expect negative rows, and there is none."""
+    y = np.maximum(3 + 2 * X[:, 0] + 1.5 * np.random.default_rng(5).normal(size=400), 0)
+    model = SSLARegressor(members=2, trees=0, **QUICK).fit(X, y)
+    if model.ensemble_.settings.likelihood == "heteroscedastic":
+        assert isinstance(model.ensemble_.scale, Censored)
+    assert (model.predict_interval(X, 0.999) >= 0).all()
+    assert (model.predict(X) >= 0).all()
+    again = load(model.save(tmp_path / "model"))
+    assert again.ensemble_.scale == model.ensemble_.scale
+    assert np.array_equal(again.predict_interval(X), model.predict_interval(X))
+    far = SSLARegressor(members=2, trees=0, **QUICK).fit(X, additive())
+    assert far.ensemble_.scale is None

@@ -61,6 +61,32 @@ class Positive:
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
 
 
+@final
+@dataclass(frozen=True)
+class Censored:
+    """y = max(z, 0), for a model of y itself: what it has below zero is the probability of zero."""
+
+    support: ClassVar[str] = "zero or positive"
+
+    def out(self, z: Tensor) -> Tensor:
+        return z.clamp_min(0.0)
+
+    def into(self, y: Tensor) -> Tensor:
+        return y.clamp_min(0.0)
+
+    def log_slope(self, z: Tensor) -> Tensor:
+        return torch.zeros_like(z)
+
+    def inside(self, y: Tensor) -> Tensor:
+        return y >= 0
+
+    def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
+        t = means / scales
+        share, height = ndtr(t), (-0.5 * t * t - 0.5 * LOG_2PI).exp()
+        return means * share + scales * height, (means**2 + scales**2) * share + means * scales * height
+
+
 def _linear(end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1)."""
     level = 1 + means - end

@@ -28,7 +28,7 @@ from ssla.predictive.joined import JoinedLaw
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw
 from ssla.predictive.normals import NormalsLaw
-from ssla.predictive.positive import Positive
+from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 
@@ -123,7 +123,7 @@ class TransformedLaw(Law):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, epistemic and aleatoric variance: of every part of the mixture by itself, and of their disagreement."""
-        if isinstance(self.transform, Positive):
+        if isinstance(self.transform, Positive | Censored):
             mean, variance = self._positive_moments(self.transform)
             share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
             return mean, share * variance, (1 - share) * variance
@@ -141,7 +141,7 @@ class TransformedLaw(Law):
             )
         return mean, doubt, noise
 
-    def _positive_moments(self, transform: Positive) -> tuple[Tensor, Tensor]:
+    def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
         """Mean and variance, from the first and second moments of the parts of the mixture."""
         total = torch.zeros(2, self.rows, dtype=torch.float64)
         zero, one = torch.zeros(self.rows, dtype=torch.float64), torch.ones(self.rows, dtype=torch.float64)

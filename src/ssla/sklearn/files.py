@@ -16,7 +16,7 @@ from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
 from ssla.persistence.posteriors import LARGEST
 from ssla.posterior import Posterior
-from ssla.predictive.positive import Positive
+from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.sklearn.classifier import SSLAClassifier
 from ssla.sklearn.conformal import Conformal
@@ -29,7 +29,7 @@ from ssla.sklearn.wrapped_files import WRAPPED, open_wrapped
 from ssla.tables import Plan
 from ssla.tabular import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Scaling, Settings
 from ssla.tabular.component import Component
-from ssla.tabular.ensemble import CLASSES, GAUSSIAN, POSITIVE
+from ssla.tabular.ensemble import CLASSES, GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 from ssla.tabular.forest import Forest
 from ssla.tabular.out_of_fold import ClassLayer, linear
 from ssla.tabular.training import Architecture, Schedule
@@ -209,6 +209,8 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
 def _unpack_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | None:
     if content is None and likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
+    if content == {} and likelihood == HETEROSCEDASTIC:
+        return Censored()
     scale = Positive(**(content or {}))
     ends = (scale.low, scale.high)
     if likelihood != POSITIVE or type(scale.closed) is not bool or not all(type(end) is float and abs(end) < 700 for end in ends):

@@ -15,7 +15,7 @@ import torch
 
 from ssla.network import module_of
 from ssla.persistence import Encoder, FileError, pack, write
-from ssla.predictive.positive import Positive
+from ssla.predictive.positive import Censored, Positive
 from ssla.tabular import Ensemble
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer
 from ssla.tabular.scaling import Scaling
@@ -102,7 +102,7 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "one_target": ensemble.one_target,
         "spreads": [list(pair) for pair in ensemble.spreads],
         "trust": ensemble.trust,
-        "scale": asdict(ensemble.scale) if isinstance(ensemble.scale, Positive) else None,
+        "scale": asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None,
         "trees": _pack_trees(ensemble.trees, encoder),
         "scaling": _scalings(scalings, encoder),
         "components": [

@@ -15,7 +15,7 @@ from ssla._checks import unknown_name
 from ssla.fitting import polish_again
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
-from ssla.predictive.positive import Positive
+from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.state import POLISH
@@ -100,18 +100,17 @@ def fit_ensemble(
         settings, architecture, modules, whole, inputs, target.unit, trained.epochs, y.dim() == 1, scale=target.scale, held=held
     )
     fitted = work.calibrated(fitted)
-    return _opened(fitted, x, weights) if best else fitted
+    return _with_support(fitted, x, weights) if len(targets) > 1 else fitted
 
 
-def _opened(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
-    """With an open scale, unless the table shows that no target is negative: it would then have had some such rows."""
-    if not isinstance(ensemble.scale, Positive):
-        return ensemble
-    unlimited = replace(ensemble, scale=replace(ensemble.scale, closed=False))
+def _with_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
+    """Without negative targets, if the table shows that there are none: the model would have expected some such rows."""
     some = x[_at_most(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
-    below = torch.zeros(len(some), dtype=torch.float64)
-    expected = float(ensemble.predict(some).cdf(below).mean() * weights.sum())
-    return ensemble if expected >= ENOUGH_NEGATIVE else unlimited
+    below = ensemble.predict(some).cdf(torch.zeros(len(some), dtype=torch.float64))
+    shown = float(below.mean() * weights.sum()) >= ENOUGH_NEGATIVE
+    if isinstance(ensemble.scale, Positive):
+        return ensemble if shown else replace(ensemble, scale=replace(ensemble.scale, closed=False))
+    return replace(ensemble, scale=Censored()) if shown else ensemble
 
 
 @dataclass(frozen=True, eq=False)
