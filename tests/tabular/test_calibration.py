@@ -63,6 +63,13 @@ def test_disagreement_of_the_members_is_not_counted_twice():
     assert sum(share * factor**2 for factor, share in found) * 2 == pytest.approx(1.0, rel=0.1)
 
 
+def test_disagreement_removes_half_of_a_squared_residual_at_most():
+    marginal = Marginal(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, 2, dtype=torch.float64))
+    y = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    most = stretched_log_densities(marginal, y, torch.full_like(y, 9.0))
+    assert torch.allclose(most, stretched_log_densities(marginal, y * math.sqrt(0.5), torch.zeros_like(y)))
+
+
 def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     x = torch.stack([torch.arange(101.0, dtype=torch.float64), torch.arange(101.0, dtype=torch.float64) % 2], 1)
     edges = edges_of(x, torch.ones(101, dtype=torch.float64), 4)

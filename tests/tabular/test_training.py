@@ -44,13 +44,12 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         (slope,) = torch.autograd.grad(z.sum(), y)
         by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
     gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
-    better = gain.mean() > max(0.01, gain.std(ddof=1) / np.sqrt(2))
-    assert building._best(targets, found.losses, HELD, ONES) == int(better)
-    worse = found.losses.clone()
-    worse[:, 2:] += gain.mean() - 0.005  # now the other scale is not worth it
-    assert building._best(targets, worse, HELD, ONES) == 0
-    worse[:, 2:] -= 1.0
-    assert building._best(targets, worse, HELD, ONES) == 1
+    found_gain = building._gains(targets, found.losses, HELD, ONES)
+    assert np.allclose(found_gain, gain, atol=1e-10)
+    for wanted, chosen in (((0.12, 0.02), 1), ((0.12, -0.02), 0), ((0.009, 0.009), 0), ((0.02, 0.02), 1)):  # mean, error, least
+        changed = found.losses.clone()
+        changed[:, 2:] += found_gain - torch.tensor(wanted, dtype=torch.float64)
+        assert building._best(targets, changed, HELD, ONES) == chosen
 
 
 def test_the_scale_of_positive_targets_begins_at_their_five_per_cent_quantile():

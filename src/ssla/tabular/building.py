@@ -141,16 +141,21 @@ class _Target:
 
 
 def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> int:
-    """Which targets are predicted best: by the NLL of y at held-out rows (M, n), from the losses (epochs, targets · M)."""
+    """Which targets are predicted best, by the NLL of y at held-out rows (M, n), from the losses (epochs, targets · M)."""
     if len(targets) == 1:
         return 0
+    gain = _gains(targets, losses, held, weights)
+    error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
+    return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
+
+
+def _gains(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> Tensor:
+    """How much lower the NLL of y is with the second targets, for each member (M,)."""
     shares = held * weights
     shares = shares / shares.sum(1, keepdim=True)
     lowest = losses.amin(0).reshape(len(targets), -1)
-    nll = torch.stack([own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True)])
-    gain = nll[0] - nll[1]  # of each member
-    error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
-    return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
+    first, second = (own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True))
+    return torch.sub(first, second)
 
 
 def _fraction(settings: Settings, rows: int) -> float:
