@@ -13,6 +13,7 @@ from ssla.persistence import Decoder, Encoder, FileError, read, write
 from ssla.sklearn import SSLAClassifier, SSLARegressor, TableEncoder, load
 from ssla.sklearn.saving import KIND
 from ssla.tables import plan as plans
+from ssla.tables.plan import ENOUGH
 from ssla.tabular import training
 from ssla.tabular.embeddings import Embeddings, check_codes, dimensions_of, without_codes
 from ssla.tabular.scaling import scaling_of
@@ -134,9 +135,9 @@ def fitted():
 def test_the_estimators_learn_codes_and_the_encoder_does_not(fitted):
     model, frame, _ = fitted
     (codes,) = [feature for feature in model.plan_.features if feature.codes]
-    assert codes.names == ["shop: rare", "shop: code"]
-    assert model.ensemble_.architecture.levels == model.plan_.levels == (0, 0, 60)
-    assert model.ensemble_.architecture.pieces == (8, 0, 0)
+    assert codes.names == ["shop: code"]
+    assert model.ensemble_.architecture.levels == model.plan_.levels == (0, 60)
+    assert model.ensemble_.architecture.pieces == (8, 0)
     plan = TableEncoder().fit(frame).plan_
     assert plan.levels == ()
     assert plan.width == 1 + 50 + 1
@@ -160,21 +161,27 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
     model = fitted[0]
     new = pd.DataFrame({"size": [0.0] * 4, "shop": ["shop 3", "shop 61", "new", None]})
     encoded = model._rows_of(new)
-    assert encoded.values[:, 2].tolist()[1:] == [0, 0, 0]
-    assert encoded.values[0, 2] == 1 + model.plan_.features[1].codes.index("shop 3")
-    assert encoded.values[:, 1].tolist() == [0, 1, 0, 0]
-    assert encoded.mixed.tolist() == [False, False, True, True]
+    assert encoded.values[:, 1].tolist() == [1 + model.plan_.features[1].codes.index("shop 3"), 0, 0, 0]
+    assert encoded.mixed.tolist() == [False, True, True, True]  # four rows of rare shops are too few
+    assert encoded.notes.tolist() == [
+        "",
+        "shop: category 'shop 61' of too few training rows",
+        "shop: unknown category 'new'",
+        "shop: missing",
+    ]
     copies = np.stack(list(encoded.copies()))
-    assert np.array_equal(copies[..., 2], copies[..., 2].round())
-    assert (copies[..., 2] > 0).any()
+    assert np.array_equal(copies[..., 1], copies[..., 1].round())
+    assert (copies[..., 1] > 0).any()
     p = model.predict_dist(new)
     assert p.epistemic[2] > 3 * p.epistemic[0]  # the spread of the shops
-    many, y, _ = shops(rare=25)
+    many, y, _ = shops(rare=ENOUGH)
+    many.loc[many["shop"] == "shop 5", "shop"] = None
     learned = SSLARegressor(members=1, max_epochs=5, trees=0, random_state=0).fit(many, y)
     encoded = learned._rows_of(new)
-    assert encoded.values[2].tolist() == [0.0, 1.0, 0.0]
-    assert encoded.mixed.tolist() == [False, False, False, True]
-    assert encoded.notes[2] == "shop: unknown category 'new', treated as a rare one"
+    assert learned.plan_.levels == (0, 60)  # 59 shops, and gaps
+    assert encoded.values[1:, 1].tolist() == [0, 0, 60]
+    assert encoded.mixed.tolist() == [False, False, False, True]  # twelve gaps are too few
+    assert encoded.notes.tolist()[1:3] == ["", "shop: unknown category 'new', treated as a rare one"]
 
 
 def test_more_rows_predictive_sets_and_other_uses(fitted, tmp_path):
@@ -193,27 +200,27 @@ def test_more_rows_predictive_sets_and_other_uses(fitted, tmp_path):
     classes.save(tmp_path / "c")
     assert np.array_equal(load(tmp_path / "c").predict_proba(frame[:9]), classes.predict_proba(frame[:9]))
     with pytest.raises(ValueError, match="whole numbers from 0 to 60"):
-        model.ensemble_.predict(torch.tensor([[0.0, 0.0, 61.0]], dtype=F64))
+        model.ensemble_.predict(torch.tensor([[0.0, 61.0]], dtype=F64))
 
 
 def test_trees_do_not_split_by_codes(fitted):
     forest = fitted[0].ensemble_.trees.forest
     inner = forest.left != torch.arange(len(forest.left))
-    assert set(forest.feature[inner].tolist()) <= {0, 1}
+    assert set(forest.feature[inner].tolist()) == {0}
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
-        ("levels", [0, 0, 61], "embeddings do not have the sizes"),
-        ("levels", [0, 60], "one count for each"),
-        ("levels", [0, 0, -60], "not counts"),
-        ("levels", [0, 0, 60.0], "not counts"),
-        ("levels", [60, 0, 0], "one count for each"),
-        ("levels", [0, 0, 0], "one count for each"),
-        ("dimensions", [0, 0, 10**9], "embeddings do not have the sizes"),
+        ("levels", [0, 61], "embeddings do not have the sizes"),
+        ("levels", [0, 60, 0], "one count for each"),
+        ("levels", [0, -60], "not counts"),
+        ("levels", [0, 60.0], "not counts"),
+        ("levels", [60, 0], "one count for each"),
+        ("levels", [0, 0], "one count for each"),
+        ("dimensions", [0, 10**9], "embeddings do not have the sizes"),
         ("dimensions", [], "one count for each"),
-        ("pieces", [8, 0, 2], "has no pieces"),
+        ("pieces", [8, 2], "has no pieces"),
         ("codes", None, "codes of the plan"),
     ],
 )
@@ -235,7 +242,7 @@ def test_a_file_with_standardised_codes_is_refused(fitted, tmp_path):
     content, tensors = read(path, KIND)
     for name, wrong in (("inputs.shift", 1.0), ("inputs.scale", 2.0)):
         changed = {key: value.clone() for key, value in tensors.items()}
-        changed[name][2] = wrong
+        changed[name][1] = wrong
         write(tmp_path / name, KIND, content, changed)
         with pytest.raises(FileError, match="not standardised"):
             load(tmp_path / name)

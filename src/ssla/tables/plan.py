@@ -52,25 +52,26 @@ class Feature:
     draws: tuple[float | str, ...] = ()  # values that represent the training column, with their shares
     shares: tuple[float, ...] = ()
     said: str = ""  # how the column was interpreted, if that is not obvious
-    codes: tuple[str, ...] = ()  # levels 1, 2, …, the most frequent first; 0 is every other level, and a gap
+    codes: tuple[str, ...] = ()  # levels 1, 2, …, the most frequent first; then gaps, if training had any; 0: every other level
 
     @property
     def width(self) -> int:
-        if self.kind == TEXT:
-            return len(self.levels) + bool(self.rare) + bool(self.codes)
-        return 1 + self.flag + 2 * len(self.periods)
+        if self.codes:
+            return 1
+        return len(self.levels) + bool(self.rare) if self.kind == TEXT else 1 + self.flag + 2 * len(self.periods)
 
     @property
     def coded(self) -> list[int]:
-        """The number of codes of each column of numbers (width); 0 for a column that is no code."""
-        return [0] * (self.width - 1) + [len(self.codes)] if self.codes else [0] * self.width
+        """The largest code of each column of numbers (width); 0 for a column that is no code."""
+        return [len(self.codes) + (self.gaps > 0)] if self.codes else [0] * self.width
 
     @property
     def names(self) -> list[str]:
         """Of the columns of numbers (width)."""
+        if self.codes:
+            return [f"{self.name}: code"]
         if self.kind == TEXT:
-            shared = [f"{self.name}: rare"] * bool(self.rare) + [f"{self.name}: code"] * bool(self.codes)
-            return [f"{self.name}={level}" for level in self.levels] + shared
+            return [f"{self.name}={level}" for level in self.levels] + [f"{self.name}: rare"] * bool(self.rare)
         cycles = [
             f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}" for p in self.periods for wave in ("sine", "cosine")
         ]
@@ -79,6 +80,8 @@ class Feature:
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """(n, width), and which categories were unknown (n,)."""
         gaps = column.missing
+        if self.codes:
+            return self._codes(column)
         if self.kind == TEXT:
             return self._levels(column)
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
@@ -91,29 +94,41 @@ class Feature:
     def _levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         other = len(self.levels)
         places = {level: i for i, level in enumerate(self.levels)} | dict.fromkeys(self.rare, other)
-        codes = {level: i for i, level in enumerate(self.codes, 1)}
-        found = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
-        new = np.array([value is not None and value not in places and value not in codes for value in found], dtype=bool)
+        codes = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
+        new = np.array([value is not None and value not in places for value in codes], dtype=bool)
         at = np.array(
-            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(found, new, strict=True)],
+            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(codes, new, strict=True)],
             dtype=np.intp,
         )
-        index = np.fromiter(map(found.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values))
+        index = np.fromiter(map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values))
         block, unknown = np.zeros((len(column.values), self.width)), new[index]
         rows = np.flatnonzero(at[index] >= 0)
         block[rows, at[index[rows]]] = 1.0
-        if codes:
-            block[:, -1] = np.array([codes.get(value, 0) for value in found], dtype=float)[index]
         return block, unknown
+
+    def _codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
+        known = codes | dict.fromkeys(self.rare, 0) | {None: self.coded[0] * (self.gaps > 0)}
+        found = [known.get(value, -1) for value in column.values.tolist()]
+        block = np.fromiter(found, dtype=float, count=len(found))
+        return np.maximum(block, 0.0)[:, None], block < 0
 
     @property
     def rare_learned(self) -> bool:
         """Whether training had enough rare categories to treat a new category as a rare one."""
         return bool(self.rare) and self.rare_rows >= ENOUGH
 
-    def unlearned(self, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a gap or an unknown category, if training had too few such rows."""
-        return (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned))
+    def unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
+        """Rows (n,) with a gap, or an unknown or scarce category, if training had too few such rows."""
+        rows: np.ndarray = (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned)) | scarce
+        return rows
+
+    def scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
+        """Rows (n,) with a category of so few training rows that it has no code, if all such categories have too few."""
+        if not self.codes or self.rare_learned:
+            return np.zeros(len(unknown), dtype=bool)
+        rows: np.ndarray = (block[:, 0] == 0) & ~column.missing & ~unknown
+        return rows
 
     def of_values(self, values: Sequence[float | str]) -> np.ndarray:
         """(k, width)."""
@@ -217,8 +232,9 @@ class Plan:
         for feature in self.features:
             column = table.column_as(feature.name, feature.kind, feature.style)
             block, new = feature.encode(column)
+            scarce = feature.scarce(block, column, new)
             blocks.append(block)
-            unlearned.append(feature.unlearned(column, new))
+            unlearned.append(feature.unlearned(column, new, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
                 notes[column.missing] += f"; {feature.name}: missing"
@@ -227,6 +243,12 @@ class Plan:
                 rare = ", treated as a rare one" if feature.rare_learned else ""
                 found = [f"; {feature.name}: unknown category {text[:40]!r}{rare}" for text in column.values[new].tolist()]
                 notes[new] += np.array(found, dtype=object)
+            if scarce.any():
+                found = [
+                    f"; {feature.name}: category {text[:40]!r} of too few training rows"
+                    for text in column.values[scarce].tolist()
+                ]
+                notes[scarce] += np.array(found, dtype=object)
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
         return Encoded(np.concatenate(blocks, 1), missing, unknown, notes, np.stack(unlearned, 1), self)
