@@ -108,7 +108,7 @@ def test_codes_are_not_standardised_and_have_no_pieces():
 
 
 def test_more_levels_have_more_dimensions():
-    assert dimensions_of((0, 1, 300, 10**6)) == (0, 2, 11, 16)
+    assert dimensions_of((0, 1, 300, 10**6)) == (0, 2, 4, 16)
 
 
 # --- estimators

@@ -62,7 +62,7 @@ def first_weights(members: int, shape: torch.Size, generator: torch.Generator, d
 
 def dimensions_of(levels: Sequence[int]) -> tuple[int, ...]:
     """The number of trained columns for each number of levels; 0 for 0."""
-    return tuple(min(MOST_DIMENSIONS, 2 + round(count**0.5 / 2)) if count else 0 for count in levels)
+    return tuple(min(MOST_DIMENSIONS, max(2, round(count**0.25))) if count else 0 for count in levels)
 
 
 def check_codes(x: Tensor, levels: Sequence[int]) -> None:
