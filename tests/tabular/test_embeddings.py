@@ -108,7 +108,7 @@ def test_codes_are_not_standardised_and_have_no_pieces():
 
 
 def test_more_levels_have_more_dimensions():
-    assert dimensions_of((0, 1, 300, 10**6)) == (0, 2, 4, 16)
+    assert dimensions_of((0, 1, 300, 10**6)) == (0, 2, 5, 33)
 
 
 # --- estimators
@@ -235,6 +235,32 @@ def test_a_file_with_impossible_levels_is_refused_in_words(fitted, tmp_path, nam
     write(tmp_path / "forged", KIND, content, tensors)
     with pytest.raises(FileError, match=words):
         load(tmp_path / "forged")
+
+
+def test_a_file_of_an_earlier_version_has_no_levels(tmp_path):
+    x, y = RNG.normal(size=(40, 2)), RNG.normal(size=40)
+    model = SSLARegressor("gaussian", members=1, max_epochs=2, random_state=0).fit(x, y)
+    content, tensors = read(model.save(tmp_path / "m"), KIND)
+    architecture = Decoder(tensors).decode(content["ensemble"]["architecture"], dict)
+    assert architecture.pop("levels") == architecture.pop("dimensions") == ()
+    content["ensemble"]["architecture"] = Encoder().encode(architecture, "architecture")
+    for feature in content["plan"]["features"]:
+        del feature["codes"]
+    write(tmp_path / "earlier", KIND, content, tensors)
+    assert np.array_equal(load(tmp_path / "earlier").predict(x), model.predict(x))
+
+
+def test_an_exported_network_has_its_embeddings(fitted, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    frame, y = fitted[1:]
+    model = SSLARegressor("gaussian", members=1, max_epochs=3, random_state=0).fit(frame, y)
+    posterior = model.ensemble_.components[0].posterior
+    z = model.ensemble_.standardised(torch.from_numpy(model._rows_of(frame[:20]).values))
+    posterior.export(tmp_path / "m.onnx", example=z)
+    session = runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    mean, *_ = session.run(None, {session.get_inputs()[0].name: z.numpy()})
+    assert np.allclose(mean.ravel(), posterior.predict(z).mean, atol=1e-10)
 
 
 def test_a_file_with_standardised_codes_is_refused(fitted, tmp_path):
