@@ -88,7 +88,9 @@ def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
         text = KINDS.get(feature.kind, feature.kind)
         if feature.levels:
             text += f": {len(feature.levels)} values, one input for each"
-        if feature.rare:
+        if feature.codes:
+            text += f": {len(feature.codes)} values, a learned effect for each"
+        if feature.rare and feature.levels:
             text += f"; {len(feature.rare)} rare values share one input"
         if feature.periods:
             text += "; days since the first, with sine and cosine of its periods"

@@ -14,6 +14,7 @@ from ssla._checks import one_of, warn
 from ssla.scoring.models import predictive_at, replace_refit
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import Encoded, Plan, Table, TableError, Target, make_plan, read_target
+from ssla.tabular.embeddings import dimensions_of
 from ssla.tabular.training import Architecture
 
 LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "positive", "poisson", "log_normal", "logit_normal", "classes")
@@ -74,7 +75,7 @@ def prepare(table: Table, request: Request) -> Prepared:
             f"The target {request.target!r} has only the values 0 and 1: it is predicted as a number. For classes give "
             "--likelihood classes."
         )
-    plan = make_plan(table, {request.target, *request.drop}, given)
+    plan = make_plan(table, {request.target, *request.drop}, given, codes=True)
     encoded = plan.encode(table)
     likelihood = "classes" if target.classes else request.likelihood
     said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
@@ -85,12 +86,17 @@ def prepare(table: Table, request: Request) -> Prepared:
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
     """ValueError before training if the curvature of the last layer exceeds the memory budget: very many classes."""
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    cost = ssla.estimate_cost(Architecture(ready.plan.width, outputs, hidden).build(), len(ready.y))
+    cost = ssla.estimate_cost(architecture_of(ready.plan, outputs, hidden).build(), len(ready.y))
     if not cost.fits:
         raise TableError(
             f"The target has {outputs:,} classes. Their curvature needs {cost.statistics / 2**30:.3g} GiB, more than the "
             f"{cost.budget / 2**30:.3g} GiB that this command uses. Group the rare classes, or leave out their rows."
         )
+
+
+def architecture_of(plan: Plan, outputs: int, hidden: tuple[int, ...]) -> Architecture:
+    """A network for the columns of a plan, without pieces."""
+    return Architecture(plan.width, outputs, hidden, levels=plan.levels, dimensions=dimensions_of(plan.levels))
 
 
 def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +125,14 @@ def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int
     return order[np.argsort(place, kind="stable")], len(y) - len(sizes)
 
 
-def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+def make(request: Request, likelihood: str, options: dict[str, Any], plan: Plan) -> Any:
+    """The estimator of a request, for rows that the plan has encoded."""
+    estimator = _estimator(request, likelihood, options)
+    estimator.levels = plan.levels
+    return estimator
+
+
+def _estimator(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
     shared = {"members": request.members, "max_epochs": request.max_epochs, "random_state": request.seed, **options}
     if likelihood == "classes":
         if request.conformal:

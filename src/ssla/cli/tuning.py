@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from ssla.cli.console import progress
-from ssla.cli.train import Request, make, score, shuffled, smaller
+from ssla.cli.train import Prepared, Request, make, score, shuffled, smaller
 
 STUDY_FRACTION = 0.2
 
 
-def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str, quiet: bool) -> tuple[dict[str, Any], str]:
+def best_options(request: Request, X: np.ndarray, y: np.ndarray, ready: Prepared, quiet: bool) -> tuple[dict[str, Any], str]:
     """The options of the best trial on these training rows, including earlier calls; and whether there were any."""
+    likelihood = ready.likelihood
     try:
         import optuna
     except ImportError:
@@ -42,7 +43,7 @@ def best_options(request: Request, X: np.ndarray, y: np.ndarray, likelihood: str
     aside, kept = order[:count], order[count:]
 
     def objective(trial: Any) -> float:
-        estimator = make(smaller(request), likelihood, _suggest(trial)).fit(X[kept], y[kept])
+        estimator = make(smaller(request), likelihood, _suggest(trial), ready.plan).fit(X[kept], y[kept])
         return float(score(estimator, X[aside], y[aside])["nll"])
 
     with progress(left, "tuning", quiet) as advance:

@@ -21,6 +21,7 @@ from ssla.cli.train import (
     LARGEST_TRIED,
     Prepared,
     Request,
+    architecture_of,
     check_memory,
     make,
     of_predictive,
@@ -42,7 +43,6 @@ from ssla.sklearn.saving import save
 from ssla.tables import Style, Table, TableError, later_labels, later_numbers, new_table, read_parts, read_table
 from ssla.tables.writing import check_output
 from ssla.tabular import Settings
-from ssla.tabular.training import Architecture
 
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
@@ -87,9 +87,9 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
-        options, study = best_options(request, X, y, ready.likelihood, quiet)
+        options, study = best_options(request, X, y, ready, quiet)
         tuned = {"tuned": options, "study": study}
-    estimator = make(request, ready.likelihood, options)
+    estimator = make(request, ready.likelihood, options, ready.plan)
     with progress(request.max_epochs, "training", quiet) as advance:
         estimator.on_epoch = advance
         estimator.fit(X, y)
@@ -266,7 +266,7 @@ def cost_of(
     table = marks.read(data)
     ready = prepare(table, Request(data, target, Path(), drop))
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    module = Architecture(ready.plan.width, outputs).build()
+    module = architecture_of(ready.plan, outputs, Settings().hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
         "rows": len(ready.y),
@@ -287,7 +287,7 @@ def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
     rows, batch = len(ready.y), auto_batch(len(ready.y))
     sample = shuffled(ready.y, ready.likelihood, request.seed)[0][-min(rows, 16 * batch) :]  # with every class
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options, ready.plan)
     ends: list[float] = []
     estimator.on_epoch = lambda done: ends.append(time.perf_counter())
     estimator.fit(ready.X[sample], ready.y[sample])

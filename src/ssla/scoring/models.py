@@ -243,6 +243,6 @@ def table_model(estimator: Any, extra: dict[str, Any], path: Path) -> TableModel
             raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{path} does not contain a usable plan of columns ({error}).") from error
-    if plan.width != estimator.n_features_in_:
+    if plan.width != estimator.n_features_in_ or plan.levels != estimator.ensemble_.architecture.levels:
         raise FileError(f"The columns of {path} do not fit its network.")
     return TableModel(estimator, plan, extra)

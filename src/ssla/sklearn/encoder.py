@@ -17,9 +17,10 @@ from ssla.tables.frames import table_of
 class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Data frames with numbers, texts, categories, booleans, dates and gaps -> numbers.
 
-    The encoding is that of `ssla train` (see docs/tables.md): gaps are filled with the mean and marked in a second column, a
-    category has one column for each of its 50 most frequent levels, a date is the number of days since the first, with sine and
-    cosine of the year and of the day. A table of numbers without gaps stays as it is.
+    The encoding is that of `ssla train` (see docs/tables.md) except for categories with many levels, which the networks of this
+    package learn: gaps are filled with the mean and marked in a second column, a category has one column for each of its 50 most
+    frequent levels, a date is the number of days since the first, with sine and cosine of the year and of the day. A table of
+    numbers without gaps stays as it is.
 
     `transform` has one answer for a gap that was not in the training table (the mean) and for an unknown category (zeros). The
     estimators of this package use the encoder themselves and average over such values instead: give them the data frame directly.

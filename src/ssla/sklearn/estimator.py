@@ -100,7 +100,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _encode(self, given: np.ndarray | Table, kept: np.ndarray) -> np.ndarray | Encoded:
         """Make the plan from the kept rows (n,) bool, and encode all rows by it."""
-        self.plan_ = plan_of(self, given, kept)
+        self.plan_ = plan_of(self, given, kept, codes=True)
         return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
 
     def _rows_of(self, X: Any) -> np.ndarray | Encoded:
@@ -159,7 +159,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
             on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None
-            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival)
+            levels = getattr(self, "levels", () if self.plan_ is None else self.plan_.levels)
+            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival, levels)
 
     def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""

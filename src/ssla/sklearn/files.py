@@ -120,6 +120,9 @@ def _check(estimator: Any) -> None:
         raise ValueError(f"the columns are not the {width} inputs of the network")
     if columns != width if plan is None else {f.name for f in plan.features} | set(plan.left_out) != set(column_names(estimator)):
         raise ValueError("the plan is not that of the columns")
+    levels = ensemble.architecture.levels
+    if plan is not None and plan.levels != levels:
+        raise ValueError("the codes of the plan are not those of the network")
     targets = outputs if settings.likelihood == GAUSSIAN else 1
     if (ensemble.target is not None) != (settings.likelihood in CONTINUOUS) or ensemble.one_target != (targets == 1):
         raise ValueError("the scaling of the target does not fit the likelihood")
@@ -127,6 +130,9 @@ def _check(estimator: Any) -> None:
         if scaling is not None:
             _check_numbers("the shift of a scaling", scaling.shift, (size,))
             _check_numbers("the scale of a scaling", scaling.scale, (size,), least=1 / LARGEST)
+    coded = torch.tensor([count > 0 for count in levels], dtype=torch.bool)
+    if levels and not bool(((ensemble.inputs.shift[coded] == 0) & (ensemble.inputs.scale[coded] == 1)).all()):
+        raise ValueError("codes of levels are not standardised")
     made = LIKELIHOODS[settings.likelihood](len(classes) if is_classifier else targets)[0]
     expected = Gaussian if made is None else type(made)
     weights = torch.tensor([component.weight for component in ensemble.components], dtype=torch.float64)
@@ -156,7 +162,8 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
     pieces = architecture.pieces
     if pieces and (len(pieces) != architecture.inputs or any(type(count) is not int or count < 0 for count in pieces)):
         raise ValueError("the pieces of the inputs are not one count for each")
-    widths, first = architecture.widths, bool(pieces)
+    _check_levels(architecture, tensors)
+    widths, first = architecture.widths, bool(pieces) + bool(architecture.levels)
     shapes = [tuple(tensors[f"network.0.{2 * i + first}.weight"].shape) for i in range(len(widths) - 1)]
     if shapes != [(following, width) for width, following in pairwise(widths)]:  # before memory for other sizes is allocated
         raise ValueError(f"the networks do not have the widths {widths}")
@@ -204,6 +211,28 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         _unpack_trees(content.get("trees"), decoder, tensors, architecture, source),
         _unpack_scale(content.get("scale"), settings["likelihood"]),
     )
+
+
+def _check_levels(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
+    """ValueError for numbers of levels that are impossible, or not those of the embeddings of the first network."""
+    levels, dimensions = architecture.levels, architecture.dimensions
+    if any(type(count) is not int or count < 0 for count in (*levels, *dimensions)):
+        raise ValueError("the levels of the inputs are not counts")
+    expected = {len(levels), len(dimensions)}
+    if expected == {0}:
+        return
+    coded = [(count + 1, size) for count, size in zip(levels, dimensions, strict=False) if count]
+    if (
+        expected != {architecture.inputs}
+        or not coded
+        or any((count > 0) != (size > 0) for count, size in zip(levels, dimensions, strict=True))
+    ):
+        raise ValueError("the levels of the inputs are not one count for each, with the size of its embedding")
+    if any(count and pieces for count, pieces in zip(levels, architecture.pieces, strict=False)):
+        raise ValueError("a code of levels has no pieces")
+    place = f"network.0.{int(bool(architecture.pieces))}.tables"
+    if [tuple(tensors[f"{place}.{i}"].shape) for i in range(len(coded))] != coded:  # before memory is allocated
+        raise ValueError(f"the embeddings do not have the sizes {coded}")
 
 
 def _unpack_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | None:

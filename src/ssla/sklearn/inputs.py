@@ -38,11 +38,11 @@ def column_names(estimator: Any) -> list[str]:
     return [f"x{i}" for i in range(estimator.n_features_in_)] if names is None else [str(name) for name in names]
 
 
-def plan_of(estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None = None) -> Plan:
-    """The plan of the kept rows (n,) bool. That of numbers without gaps encodes them as themselves."""
+def plan_of(estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False) -> Plan:
+    """The plan of the kept rows (n,) bool. That of numbers without gaps encodes them as themselves. codes: see `make_plan`."""
     if isinstance(given, np.ndarray):
         return make_plan(table_of(given, column_names(estimator)), set(), kept, constants=True)
-    plan = make_plan(given, set(), kept)
+    plan = make_plan(given, set(), kept, codes=codes)
     unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
     if unused:
         said = "; ".join(f"{name!r} ({why})" for name, why in unused.items())

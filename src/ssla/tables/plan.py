@@ -23,6 +23,9 @@ MOST_LEVELS = 50
 FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is not a category
 FEW_LEVELS = 20
 LARGEST_FILL = 1e300
+FEWEST_ROWS = 2  # of a level that has a code
+MOST_CODES = 10_000
+CODED = 0.5  # of the rows: a text column with many values is a category if levels with a code have at least that many
 ENOUGH = 20  # training rows with a gap, or a rare category, that the network needs to learn its effect
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
 SETS = 200  # of rows, of which the one closest in means and spreads is kept
@@ -32,7 +35,8 @@ YEAR, DAY = 365.2425, 1.0
 @dataclass(frozen=True)
 class Feature:
     """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there were any); one column for each
-    category, one for all rare ones. Dates are days since the first, with sine and cosine of each period that the table spans."""
+    category, one for all rare ones. Dates are days since the first, with sine and cosine of each period that the table spans.
+    A category with many levels has one column of codes in place of one for each, if its plan has codes (see `make_plan`)."""
 
     name: str
     kind: str
@@ -48,14 +52,24 @@ class Feature:
     draws: tuple[float | str, ...] = ()  # values that represent the training column, with their shares
     shares: tuple[float, ...] = ()
     said: str = ""  # how the column was interpreted, if that is not obvious
+    codes: tuple[str, ...] = ()  # levels 1, 2, …, the most frequent first; then gaps, if training had any; 0: every other level
 
     @property
     def width(self) -> int:
+        if self.codes:
+            return 1
         return len(self.levels) + bool(self.rare) if self.kind == TEXT else 1 + self.flag + 2 * len(self.periods)
+
+    @property
+    def coded(self) -> list[int]:
+        """The largest code of each column of numbers (width); 0 for a column that is no code."""
+        return [len(self.codes) + (self.gaps > 0)] if self.codes else [0] * self.width
 
     @property
     def names(self) -> list[str]:
         """Of the columns of numbers (width)."""
+        if self.codes:
+            return [f"{self.name}: code"]
         if self.kind == TEXT:
             return [f"{self.name}={level}" for level in self.levels] + [f"{self.name}: rare"] * bool(self.rare)
         cycles = [
@@ -66,6 +80,8 @@ class Feature:
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """(n, width), and which categories were unknown (n,)."""
         gaps = column.missing
+        if self.codes:
+            return self._codes(column)
         if self.kind == TEXT:
             return self._levels(column)
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
@@ -90,14 +106,29 @@ class Feature:
         block[rows, at[index[rows]]] = 1.0
         return block, unknown
 
+    def _codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
+        known = codes | dict.fromkeys(self.rare, 0) | {None: self.coded[0] * (self.gaps > 0)}
+        found = [known.get(value, -1) for value in column.values.tolist()]
+        block = np.fromiter(found, dtype=float, count=len(found))
+        return np.maximum(block, 0.0)[:, None], block < 0
+
     @property
     def rare_learned(self) -> bool:
         """Whether training had enough rare categories to treat a new category as a rare one."""
-        return self.rare_rows >= ENOUGH
+        return bool(self.rare) and self.rare_rows >= ENOUGH
 
-    def unlearned(self, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a gap or an unknown category, if training had too few such rows."""
-        return (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned))
+    def unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
+        """Rows (n,) with a gap, or an unknown or scarce category, if training had too few such rows."""
+        rows: np.ndarray = (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned)) | scarce
+        return rows
+
+    def scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
+        """Rows (n,) with a category of so few training rows that it has no code, if all such categories have too few."""
+        if not self.codes or self.rare_learned:
+            return np.zeros(len(unknown), dtype=bool)
+        rows: np.ndarray = (block[:, 0] == 0) & ~column.missing & ~unknown
+        return rows
 
     def of_values(self, values: Sequence[float | str]) -> np.ndarray:
         """(k, width)."""
@@ -178,6 +209,12 @@ class Plan:
         """How columns were interpreted, if that is not obvious."""
         return {feature.name: feature.said for feature in self.features if feature.said}
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The number of codes of each column of numbers (width), 0 for a column that is no code; () if no column is one."""
+        found = tuple(count for feature in self.features for count in feature.coded)
+        return found if any(found) else ()
+
     @cached_property
     def places(self) -> list[slice]:
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
@@ -195,8 +232,9 @@ class Plan:
         for feature in self.features:
             column = table.column_as(feature.name, feature.kind, feature.style)
             block, new = feature.encode(column)
+            scarce = feature.scarce(block, column, new)
             blocks.append(block)
-            unlearned.append(feature.unlearned(column, new))
+            unlearned.append(feature.unlearned(column, new, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
                 notes[column.missing] += f"; {feature.name}: missing"
@@ -205,6 +243,12 @@ class Plan:
                 rare = ", treated as a rare one" if feature.rare_learned else ""
                 found = [f"; {feature.name}: unknown category {text[:40]!r}{rare}" for text in column.values[new].tolist()]
                 notes[new] += np.array(found, dtype=object)
+            if scarce.any():
+                found = [
+                    f"; {feature.name}: category {text[:40]!r} of too few training rows"
+                    for text in column.values[scarce].tolist()
+                ]
+                notes[scarce] += np.array(found, dtype=object)
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
         return Encoded(np.concatenate(blocks, 1), missing, unknown, notes, np.stack(unlearned, 1), self)
@@ -231,12 +275,21 @@ class Plan:
 def _feature(f: dict[str, Any]) -> Feature:
     """Also for plans of earlier versions, which have the first five entries. ValueError for an impossible feature."""
     name, kind = f["name"], f["kind"]
-    lists = {part: tuple(_list(f.get(part, ()))) for part in ("levels", "rare", "periods", "draws", "shares")}
-    texts = (name, kind, f.get("said", ""), *lists["levels"], *lists["rare"], *(lists["draws"] if kind == TEXT else ()))
+    lists = {part: tuple(_list(f.get(part, ()))) for part in ("levels", "rare", "periods", "draws", "shares", "codes")}
+    texts = (
+        name,
+        kind,
+        f.get("said", ""),
+        *lists["levels"],
+        *lists["rare"],
+        *lists["codes"],
+        *(lists["draws"] if kind == TEXT else ()),
+    )
     if not all(isinstance(text, str) for text in texts) or kind not in (NUMBER, BOOLEAN, TEXT, DATE):
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
-    known = (*lists["levels"], *lists["rare"])
-    if (kind == TEXT) != bool(lists["levels"]) or len(set(known)) < len(known):
+    known = (*lists["levels"], *lists["rare"], *lists["codes"])
+    one_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
+    if not one_kind or len(set(known)) < len(known):
         raise ValueError(f"the categories of the column {name!r} do not fit its kind, or one occurs twice")
     numbers = (f["fill"], f.get("start", 0.0), *lists["periods"], *lists["shares"], *(lists["draws"] if kind != TEXT else ()))
     if type(f["flag"]) is not bool or any(type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers):
@@ -259,6 +312,7 @@ def _feature(f: dict[str, Any]) -> Feature:
         lists["draws"],
         lists["shares"],
         f.get("said", ""),
+        lists["codes"],
     )
 
 
@@ -268,9 +322,12 @@ def _list(value: Any) -> list[Any] | tuple[Any, ...]:
     return value
 
 
-def make_plan(table: Table, without: set[str], given: np.ndarray | None = None, constants: bool = False) -> Plan:
+def make_plan(
+    table: Table, without: set[str], given: np.ndarray | None = None, constants: bool = False, codes: bool = False
+) -> Plan:
     """Make a plan from the given rows (n,) bool, for every column except those named. constants: keep numbers that are constant,
-    so that a table of numbers without gaps is encoded as itself."""
+    so that a table of numbers without gaps is encoded as itself. codes: number the levels of categories that have many, for a
+    model that learns an effect of each; other models would read a code as a number."""
     kept = np.ones(table.rows, dtype=bool) if given is None else given
     features, columns, left_out = [], [], {}
     for name in table.names:
@@ -282,7 +339,7 @@ def make_plan(table: Table, without: set[str], given: np.ndarray | None = None, 
         if bool(column.missing.all()):
             feature = "empty in every row"
         elif column.kind == TEXT:
-            feature = _categories(column)
+            feature = _categories(column, codes)
         else:
             feature = _numeric(column, "" if column.style == Style() else column.style.words(table.cells_of(name)), constants)
         if isinstance(feature, str):
@@ -323,15 +380,22 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
     )
 
 
-def _categories(column: Column) -> Feature | str:
+def _categories(column: Column, codes: bool) -> Feature | str:
     gaps = int(column.missing.sum())
     values = column.values[~column.missing]
     levels, counts = _frequencies(values)
     if len(levels) == 1 and not gaps:
         return "constant"
-    if len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values):
-        return f"{len(levels)} different texts in {len(column.values)} rows"
     order = np.argsort(-counts, kind="stable")
+    free_text = len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values)
+    if codes and (free_text or len(levels) > MOST_LEVELS):
+        order = order[:MOST_CODES][counts[order[:MOST_CODES]] >= FEWEST_ROWS]
+        coded = int(counts[order].sum())
+        if coded >= CODED * len(values):
+            return _coded(column, levels, order, len(values) - coded)
+        order = np.argsort(-counts, kind="stable")
+    if free_text:
+        return f"{len(levels)} different texts in {len(column.values)} rows"
     kept, rare = (sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:]))
     rare_rows = int(counts[order[MOST_LEVELS:]].sum())
     said = (
@@ -341,6 +405,24 @@ def _categories(column: Column) -> Feature | str:
     )
     return Feature(
         column.name, TEXT, levels=tuple(kept), rare=tuple(rare), rare_rows=rare_rows, gaps=gaps, said=said, **_draws(values)
+    )
+
+
+def _coded(column: Column, levels: np.ndarray, order: np.ndarray, rare_rows: int) -> Feature:
+    """The category with codes for levels[order]; the others are rare."""
+    rare = np.delete(levels, order).tolist()
+    said = f"{len(order)} of {len(levels)} categories have an effect of their own, which is learned"
+    said += f"; the others ({rare_rows} rows) share one" if rare else ""
+    gaps, values = int(column.missing.sum()), column.values[~column.missing]
+    return Feature(
+        column.name,
+        TEXT,
+        rare=tuple(rare),
+        rare_rows=rare_rows,
+        gaps=gaps,
+        said=said,
+        codes=tuple(levels[order].tolist()),
+        **_draws(values),
     )
 
 
@@ -372,6 +454,7 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     gaps = np.stack([column.missing for column in columns], 1)
     pool = np.flatnonzero(~gaps.any(axis=1))
     pool = pool if len(pool) else np.arange(len(numbers))
+    numbers = numbers[:, [not count for feature in features for count in feature.coded]]  # codes are not numbers
     scale = numbers.std(0)
     numbers -= numbers.mean(0)
     numbers /= np.where(scale > 0, scale, 1.0)

@@ -21,6 +21,7 @@ from ssla.priors import Gaussian as GaussianPrior
 from ssla.state import POLISH
 from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tabular.component import Component
+from ssla.tabular.embeddings import check_codes, dimensions_of, without_codes
 from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, VARYING, Ensemble, Settings, on_scale, scale_of
 from ssla.tabular.folds import folds
 from ssla.tabular.forest import Forest
@@ -56,22 +57,26 @@ def fit_ensemble(
     time: Tensor | None = None,
     grow: Grow | None = None,
     rival: str | None = None,
+    levels: tuple[int, ...] = (),
 ) -> Ensemble:
     """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
 
     groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a forest beside each network.
     rival: the same likelihood on another scale of y, which is taken if its networks predict held-out rows better.
+    levels: L for columns of x that are codes 0, 1, …, L of levels, 0 for numbers; () if all are numbers.
     """
     if settings.likelihood not in LIKELIHOODS:
         raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
     likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or (1 if y.dim() == 1 else y.shape[1]))
     targets = [_Target.of(y, weights, name) for name in (settings.likelihood, rival) if name is not None]
-    inputs = scaling_of(x, weights)
+    check_codes(x, levels)
+    inputs = scaling_of(x, weights, levels)
     z = inputs(x)
     generator = torch.Generator().manual_seed(settings.seed)
     held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None, groups, time)
-    edges = edges_of(z, weights) if settings.piecewise else ()
-    architecture = Architecture(x.shape[1], outputs, settings.hidden, settings.activation, counts_of(edges))
+    edges = edges_of(without_codes(z, levels), weights) if settings.piecewise else ()
+    layers = settings.hidden, settings.activation, counts_of(edges)
+    architecture = Architecture(x.shape[1], outputs, *layers, levels, dimensions_of(levels))
     # all rows at once: in double precision, so that row weights equal repeated rows
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
     targets = targets if bool(held.any(1).all()) else targets[:1]
@@ -87,7 +92,7 @@ def fit_ensemble(
     if likelihood is not None:
         some = _at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED)
         z, y, weights, held = z[some], y[some], weights[some], held[:, some]
-    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow)
+    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow, levels)
     components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
@@ -201,6 +206,7 @@ class _Work:
     settings: Settings
     modules: tuple[nn.Sequential, ...]
     grow: Grow | None = None
+    levels: tuple[int, ...] = ()
     forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
     held_out: list[tuple[Tensor, ...]] = field(default_factory=list)  # log densities (n, K), z, y and weights of held-out rows
@@ -270,7 +276,9 @@ class _Work:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
             self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
         if self.grow is not None:
-            self.forests.append(self.grow(*self.data.of(seen), self.settings.seed + len(self.forests)))
+            x, target, w = self.data.of(seen)
+            numbers = without_codes(x, self.levels)  # trees would read a code as a number
+            self.forests.append(self.grow(numbers, target, w, self.settings.seed + len(self.forests)))
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
             return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
         return self._fit(module, None, likelihood, prior)

@@ -21,6 +21,7 @@ from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
 from ssla.tabular.component import Component
+from ssla.tabular.embeddings import check_codes
 from ssla.tabular.scaling import Scaling
 from ssla.tabular.training import Architecture, Schedule
 from ssla.tabular.trees import Trees
@@ -105,9 +106,14 @@ class Ensemble:
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
     scores: tuple[Tensor, Tensor] | None = None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
 
+    def standardised(self, x: Tensor) -> Tensor:
+        """The inputs of the networks at x (N, d). ValueError where codes of levels are impossible."""
+        check_codes(x, self.architecture.levels)
+        return self.inputs(x)
+
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""
-        z = self.inputs(x)
+        z = self.standardised(x)
         average = self._averages(refit)
         whole = self._averaged(z) if average else self._mixed(z, refit)
         if self.trees is not None:
@@ -123,7 +129,7 @@ class Ensemble:
         """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared by members that held it out."""
         if self.held is None or not bool(self.held.any(1).all()):
             raise ValueError(UNKNOWN_ROWS.format("early_stopping=False", "early_stopping=True", "predict_interval"))
-        z, first = self.inputs(x), {component.member: component for component in reversed(self.components)}
+        z, first = self.standardised(x), {component.member: component for component in reversed(self.components)}
         shares = 1 / self.held.sum(0).clamp_min(1).double()  # a row counts once, also where several networks held it out
         members = [Member(first[m].posterior.state, z, rows=held, shares=shares) for m, held in enumerate(self.held)]
         found = cross_sets(members, level)

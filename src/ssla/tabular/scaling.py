@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,15 @@ class Scaling:
         return (x - self.shift) / self.scale
 
 
-def scaling_of(x: Tensor, weights: Tensor) -> Scaling:
-    """Weighted mean and standard deviation of each column (n, d); constant columns keep their unit."""
+def scaling_of(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scaling:
+    """Weighted mean and standard deviation of each column (n, d); constant columns keep their unit. Codes of levels, where
+    `levels` has their number for a column, stay as they are."""
     total = weights.sum()
     mean = (weights[:, None] * x).sum(0) / total
     spread = ((weights[:, None] * (x - mean) ** 2).sum(0) / total).sqrt()
     flat = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
-    return Scaling(mean, torch.where(flat, torch.ones_like(spread), spread))
+    scale = torch.where(flat, torch.ones_like(spread), spread)
+    for i, count in enumerate(levels):
+        if count:
+            mean[i], scale[i] = 0.0, 1.0
+    return Scaling(mean, scale)

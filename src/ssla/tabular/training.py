@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ssla._checks import unknown_name
 from ssla.likelihoods import Likelihood
 from ssla.network.unset import unset_linear
+from ssla.tabular.embeddings import Embeddings, first_weights
 from ssla.tabular.pieces import Pieces, place
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
@@ -31,24 +32,32 @@ SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
 
 @dataclass(frozen=True)
 class Architecture:
-    """A multilayer perceptron; pieces: the number of linear pieces of each input, () for none (see `ssla.tabular.pieces`)."""
+    """A multilayer perceptron; pieces: the number of linear pieces of each input, () for none (see `ssla.tabular.pieces`).
+
+    levels, dimensions: of the inputs that are codes of levels, 0 for numbers, () for none (see `ssla.tabular.embeddings`).
+    """
 
     inputs: int
     outputs: int
     hidden: tuple[int, ...] = (50, 50)
     activation: str = "silu"
     pieces: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    dimensions: tuple[int, ...] = ()
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Inputs and outputs of the linear layers."""
-        return (self.inputs + sum(self.pieces), *self.hidden, self.outputs)
+        embedded = sum(self.dimensions) - sum(count > 0 for count in self.levels)
+        return (self.inputs + sum(self.pieces) + embedded, *self.hidden, self.outputs)
 
     def build(self) -> nn.Sequential:
         """The module, with uninitialised parameters: no random number is drawn."""
         if self.activation not in ACTIVATIONS:
             raise ValueError(unknown_name("activation", self.activation, ACTIVATIONS))
         layers: list[nn.Module] = [Pieces(self.pieces)] if self.pieces else []
+        if self.levels:
+            layers.append(Embeddings(self.levels, self.dimensions, self.inputs + sum(self.pieces)))
         for i, (width, following) in enumerate(pairwise(self.widths)):
             layers.append(unset_linear(width, following))
             if i < len(self.hidden):
@@ -138,7 +147,7 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     members, module = rows.held_out.shape[0], _empty(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
-    theta = _initial(shapes, members, start, generator, rows.x.dtype).requires_grad_(True)  # (M, P)
+    theta = _initial(module, shapes, members, start, generator).requires_grad_(True)  # (M, P)
     spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
     forward = partial(_forward, module, shapes)
 
@@ -239,12 +248,14 @@ def _index(chosen: Tensor) -> _Index:
 
 
 def _initial(
-    shapes: Mapping[str, torch.Size], members: int, start: Tensor | None, generator: torch.Generator, dtype: torch.dtype
+    module: nn.Sequential, shapes: Mapping[str, torch.Size], members: int, start: Tensor | None, generator: torch.Generator
 ) -> Tensor:
-    """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`)."""
-    parts = []
-    for shape in shapes.values():
-        if len(shape) == 2:
+    """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`), small embeddings."""
+    parts, dtype = [], next(module.parameters()).dtype
+    for name, shape in shapes.items():
+        if isinstance(module.get_submodule(name.split(".")[0]), Embeddings):
+            parts.append(first_weights(members, shape, generator, dtype))
+        elif len(shape) == 2:
             parts.append(torch.randn(members, shape.numel(), generator=generator, dtype=dtype) / math.sqrt(shape[1]))
         else:
             parts.append(torch.zeros(members, shape.numel(), dtype=dtype))
@@ -265,6 +276,8 @@ def _forward(module: nn.Sequential, shapes: Mapping[str, torch.Size], theta: Ten
     for name, layer in module.named_children():
         if isinstance(layer, nn.Linear):
             x = torch.baddbmm(parameters[f"{name}.bias"][:, None], x, parameters[f"{name}.weight"].mT)
+        elif isinstance(layer, Embeddings):
+            x = layer.stacked(x, [parameters[f"{name}.tables.{i}"] for i in range(len(layer.tables))])
         else:
             x = layer(x)
     return x

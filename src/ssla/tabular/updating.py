@@ -21,7 +21,7 @@ def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemb
             "The mode of these posteriors cannot follow new rows: that needs a last layer (weights='last_layer') with Gaussian "
             "noise and structure 'dense' or 'kfac', or a variational Gaussian. Fit again on all rows."
         )
-    z, target = ensemble.inputs(x), on_scale(y, ensemble.scale, ensemble.settings.likelihood)
+    z, target = ensemble.standardised(x), on_scale(y, ensemble.scale, ensemble.settings.likelihood)
     if ensemble.target is not None:
         target = ensemble.target(target.reshape(len(y), -1)).reshape(target.shape)
     try:
