@@ -11,9 +11,11 @@ from torch import Tensor
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.averages import averages, pooled_fisher
+from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
+from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.kfac import Kfac, pools
 
@@ -102,7 +104,7 @@ class Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
         pool = self._pool(f, J, weights) if self.newton is None else None
         diagonal = pool is not None and self._diagonal
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher, pool, diagonal)
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), root_of(covariance, J), fisher, pool, diagonal)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
@@ -165,6 +167,11 @@ class Sums:
     def moved(self, step: Tensor) -> Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
+
+
+def root_of(covariance: Operator, J: Jacobian) -> Root:
+    """R with R Rᵀ = K at the rows of a pass."""
+    return covariance.root_for_sums(J) if isinstance(covariance, DenseOperator) else covariance.root(J)
 
 
 def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
