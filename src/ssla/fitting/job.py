@@ -14,7 +14,7 @@ from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
 from ssla.fitting.trained import judged
-from ssla.fitting.variational import Average, Choose, Climb, from_there
+from ssla.fitting.variational import TOLERANCE, Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
@@ -62,6 +62,7 @@ class Job:
     budget: int
     gaussian: str | None = None
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
+    tolerance: float = TOLERANCE  # of the variational Gaussian
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -165,8 +166,9 @@ class Job:
         """From the mode, or from the Gaussian of similar rows."""
         average = self.average(posterior.theta)
         if self.start is None:
-            return Climb(posterior, average, choose)
-        return Climb(replace(posterior, variational=replace(self.start, tilted=posterior.tilted)), average, choose)
+            return Climb(posterior, average, choose, self.tolerance)
+        there = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
+        return Climb(there, average, choose, self.tolerance)
 
     def from_there(self, posterior: State) -> State:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import averages, pooled_fisher
+from ssla.likelihoods.averages import averages, of_classes, pooled_fisher
 from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
@@ -64,7 +64,9 @@ class Sums:
         pool = self._pool(f, J, weights)
         log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
         precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool, self._diagonal)
-        observed = likelihood.precision(y, f) if self.newton is not None else None
+        dense = isinstance(self.statistics.curvature, Dense)
+        same = dense and of_classes(likelihood)  # the observed precision is the Fisher information
+        observed = likelihood.precision(y, f) if self.newton is not None and not same else None
         finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
@@ -75,16 +77,21 @@ class Sums:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             r = (y.reshape(f.shape) - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
-        s = self.statistics
+        s, newton = self.statistics, self.newton
+        curvature = s.curvature.add(J, precision, weights)
+        if newton is not None and observed is not None:
+            newton = newton.add(J, observed)
+        elif newton is not None and isinstance(curvature, Dense):
+            newton = Dense(False, curvature.as_matrix(), (), curvature.size)
         return Sums(
             Statistics(
                 s.n + f.shape[0],
                 s.weight + (f.shape[0] if weights is None else float(weights.sum())),
                 s.log_likelihood + float(log_prob.sum()),
                 s.gradient + J.pull(score),
-                s.curvature.add(J, precision, weights),
+                curvature,
             ),
-            None if self.newton is None or observed is None else self.newton.add(J, observed),
+            newton,
             self.squares + squares,
             max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
             reference,

@@ -27,6 +27,7 @@ from ssla.state import FIT, VARIATIONAL, Note, State, Variational, evidence_boun
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
+ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior
 COARSE = 1e-2  # the same, to choose a prior in between
 CLOSE = 1e-2  # squared standard deviations a parameter: a mean that would move farther has not converged
 MOST_ROUNDS = 100
