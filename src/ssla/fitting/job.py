@@ -14,7 +14,7 @@ from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
 from ssla.fitting.sums import Sums, residual
 from ssla.fitting.trained import judged
-from ssla.fitting.variational import TOLERANCE, Average, Choose, Climb, from_there
+from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import concave
@@ -62,7 +62,7 @@ class Job:
     budget: int
     gaussian: str | None = None
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
-    tolerance: float = TOLERANCE  # of the variational Gaussian
+    tolerance: float | None = None  # of the variational Gaussian; None: its own default
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -164,11 +164,10 @@ class Job:
 
     def _climb(self, posterior: State, choose: Choose | None) -> Climb:
         """From the mode, or from the Gaussian of similar rows."""
-        average = self.average(posterior.theta)
-        if self.start is None:
-            return Climb(posterior, average, choose, self.tolerance)
-        there = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
-        return Climb(there, average, choose, self.tolerance)
+        if self.start is not None:
+            posterior = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
+        climb = Climb(posterior, self.average(posterior.theta), choose)
+        return climb if self.tolerance is None else replace(climb, tolerance=self.tolerance)
 
     def from_there(self, posterior: State) -> State:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.

@@ -69,8 +69,8 @@ def tune(
 
     per_output: one precision for each output of a last layer. within: the range of precisions. doubt: the standard deviation of
     a log precision around that of the posterior at hand, which keeps few held-out rows from choosing an extreme one. quiet: a
-    poor solution is noted in the report only. rough: the posterior will not be kept, so that the search tries fewer priors, θ̂ stays,
-    and the variational Gaussian at the end is as accurate as those on the way.
+    poor solution is noted in the report only. rough: the posterior will not be kept, so that the search tries fewer priors, θ̂
+    stays, and the variational Gaussian at the end is as accurate as those on the way.
     """
     one_of("objective", objective, (EVIDENCE, NLL, CRPS, LOO))
     chosen = (over,) if isinstance(over, str) else tuple(over)
