@@ -482,7 +482,8 @@ def test_newton_steps_of_classes_share_the_curvature(n: int) -> None:
     batches = [(x[:4], y[:4], w[:4]), (x[4:], y[4:], w[4:])]
     reader = Reader(open_source(batches), model, "last_layer", 1 << 30)
     sums = reader.read(Order(None, Categorical(), Dense(), "polish")).sums
-    assert sums is not None and isinstance(sums.newton, Dense)
+    assert sums is not None
+    assert isinstance(sums.newton, Dense)
     f = (x @ model[0].weight.mT + model[0].bias).detach()
     J = torch.einsum("ab,nf->nabf", torch.eye(6).double(), torch.cat([x, torch.ones(n, 1)], 1)).flatten(2)
     whole = torch.einsum("n,nap,nab,nbq->pq", w, J, Categorical().precision(y, f), J)
