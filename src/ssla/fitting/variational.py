@@ -33,7 +33,7 @@ CLOSE = 1e-2  # squared standard deviations a parameter: a mean that would move 
 MOST_ROUNDS = 100
 NEW = 0.5  # weight of the new averages in the precision
 GROWTH = 1.5  # of the share after a round that raised the bound
-SHORTEST = 1 / 16  # the least share
+SHORTEST = 1 / 32  # the least share
 NARROWER = 2.0  # factor on the precision's root while the averages do not exist
 MOST_NARROWINGS = 30
 ROUNDS_OF_MORE = 4  # over rows that are added
@@ -132,7 +132,8 @@ class Climb:
 
     def _next(self, here: Place, share: float) -> Place | None:
         """The Gaussian that far along; None where its precision is not positive definite."""
-        curvature = here.curvature.mixed(here.averages.statistics.curvature, NEW * share)
+        new = 1.0 if self.choose is not None else NEW  # a prior that is still to be chosen follows the new averages
+        curvature = here.curvature.mixed(here.averages.statistics.curvature, new * share)
         try:
             covariance = self._operator(curvature, here.mean)
         except ValueError:

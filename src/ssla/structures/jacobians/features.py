@@ -14,7 +14,7 @@ from ssla.structures.jacobians.jacobian import DenseJacobian
 
 FEW_OUTPUTS = 4  # up to these many, K entry by entry
 CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
-WIDEST = 128  # features whose products by pairs are formed
+SEVERAL_OUTPUTS, WIDEST = 6, 128  # from so many outputs on, and up to so many features, sums over pairs are faster
 
 
 @constant
@@ -84,7 +84,7 @@ class Features:
     @property
     def by_pairs(self) -> bool:
         """Whether sums over the pairs of features are the fastest: both matrices of outputs and of features are symmetric."""
-        return self.outputs > FEW_OUTPUTS and self.width <= WIDEST
+        return self.outputs >= SEVERAL_OUTPUTS and self.width <= WIDEST
 
     def _products(self) -> Iterator[tuple[slice, Tensor]]:
         """φ_i φ_j of all pairs i ≥ j, in float64, some rows after others.  -> (rows, (m, b))."""
