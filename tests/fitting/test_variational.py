@@ -15,8 +15,10 @@ from scipy import optimize
 from torch import Tensor, nn
 
 import ssla
-from ssla.fitting import again
-from ssla.fitting.variational import Climb
+from ssla.data import open_source
+from ssla.fitting import Reader, again, fit_roughly
+from ssla.fitting.passes import Order
+from ssla.fitting.variational import ROUGH, Climb
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
@@ -443,3 +445,47 @@ class TestWithoutAPrior:
         layers = post.bound_prior.scale_precision
         assert float(layers[0]) != float(layers[-1])
         assert bool(torch.isfinite(post.predict(x).stddev).all())
+
+
+def separated(classes: int = 6, n: int = 120, inputs: int = 10) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Rows of classes that a linear network separates: the Gaussian at the mode is far too wide."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, inputs, dtype=torch.float64, generator=generator)
+    y = (x @ torch.randn(inputs, classes, dtype=torch.float64, generator=generator)).argmax(1)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, classes)).double().eval(), x, y
+
+
+def test_separated_classes_take_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = separated(10, 200, 20)
+    post = ssla.fit(model, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(0.1))
+    assert post.report.rounds <= 16  # 21 with one share for precision and mean
+    tightly(monkeypatch, 1e-8)
+    best = ssla.fit(model, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(0.1))
+    assert best.log_evidence() - 4e-3 * len(post.mean) <= post.log_evidence() <= best.log_evidence()
+
+
+def test_a_rough_fit_has_a_bound_that_is_nearly_as_high() -> None:
+    model, x, y = separated()
+    prior = ssla.priors.Gaussian(0.1)
+    post = ssla.fit(model, (x, y), likelihood=Categorical(), prior=prior)
+    rough = fit_roughly(model, (x, y), Categorical(), prior, "last_layer", "dense")
+    assert rough.report.rounds < post.report.rounds
+    assert torch.equal(rough.theta, post.theta)
+    assert post.log_evidence() - 10 * ROUGH * len(post.mean) <= rough.log_evidence() <= post.log_evidence()
+
+
+@pytest.mark.parametrize("n", [10, 120], ids=["fewer rows than parameters", "more rows"])
+def test_newton_steps_of_classes_share_the_curvature(n: int) -> None:
+    model, x, y = separated(n=n)
+    w = torch.linspace(0.5, 2.0, n, dtype=torch.float64)
+    batches = [(x[:4], y[:4], w[:4]), (x[4:], y[4:], w[4:])]
+    reader = Reader(open_source(batches), model, "last_layer", 1 << 30)
+    sums = reader.read(Order(None, Categorical(), Dense(), "polish")).sums
+    assert sums is not None
+    assert isinstance(sums.newton, Dense)
+    f = (x @ model[0].weight.mT + model[0].bias).detach()
+    J = torch.einsum("ab,nf->nabf", torch.eye(6).double(), torch.cat([x, torch.ones(n, 1)], 1)).flatten(2)
+    whole = torch.einsum("n,nap,nab,nbq->pq", w, J, Categorical().precision(y, f), J)
+    torch.testing.assert_close(sums.newton.as_matrix(), whole)
+    torch.testing.assert_close(sums.statistics.curvature.as_matrix(), whole)

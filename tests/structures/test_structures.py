@@ -59,6 +59,29 @@ def test_jacobian_contractions_equal_explicit_ones(kind, entries, monkeypatch):
     assert torch.allclose(J.quadratic_diagonal(v), A @ torch.diag(v) @ A.mT)
 
 
+@pytest.mark.parametrize("at_once", [1 << 17, 1])
+@pytest.mark.parametrize("kind", ["features", "features with bias", "features of many outputs"])
+def test_sums_by_pairs_of_features_equal_explicit_ones(kind, at_once, monkeypatch):
+    monkeypatch.setattr("ssla.structures.jacobians.features.CACHED", at_once)  # all rows together, and one after the other
+    J = KINDS[kind](0)
+    A = explicit(J)
+    S, precision = random_spd(J.size, J.size, seed=1), random_spd(len(A), J.outputs, J.outputs, seed=2)
+    torch.testing.assert_close(J.form(S), A @ S @ A.mT)
+    torch.testing.assert_close(J._gram_by_pairs(precision), torch.einsum("bcp,bcd,bdq->pq", A, precision, A))
+
+
+@pytest.mark.parametrize("least", [1.0, 1e-9], ids=["from the inverse", "from the factor"])
+def test_roots_for_sums_are_those_of_the_covariance(least):
+    J = Features(_randn(0, 40, 5), 6)
+    operator = Dense().zero(J.size).add(J, random_spd(40, 6, 6, seed=1)).with_prior(torch.ones(J.size, dtype=torch.float64))
+    factor = operator.factor.clone()
+    factor[0, 0] *= least  # a pivot so small that H⁻¹ has large rounding errors
+    operator = type(operator)(factor)
+    K = operator.covariance(J)
+    torch.testing.assert_close(operator.root_for_sums(J).values @ operator.root_for_sums(J).values.mT, K, rtol=1e-9, atol=0)
+    torch.testing.assert_close(operator.variances(), torch.linalg.inv(factor).square().sum(0), rtol=1e-9, atol=0)
+
+
 def test_features_are_phi_kron_identity():
     J = Features(_randn(0, 3, 2), 2, bias=True)
     A = explicit(J)

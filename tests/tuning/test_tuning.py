@@ -17,6 +17,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.fitting.mode import NoModeError, Polish
+from ssla.tuning import tune
 from ssla.tuning.bfgs import maximise
 from ssla.tuning.evidence import OperatorEvidence, SpectralEvidence, evidence_of
 from ssla.tuning.scores import HeldOut
@@ -465,3 +466,16 @@ def test_tuning_ends_without_a_mode_where_there_is_none(monkeypatch):
     assert torch.equal(tuned.theta, posterior.theta)
     assert tuned.prior.precision != 1.0
     assert any("under the tuned prior" in note for note in tuned.report.notes)
+
+
+def test_a_rough_search_finds_nearly_the_same_prior_and_keeps_the_mode():
+    post = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(1.0))
+    held = NEW_X, COUNTS[:80]
+    whole, rough = (
+        tune(post.state, "nll", held, ("prior",), False, None, within=(0.03, 100.0), doubt=1.5, quiet=True, rough=flag)
+        for flag in (False, True)
+    )
+    assert torch.equal(rough.theta, post.theta)
+    assert rough.report.rounds < whole.report.rounds
+    assert float(rough.tuning_history.values[-1]) == pytest.approx(float(whole.tuning_history.values[-1]), abs=1e-3)
+    assert abs(math.log(float(rough.prior.precision) / float(whole.prior.precision))) < 0.5

@@ -13,8 +13,10 @@ By default a last layer is polished, and other weights are tilted. `trained` dec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
@@ -22,7 +24,7 @@ from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Chunk, Data, Reader
 from ssla.fitting.ranks import announced, shared
-from ssla.fitting.variational import with_rows
+from ssla.fitting.variational import ROUGH, with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.priors import Prior, as_prior
@@ -39,6 +41,7 @@ __all__ = [
     "checked_weights",
     "collect",
     "fit_again",
+    "fit_roughly",
     "polish_again",
     "shared",
     "update",
@@ -138,6 +141,16 @@ def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = F
     structure = posterior.statistics.curvature.zero(size)
     start = posterior.variational if from_there else None
     return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, start).run()
+
+
+def fit_roughly(
+    model: nn.Module, data: Any, likelihood: Likelihood, prior: Prior, weights: str, structure: str | Structure
+) -> State:
+    """As `fit`, with a variational Gaussian of a lower accuracy: enough to choose a prior."""
+    with announced():
+        reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
+        job = checked_job(shared(reader), likelihood, prior, structure, None, None, DEFAULT_BUDGET)
+    return replace(job, tolerance=ROUGH).run()
 
 
 def fit_again(posterior: State, chunks: list[Chunk]) -> State:

@@ -62,6 +62,7 @@ class Job:
     budget: int
     gaussian: str | None = None
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
+    tolerance: float | None = None  # of the variational Gaussian; None: its own default
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -163,10 +164,10 @@ class Job:
 
     def _climb(self, posterior: State, choose: Choose | None) -> Climb:
         """From the mode, or from the Gaussian of similar rows."""
-        average = self.average(posterior.theta)
-        if self.start is None:
-            return Climb(posterior, average, choose)
-        return Climb(replace(posterior, variational=replace(self.start, tilted=posterior.tilted)), average, choose)
+        if self.start is not None:
+            posterior = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
+        climb = Climb(posterior, self.average(posterior.theta), choose)
+        return climb if self.tolerance is None else replace(climb, tolerance=self.tolerance)
 
     def from_there(self, posterior: State) -> State:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.

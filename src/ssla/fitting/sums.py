@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import averages, pooled_fisher
+from ssla.likelihoods.averages import averages, of_classes, pooled_fisher
+from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
 from ssla.structures import Dense, Operator, Structure
+from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.kfac import Kfac, pools
 
@@ -62,7 +64,9 @@ class Sums:
         pool = self._pool(f, J, weights)
         log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
         precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool, self._diagonal)
-        observed = likelihood.precision(y, f) if self.newton is not None else None
+        dense = isinstance(self.statistics.curvature, Dense)
+        same = dense and of_classes(likelihood)  # the observed precision is the Fisher information
+        observed = likelihood.precision(y, f) if self.newton is not None and not same else None
         finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
@@ -73,16 +77,21 @@ class Sums:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             r = (y.reshape(f.shape) - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
-        s = self.statistics
+        s, newton = self.statistics, self.newton
+        curvature = s.curvature.add(J, precision, weights)
+        if newton is not None and observed is not None:
+            newton = newton.add(J, observed)
+        elif newton is not None and isinstance(curvature, Dense):
+            newton = Dense(False, curvature.as_matrix(), (), curvature.size)
         return Sums(
             Statistics(
                 s.n + f.shape[0],
                 s.weight + (f.shape[0] if weights is None else float(weights.sum())),
                 s.log_likelihood + float(log_prob.sum()),
                 s.gradient + J.pull(score),
-                s.curvature.add(J, precision, weights),
+                curvature,
             ),
-            None if self.newton is None or observed is None else self.newton.add(J, observed),
+            newton,
             self.squares + squares,
             max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
             reference,
@@ -102,7 +111,7 @@ class Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
         pool = self._pool(f, J, weights) if self.newton is None else None
         diagonal = pool is not None and self._diagonal
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), covariance.root(J), fisher, pool, diagonal)
+        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), root_of(covariance, J), fisher, pool, diagonal)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
@@ -165,6 +174,11 @@ class Sums:
     def moved(self, step: Tensor) -> Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
+
+
+def root_of(covariance: Operator, J: Jacobian) -> Root:
+    """R with R Rᵀ = K at the rows of a pass."""
+    return covariance.root_for_sums(J) if isinstance(covariance, DenseOperator) else covariance.root(J)
 
 
 def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:

@@ -5,9 +5,9 @@ At the nearest one
     S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)        Σ JᵀE[g] + ∇log π(m) = 0        (less the tilt, where θ̂ is not a mode)
 
 with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it takes the averages under the
-Gaussian at hand, and with them the bound. The next Gaussian has a share of the new averages in its precision and goes the same
-share of the way to the new mean. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
-Gaussian at the mode is the nearest already.
+Gaussian at hand, and with them the bound. The next Gaussian has half of the new averages in its precision and the new mean: with
+all of them the precision would oscillate, and the mean need not wait for it. It goes that far, or a share of the way. A share
+that lowers the bound is halved, so the bound never falls. For Gaussian noise the Gaussian at the mode is the nearest already.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from ssla.state import FIT, VARIATIONAL, Note, State, Variational, evidence_boun
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
+ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior
 COARSE = 1e-2  # the same, to choose a prior in between
 CLOSE = 1e-2  # squared standard deviations a parameter: a mean that would move farther has not converged
 MOST_ROUNDS = 100
+NEW = 0.5  # weight of the new averages in the precision
 GROWTH = 1.5  # of the share after a round that raised the bound
 SHORTEST = 1 / 32  # the least share
 NARROWER = 2.0  # factor on the precision's root while the averages do not exist
@@ -80,7 +82,7 @@ class Climb:
                     continue
                 gain, there, share = 0.0, here, 1.0  # the nodes' own error hides a smaller gain
             else:
-                gain = (there.bound - here.bound) / len(here.mean) / min(1.0, 2 * share)
+                gain = (there.bound - here.bound) / len(here.mean) / share
             here, share = there, min(1.0, GROWTH * share)
             if gain <= COARSE and self.choose is not None:
                 here = self._under_another_prior(here, self.choose)
@@ -130,7 +132,8 @@ class Climb:
 
     def _next(self, here: Place, share: float) -> Place | None:
         """The Gaussian that far along; None where its precision is not positive definite."""
-        curvature = here.curvature.mixed(here.averages.statistics.curvature, share)
+        new = 1.0 if self.choose is not None else NEW  # a prior that is still to be chosen follows the new averages
+        curvature = here.curvature.mixed(here.averages.statistics.curvature, new * share)
         try:
             covariance = self._operator(curvature, here.mean)
         except ValueError:

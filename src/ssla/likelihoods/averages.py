@@ -51,7 +51,7 @@ def averages(
     parts: list[Derivatives] = []
     for start in range(0, max(B, 1), size):
         rows = slice(start, start + size)
-        points = f[rows].unsqueeze(2) + root.take(rows).times(z)  # (b, C, J)
+        points = root.take(rows).times(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
         share = None if pool is None else pool[rows]
         found = (_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher, share, diagonal)
         if pool is not None and parts:
@@ -149,16 +149,23 @@ def _of_log_rate(y: Tensor, f: Tensor, rate: Tensor) -> Derivatives:
 def _of_classes(
     likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
 ) -> Derivatives:
-    """E Λ = diag(E p) − E p pᵀ, without a matrix for each node."""
+    """E Λ = diag(E p) − E p pᵀ, without a matrix for each node. f is overwritten."""
     beta = _beta(likelihood)
-    logs = f.log_softmax(1)
     hit = y.long()[:, None, None].expand(-1, 1, f.shape[2])
-    log_prob = logs.gather(1, hit).squeeze(1) @ weights
-    p = logs.exp_()
-    score = torch.nn.functional.one_hot(y.long(), f.shape[1]) - p @ weights
+    f -= f.amax(1, keepdim=True)
+    own = f.gather(1, hit)
+    p = f.exp_()
+    total = p.sum(1, keepdim=True)
+    log_prob = own.sub_(total.log()).squeeze(1) @ weights
+    p /= total
+    hits = torch.nn.functional.one_hot(y.long(), f.shape[1])
     if pool is None:
-        precision = beta * _from_outer((p * weights) @ p.mT)
-    elif diagonal:
+        even = bool((weights == weights[0]).all())
+        outer = (p @ p.mT).mul_(weights[0]) if even else (p * weights) @ p.mT
+        score = hits - outer.sum(-1)  # Σ p = 1 at each node
+        return Derivatives(beta * log_prob, beta * score, _from_outer(outer).mul_(beta))
+    score = hits - p @ weights
+    if diagonal:
         precision = beta * (pool @ ((1 - p).mul_(p) @ weights)).unsqueeze(0)
     else:  # one product over all rows and nodes
         flat = p.movedim(1, 0).flatten(1)

@@ -190,9 +190,9 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
         raise ValueError(f"gradient is not {size} finite numbers in float64 of at most {LARGEST:g}")
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
-    ones = torch.ones_like(gradient)
-    pushed, variances = sums.curvature.push(ones), operator.variances()
-    parts = (pushed, operator.solve(ones), variances)
+    direction = torch.linspace(1, 2, size, dtype=torch.float64)  # the same for all classes would give zero
+    pushed, variances = sums.curvature.push(direction), operator.variances()
+    parts = (pushed, operator.solve(direction), variances)
     if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):

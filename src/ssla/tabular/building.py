@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name
-from ssla.fitting import polish_again
+from ssla.fitting import fit_roughly, polish_again
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
 from ssla.predictive.positive import Censored, Positive
@@ -211,15 +211,15 @@ class _Work:
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
     held_out: list[tuple[Tensor, ...]] = field(default_factory=list)  # log densities (n, K), z, y and weights of held-out rows
 
-    def _fit(self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None) -> Posterior:
-        return fit(
-            module,
-            self.data.of(rows),
-            likelihood=likelihood,
-            prior=prior or GaussianPrior(self.settings.schedule.precision),
-            weights=self.settings.weights,
-            structure=self.settings.structure,
-        )
+    def _fit(
+        self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None, rough: bool = False
+    ) -> Posterior:
+        """rough: only to choose a prior."""
+        data, prior = self.data.of(rows), prior or GaussianPrior(self.settings.schedule.precision)
+        weights, structure = self.settings.weights, self.settings.structure
+        if rough:
+            return Posterior(fit_roughly(module, data, likelihood, prior, weights, structure))
+        return fit(module, data, likelihood=likelihood, prior=prior, weights=weights, structure=structure)
 
     def posteriors(self, module: nn.Module, held: Tensor) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise."""
@@ -261,12 +261,15 @@ class _Work:
         held, others = _at_most(held, MOST_HELD_OUT), _at_most(seen, MOST_OTHERS)
         z, y, weights = self.data.of(held)
         prior: Any = self._shared_prior()
+        rough = self.settings.likelihood == CLASSES  # the posterior of all rows starts from there
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
             warnings.filterwarnings("ignore", "the variational Gaussian did not converge", RuntimeWarning)
             warnings.filterwarnings("ignore", "polish did not reach the mode", RuntimeWarning)
-            chosen = self._fit(module, others, likelihood, prior).state
+            chosen = self._fit(module, others, likelihood, prior, rough).state
             if prior is None:
-                chosen = tune(chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True)
+                chosen = tune(
+                    chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True, rough=rough
+                )
                 prior = chosen.prior
                 self.priors.append(prior)
         if self.settings.likelihood in VARYING:

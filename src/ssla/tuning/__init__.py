@@ -26,7 +26,7 @@ from ssla._checks import one_of, warn
 from ssla.fitting import again
 from ssla.fitting.job import Job, outputs_apart
 from ssla.fitting.prior_change import described
-from ssla.fitting.variational import Climb
+from ssla.fitting.variational import ROUGH, TOLERANCE, Climb
 from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, Kfac, LowRank
@@ -43,7 +43,8 @@ HALVINGS = 5
 ALTERNATIONS = 20  # of averages and prior
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 STRIDE, FARTHEST, PARABOLAS = 1.5, 12.0, 3  # of a search in logarithms
-SEARCH_TOLERANCE, SEARCH_ROUNDS = 1e-3, 6  # nats a parameter, and passes, of the Gaussians on the way
+ROUGH_PARABOLAS = 2
+SEARCH_ROUNDS = 6  # passes for the Gaussians on the way
 DOUBT = 1.0  # standard deviation of a log precision around the trained weights' scale, for a prior that nobody gave
 AT_MODE = 1e-4  # posterior standard deviations
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
@@ -62,12 +63,14 @@ def tune(
     within: tuple[float, float] = PRECISIONS,
     doubt: float = math.inf,
     quiet: bool = False,
+    rough: bool = False,
 ) -> State:
     """See Posterior.tune.
 
     per_output: one precision for each output of a last layer. within: the range of precisions. doubt: the standard deviation of
     a log precision around that of the posterior at hand, which keeps few held-out rows from choosing an extreme one. quiet: a
-    poor solution is noted in the report only.
+    poor solution is noted in the report only. rough: the posterior will not be kept, so that the search tries fewer priors, θ̂
+    stays, and the variational Gaussian at the end is as accurate as those on the way.
     """
     one_of("objective", objective, (EVIDENCE, NLL, CRPS, LOO))
     chosen = (over,) if isinstance(over, str) else tuple(over)
@@ -123,7 +126,7 @@ def tune(
         nowhere = torch.zeros(len(space.free), dtype=torch.float64)
         return own(space.moved(state), nowhere) + space.moved(state).expected(nowhere) / own.rows
 
-    return _search(space, score, objective, notes, job, quiet)
+    return _search(space, score, objective, notes, job, quiet, rough)
 
 
 def choose_prior(posterior: State, job: Job) -> State:
@@ -176,7 +179,9 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, settled)
 
 
-def _search(space: Space, score: Callable[[State], float], objective: str, notes: list[str], job: Job, quiet: bool) -> State:
+def _search(
+    space: Space, score: Callable[[State], float], objective: str, notes: list[str], job: Job, quiet: bool, rough: bool
+) -> State:
     """The prior of the best score, by a variational Gaussian for each that is tried: all precisions together, then each."""
     average = job.average(space.posterior.theta)
     low, high = space.box
@@ -192,7 +197,7 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
             nonlocal here, there, evaluations
             state, step = _stepped(space.moved(_positive(here)), (base + t * direction).clamp(low, high) - there)
             point = there + step
-            found = Climb(state, average, tolerance=SEARCH_TOLERANCE, most=SEARCH_ROUNDS).run()
+            found = Climb(state, average, tolerance=ROUGH, most=SEARCH_ROUNDS).run()
             state = replace(found, report=replace(here.report, rounds=found.report.rounds))
             value = score(state)
             evaluations += 1
@@ -207,7 +212,7 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
             t = sign * STRIDE
             while abs(t) <= FARTHEST and at(t) >= seen[t - sign * STRIDE]:
                 t += sign * STRIDE
-        for _ in range(PARABOLAS):
+        for _ in range(ROUGH_PARABOLAS if rough else PARABOLAS):
             middle = max(seen, key=lambda t: seen[t])
             left, right = (max((t for t in seen if t < middle), default=None), min((t for t in seen if t > middle), default=None))
             if left is None or right is None or right - left < SETTLED:
@@ -221,13 +226,13 @@ def _search(space: Space, score: Callable[[State], float], objective: str, notes
         if len(there) > 1:
             for direction in torch.eye(len(there), dtype=torch.float64):
                 climb(direction)
-    end = Climb(here, average).run()
+    end = Climb(here, average, tolerance=ROUGH if rough else TOLERANCE).run()
     units = [space.units(point[None]) for point in points]
     at_edge = (there <= low) | (there >= high)
     best = Maximum(
         there, values[-1], torch.zeros_like(there), at_edge, True, torch.stack(points), torch.tensor(values), evaluations
     )
-    return _ended(space, end, best, objective, notes, job, quiet, units, values, True)
+    return _ended(space, end, best, objective, notes, None if rough else job, quiet, units, values, True)
 
 
 def _top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float:
@@ -244,17 +249,17 @@ def _ended(
     best: Maximum,
     objective: str,
     notes: list[str],
-    job: Job,
+    job: Job | None,
     quiet: bool,
     points: list[Tensor],
     values: list[float],
     settled: bool,
 ) -> State:
-    """The tuned variational posterior: θ̂ follows the prior to its mode, and the history shows the way."""
+    """The tuned variational posterior: θ̂ follows the prior to its mode by passes of `job`, and the history shows the way."""
     heights = torch.tensor(values, dtype=torch.float64)
     whole = replace(best, points=torch.zeros(len(points), len(space.free)).double(), values=heights)
     trace = replace(_history(objective, space, whole, notes), points=torch.cat(points), converged=settled and best.converged)
-    end = job.polished(end) if end.network.linear and end.follows_prior else end
+    end = job.polished(end) if job is not None and end.network.linear and end.follows_prior else end
     return _finished(end, trace, quiet)
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ssla.numerics.constants import constant
 from ssla.numerics.linalg import stack_square
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
 FEW_OUTPUTS = 4  # up to these many, K entry by entry
 CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
+SEVERAL_OUTPUTS, WIDEST = 6, 128  # from so many outputs on, and up to so many features, sums over pairs are faster
+
+
+@constant
+def pairs(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs i ≥ j of 0 … size−1 (m,) (m,), and the number of the pair of each i and j (size, size)."""
+    i, j = torch.tril_indices(size, size)
+    number = torch.empty(size, size, dtype=torch.long)
+    number[i, j] = number[j, i] = torch.arange(len(i))
+    return i, j, number
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,44 @@ class Features:
         eye = torch.eye(self.outputs, dtype=phi.dtype)
         return DenseJacobian((eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1))
 
+    @property
+    def by_pairs(self) -> bool:
+        """Whether sums over the pairs of features are the fastest: both matrices of outputs and of features are symmetric."""
+        return self.outputs >= SEVERAL_OUTPUTS and self.width <= WIDEST
+
+    def _products(self) -> Iterator[tuple[slice, Tensor]]:
+        """φ_i φ_j of all pairs i ≥ j, in float64, some rows after others.  -> (rows, (m, b))."""
+        i, j, _ = pairs(self.width)
+        some = max(CACHED // len(i), 1)
+        for start in range(0, len(self.phi), some):
+            rows = slice(start, start + some)
+            phi = Features(self.phi[rows], self.outputs, self.bias).double().phi.mT.contiguous()
+            yield rows, phi[i].mul_(phi[j])
+
+    def _gram_by_pairs(self, precision: Tensor) -> Tensor:
+        a, b, outputs = pairs(self.outputs)
+        i, _, features = pairs(self.width)
+        of_rows = precision[:, a, b].mT.double()
+        total = torch.zeros(len(a), len(i), dtype=torch.float64)
+        for rows, products in self._products():
+            total.addmm_(of_rows[:, rows], products.mT)
+        blocks = total[:, features.flatten()].view(-1, self.width, self.width)
+        return blocks[outputs].movedim(1, 2).reshape(self.size, self.size)
+
+    def form(self, S: Tensor) -> Tensor:
+        """J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
+        C, F = self.outputs, self.width
+        a, b, outputs = pairs(C)
+        i, j, _ = pairs(F)
+        blocks = S.view(C, F, C, F)[a, :, b, :]  # (c, F, F)
+        both = (blocks + blocks.mT)[:, i, j]
+        both[:, i == j] /= 2
+        K = torch.cat([both @ products for _, products in self._products()], 1)
+        return K[outputs].movedim(2, 0).contiguous()
+
     def gram(self, precision: Tensor) -> Tensor:
+        if self.by_pairs:
+            return self._gram_by_pairs(precision)
         phi = self.double().phi
         C, F = self.outputs, self.width
         out = torch.empty(C, F, C, F, dtype=phi.dtype)
