@@ -260,10 +260,10 @@ def _unpack_trees(
     target = content["target"] and Scaling(*(decoder.decode(one, Tensor) for one in content["target"]))
     layer = open_layer(posterior, decoder.decode(content["numbers"], dict), target)
     forest.check(architecture.inputs, max(architecture.outputs, 2) if isinstance(layer, ClassLayer) else 1)
-    share = float(content["share"])
-    if not 0 <= share <= 1 or posterior.network.outputs != architecture.outputs:
-        raise ValueError("the trees are not those of the networks, or their share is not one")
-    return Trees(forest, layer, share)
+    share, pull = float(content["share"]), float(content.get("pull", 0.0))  # earlier versions: 0
+    if not 0 <= share <= 1 or not 0 <= pull <= 1 or posterior.network.outputs != architecture.outputs:
+        raise ValueError("the trees are not those of the networks, or their share or pull is not one")
+    return Trees(forest, layer, share, pull)
 
 
 def _dtype(name: str) -> type:

@@ -14,7 +14,7 @@ from ssla.tabular.forest import Forest, joined
 MOST_ROWS = 10_000  # of one tree, or of all boosted trees
 MOST_LEAVES = 2_000
 FEW_ROWS = 300  # with more, a leaf has two rows at least
-BOOSTED = {"max_depth": None, "max_leaf_nodes": 15, "min_samples_leaf": 5, "subsample": 0.5, "max_features": 0.5}
+BOOSTED = {"max_depth": None, "max_leaf_nodes": 31, "subsample": 0.5}
 TOTAL_RATE = 10.0  # of learning, over all boosted trees
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -123,6 +123,7 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
         "numbers": encoder.encode(_numbers(trees.layer), "trees.numbers"),
         "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)["trees.target"],
         "share": trees.share,
+        "pull": trees.pull,
     }
 
 

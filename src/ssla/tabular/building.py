@@ -18,7 +18,7 @@ from ssla.posterior import Posterior, fit
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.state import POLISH
+from ssla.state import POLISH, Marginal
 from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tabular.component import Component
 from ssla.tabular.embeddings import check_codes, dimensions_of, without_codes
@@ -209,7 +209,8 @@ class _Work:
     levels: tuple[int, ...] = ()
     forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
-    held_out: list[tuple[Tensor, ...]] = field(default_factory=list)  # log densities (n, K), z, y and weights of held-out rows
+    held_out: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # z, y and weights of held-out rows
+    said: list[tuple[Tensor, ...]] = field(default_factory=list)  # there: f, K and disagreement, or log densities of classes
 
     def _fit(
         self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None, rough: bool = False
@@ -273,11 +274,11 @@ class _Work:
                 prior = chosen.prior
                 self.priors.append(prior)
         if self.settings.likelihood in VARYING:
-            disagreement = _disagreement(self.modules, z)[:, 0]
-            self.held_out.append((stretched_log_densities(chosen.outputs_at(z), y, disagreement), z, y, weights))
+            self.said.append((*chosen.outputs_at(z), _disagreement(self.modules, z)[:, 0]))
         elif self.settings.likelihood == CLASSES:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
-            self.held_out.append((torch.stack([p.log_prob(y) for p in both], 1), z, y, weights))
+            self.said.append((torch.stack([p.log_prob(y) for p in both], 1),))
+        self.held_out.append((z, y, weights))
         if self.grow is not None:
             x, target, w = self.data.of(seen)
             numbers = without_codes(x, self.levels)  # trees would read a code as a number
@@ -294,16 +295,18 @@ class _Work:
 
     def calibrated(self, ensemble: Ensemble) -> Ensemble:
         """With what the held-out rows choose: spreads of a continuous target, shares of posteriors for classes, and of trees."""
-        if not self.held_out:
+        if not self.said:
             return ensemble
-        densities, _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
-        trees, own = None, None
+        _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
+        said = [torch.cat(parts) for parts in zip(*self.said, strict=True)]
+        trees, own, move = None, None, torch.zeros(())
         if self.forests:
-            trees, own = calibrated_trees(self.forests, self.modules, [z for _, z, _, _ in self.held_out], y, weights)
+            trees, own, move = calibrated_trees(self.forests, self.modules, [z for z, _, _ in self.held_out], y, weights)
         if self.settings.likelihood in VARYING:
-            spreads, share = spreads_of(densities, weights, own)
+            f, K, disagreement = said
+            spreads, share = spreads_of(stretched_log_densities(Marginal(f, K), y - move, disagreement), weights, own)
             return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
-        densities = densities if own is None else torch.cat([densities, own[:, None]], 1)
+        densities = said[0] if own is None else torch.cat([said[0], own[:, None]], 1)
         found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
         trust = found[0] / (found[0] + found[1])
         scores = 1 - densities.exp() @ torch.tensor(found, dtype=torch.float64)

@@ -19,6 +19,7 @@ from ssla.predictive.normals import averaged, pooled
 from ssla.predictive.positive import Positive
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
+from ssla.state import Marginal
 from ssla.tabular.calibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
 from ssla.tabular.component import Component
 from ssla.tabular.embeddings import check_codes
@@ -115,9 +116,12 @@ class Ensemble:
         """The predictive of y at x (N, d), in y's own unit."""
         z = self.standardised(x)
         average = self._averages(refit)
-        whole = self._averaged(z) if average else self._mixed(z, refit)
+        own, move = None, None
         if self.trees is not None:
-            share, own = self.trees.share, self.trees.predict(z, self.modules, None if average else refit)
+            own, move = self.trees.predict(z, self.modules, None if average else refit)
+        whole = self._averaged(z, move) if average else self._mixed(z, refit, move)
+        if self.trees is not None and own is not None:
+            share = self.trees.share
             whole = pooled(whole, own, share) if average else mixture([whole, own], [1 - share, share])
         if self.target is None:
             return whole
@@ -156,16 +160,19 @@ class Ensemble:
         variational = all(component.posterior.gaussian == "variational" for component in self.components)
         return self.settings.likelihood in VARYING and variational and resolve(refit) == OutputRefit()
 
-    def _averaged(self, z: Tensor) -> Predictive:
+    def _averaged(self, z: Tensor, move: Tensor | None) -> Predictive:
         marginals = [component.posterior.state.outputs_at(z) for component in self.components]
+        if move is not None:
+            marginals = [Marginal(torch.stack([f[:, 0] + move, f[:, 1]], 1), K) for f, K in marginals]
         weights = torch.tensor([component.weight for component in self.components], dtype=torch.float64)
         factors, shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
         return averaged(marginals, weights, factors, shares, z, LARGEST_LOG_VARIANCE)
 
-    def _mixed(self, z: Tensor, refit: str | Refit) -> Predictive:
+    def _mixed(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
         parts, weights = [], []
         for component in self.components:
             own = component.posterior.predict(z, refit)
+            own = own if move is None else affine(own, move, 1.0)
             for factor, share in self.spreads:
                 parts.append(own if factor == 1 else spread_out(own, factor))
                 weights.append(self.trust * share * component.weight)
