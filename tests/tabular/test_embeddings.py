@@ -62,7 +62,7 @@ def test_members_that_are_trained_together_are_those_of_their_modules():
     module = found.modules[0]
     shapes = {name: p.shape for name, p in module.named_parameters()}
     theta = torch.stack([torch.cat([p.flatten() for p in m.parameters()]) for m in found.modules]).detach()
-    together = training._forward(module, shapes, theta, X.expand(3, -1, -1))
+    together = training._forward(list(module.named_children()), shapes, theta, X.expand(3, -1, -1))
     assert torch.allclose(together, torch.stack([m(X) for m in found.modules]), atol=1e-12)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 from sklearn.ensemble import GradientBoostingRegressor, RandomForestClassifier
 
 from ssla.persistence import FileError
@@ -16,6 +17,7 @@ from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.sklearn.forests import BOOSTED, grow
 from ssla.tabular.forest import Forest, joined
 from ssla.tabular.out_of_fold import fit_numbers
+from ssla.tabular.trees import pull_of
 
 
 def rows(n=300, d=4, seed=0):
@@ -135,8 +137,13 @@ def test_trees_help_for_numbers(regressor):
     new = rows(500, seed=9)
     truth = np.floor(3 * new[:, 0]) % 2
     alone = replace(regressor.ensemble_, trees=None).predict(torch.from_numpy(new)).mean.numpy()
-    assert 0.1 < regressor.ensemble_.trees.share < 1
+    assert 0.3 < regressor.ensemble_.trees.pull <= 1
     assert ((regressor.predict(new) - truth) ** 2).mean() < 0.9 * ((alone - truth) ** 2).mean()
+
+
+def moved(predictive, move):
+    """A mixture of normals with each of its means moved by the same (N,)."""
+    return replace(predictive, law=replace(predictive.law, means=predictive.law.means + move[:, None]))
 
 
 def test_the_mixture_of_numbers_is_that_of_its_parts(regressor):
@@ -144,8 +151,11 @@ def test_the_mixture_of_numbers_is_that_of_its_parts(regressor):
     new = torch.from_numpy(rows(20, seed=9))
     ensemble = regressor.ensemble_
     z, trees = ensemble.inputs(new), ensemble.trees
-    bare = replace(ensemble, trees=None, target=None)
-    networks, own = bare.predict(new), trees.predict(z, ensemble.modules, None)
+    own, move = trees.predict(z, ensemble.modules, None)
+    with torch.no_grad():
+        centre = sum(module(z)[:, 0] for module in ensemble.modules) / len(ensemble.modules)
+    torch.testing.assert_close(move, trees.pull * (trees.forest(z)[:, 0] - centre), atol=1e-12, rtol=0)
+    networks = moved(replace(ensemble, trees=None, target=None).predict(new), move)
     whole, general = pooled(networks, own, trees.share), mixture([networks, own], [1 - trees.share, trees.share])
     y = torch.linspace(-2, 2, 20, dtype=torch.float64)
     for ask in (lambda p: p.log_prob(y), lambda p: p.cdf(y), lambda p: p.mean, lambda p: p.variance, lambda p: p.epistemic):
@@ -153,6 +163,26 @@ def test_the_mixture_of_numbers_is_that_of_its_parts(regressor):
     torch.testing.assert_close(whole.icdf([0.1, 0.9]), general.icdf([0.1, 0.9]), atol=1e-6, rtol=1e-6)
     scale, shift = ensemble.target.scale[0], ensemble.target.shift[0]
     torch.testing.assert_close(regressor.predict_dist(new.numpy()).mean, shift + scale * whole.mean, atol=1e-12, rtol=0)
+
+
+def test_the_pull_minimises_the_weighted_squares():
+    """Against a search by scipy: rows with weights and variances, and ten rows of no move."""
+    rng = np.random.default_rng(4)
+    d, r, v, w = rng.normal(size=80), rng.normal(size=80), rng.normal(size=80), rng.integers(1, 4, 80).astype(float)
+    for wanted in (0.3, -2.0, 5.0):
+        errors = wanted * d + 0.1 * r
+        c = w * np.exp(-v)
+
+        def squares(b, errors=errors, c=c):
+            return c @ (errors - b * d) ** 2 + 10 / w.sum() * (c @ d**2) * b**2
+
+        best = minimize_scalar(squares, bounds=(0, 1), method="bounded", options={"xatol": 1e-10}).x
+        found = pull_of(*(torch.from_numpy(part) for part in (d, errors, v, w)))
+        assert found == pytest.approx(best, abs=1e-5)
+        twice = pull_of(*(torch.from_numpy(np.repeat(part, w.astype(int))) for part in (d, errors, v, np.ones(80))))
+        assert found == pytest.approx(twice, abs=1e-12)  # a weight is a number of rows
+    same = torch.zeros(3, dtype=torch.float64)
+    assert pull_of(same, same + 1, same, same + 1) == 0
 
 
 def test_the_closed_form_of_a_layer_is_near_its_refits():
@@ -204,7 +234,9 @@ def test_files_hold_the_trees(fitted, tmp_path):
     assert np.array_equal(load(tmp_path / "model").predict_proba(new), fitted.predict_proba(new))
 
 
-@pytest.mark.parametrize(("old", "new"), [(r'"share": 0\.', '"share": 7.'), (r'"floor",\s*0\.', '"floor", 9.')])
+@pytest.mark.parametrize(
+    ("old", "new"), [(r'"share": 0\.', '"share": 7.'), (r'"pull": 0\.', '"pull": 7.'), (r'"floor",\s*0\.', '"floor", 9.')]
+)
 def test_forged_files_are_refused(fitted, tmp_path, old, new):
     place = fitted.save(tmp_path / "model")
     text, times = re.subn(old, new, (place / "manifest.json").read_text())

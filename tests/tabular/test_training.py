@@ -5,8 +5,9 @@ import torch
 
 from ssla.likelihoods import HeteroscedasticGaussian
 from ssla.predictive.positive import Positive
-from ssla.tabular import building
+from ssla.tabular import building, training
 from ssla.tabular.ensemble import scale_of
+from ssla.tabular.pieces import counts_of, edges_of
 from ssla.tabular.training import Architecture, Rows, Schedule, train
 
 RNG = np.random.default_rng(0)
@@ -28,6 +29,20 @@ def test_members_with_targets_of_their_own_are_those_of_the_same_targets():
     mixed = trained(4, scaled)
     assert torch.equal(mixed.losses[:, :2], one.losses[:, :2])
     assert not torch.allclose(mixed.losses[:, 2:], one.losses[:, 2:])
+
+
+def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
+    edges = edges_of(X, ONES)
+    rows = Rows(X, Y, ONES, HELD, edges)
+
+    def losses():
+        return train(
+            Architecture(2, 2, (8,), "relu", counts_of(edges)), HeteroscedasticGaussian(), rows, Schedule(5, 16), 0
+        ).losses
+
+    once = losses()
+    monkeypatch.setattr(training, "MOST_EXPANDED", 0)
+    assert torch.allclose(losses(), once, atol=1e-12)
 
 
 def test_the_best_scale_has_the_lowest_nll_of_y():

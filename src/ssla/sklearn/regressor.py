@@ -62,8 +62,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         max_epochs="auto" is 200, or as many as visit four million rows, at least eight.
     trees:
         The number of decision trees that are grown beside each network, on the same rows (boosted; a random forest for
-        classes). Rows that both held out choose their share of the mixture. "auto": 100, or 50 for classes, none for fewer than
-        30 rows or more than 50 classes; 0: none. For mean and log variance and for classes, with early_stopping and tune.
+        classes). Rows that both held out choose their share of the mixture, and for numbers how far they move the networks'
+        means. "auto": 60, or 50 for classes, none for fewer than 30 rows or more than 50 classes; 0: none. For mean and log
+        variance and for classes, with early_stopping and tune.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
         Row weights are frequencies here too; rows of weight 0 are ignored.
