@@ -15,6 +15,7 @@ MOST_ROWS = 10_000  # of one tree, or of all boosted trees
 MOST_LEAVES = 2_000
 FEW_ROWS = 300  # with more, a leaf has two rows at least
 BOOSTED = {"max_depth": None, "max_leaf_nodes": 31, "subsample": 0.5}
+DECIMALS = 10  # of standardised targets: splits of a few rows are often equally good, and rounding errors would decide
 TOTAL_RATE = 10.0  # of learning, over all boosted trees
 
 Data = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -52,6 +53,7 @@ def _forest(trees: int, classes: int, data: Data, seed: int) -> Forest:
 def _boosted(trees: int, data: Data, seed: int) -> Forest:
     """The mean over trees is start + rate · Σ values."""
     x, y, weights = data
+    y = np.round(y, DECIMALS)
     if len(x) > MOST_ROWS:
         some = np.random.default_rng(seed).choice(len(x), MOST_ROWS, replace=False)
         x, y, weights = x[some], y[some], weights[some]
