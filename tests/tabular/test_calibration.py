@@ -87,6 +87,13 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     )
 
 
+def test_small_tables_have_smooth_networks_without_pieces():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(300, 2))
+    model = SSLARegressor(members=1, max_epochs=2, random_state=0).fit(X, X[:, 0] + 0.1 * rng.normal(size=300))
+    assert (model.ensemble_.architecture.activation, model.ensemble_.architecture.pieces) == ("silu", ())
+
+
 def test_auto_rules():
     members = estimator.auto_members.__wrapped__
     assert [members(rows) for rows in (100, 301, 10**5, 10**6)] == [10, 5, 5, 2]
@@ -100,7 +107,7 @@ def test_the_default_regressor_covers_noise_that_depends_on_x_and_survives_a_fil
     y = np.sin(2 * X[:, 0]) + np.exp(X[:, 1] - 1) * rng.standard_t(4, 900)
     model = SSLARegressor(members=2, max_epochs=40, random_state=0).fit(X[:500], y[:500])
     assert model.ensemble_.settings.likelihood == "heteroscedastic"
-    assert model.ensemble_.architecture.pieces == (8, 8)
+    assert (model.ensemble_.architecture.activation, model.ensemble_.architecture.pieces) == ("relu", (8, 8))
     p = model.predict_dist(X[500:])
     assert 0.85 <= float(metrics.coverage(p, y[500:], 0.9)) <= 0.95
     width = np.diff(model.predict_interval(X[500:], 0.9))[:, 0]

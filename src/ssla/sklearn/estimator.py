@@ -54,7 +54,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
-        piecewise = self.activation == AUTO and likelihood in VARYING
+        piecewise = self.activation == AUTO and likelihood in VARYING and rows > SMALL_TABLE
         activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)

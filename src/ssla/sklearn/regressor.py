@@ -48,8 +48,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Number of networks, trained together; the prediction is the mixture of their predictives. "auto": five, ten for tables of
         up to 300 rows, two for more than 100,000.
     hidden, activation:
-        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "silu", and for "heteroscedastic" "relu" with the numbers
-        also given by the pieces of their ranges.
+        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "silu", and for mean and log variance of more than 300 rows
+        "relu" with the numbers also given by the pieces of their ranges.
     refit:
         The refit used in predictions: "output", "newton", "none" or "plug_in".
     weights, structure:
