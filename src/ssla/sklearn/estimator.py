@@ -26,6 +26,7 @@ from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
+from ssla.tabular.counts import POISSON
 from ssla.tabular.ensemble import CLASSES, VARYING
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
@@ -55,7 +56,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
-        piecewise = self.activation == AUTO and likelihood in VARYING
+        piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
         activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)

@@ -39,8 +39,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "auto" ("heteroscedastic", or "positive" where its networks predict held-out rows better; "gaussian" for several targets,
-        fewer than 60 rows, more weights than the last layer, or, with a warning, where the former cannot be fitted),
+        "auto" ("heteroscedastic", or "positive" where its networks predict held-out rows better, or "poisson" where the target
+        has small counts and its networks predict them better; "gaussian" for several targets, fewer than 60 rows, more weights
+        than the last layer, or, with a warning, where the former cannot be fitted),
         "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "positive" (the same on a
         logarithmic scale, for targets that are not negative; zero is allowed), "poisson" (counts),
         "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
@@ -49,8 +50,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Number of networks, trained together; the prediction is the mixture of their predictives. "auto": five, ten for tables of
         up to 300 rows, two for more than 100,000.
     hidden, activation:
-        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "silu", and for "heteroscedastic" "relu" with the numbers
-        also given by the pieces of their ranges.
+        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "relu" with the numbers also given by the pieces
+        of their ranges for "heteroscedastic", "positive" and "poisson", otherwise "silu".
     refit:
         The refit used in predictions: "output", "newton", "none" or "plug_in".
     weights, structure:

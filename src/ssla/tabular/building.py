@@ -149,13 +149,9 @@ def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor)
     """Which targets are predicted best, by the NLL of y at held-out rows (M, n), from the losses (epochs, targets · M)."""
     if len(targets) == 1:
         return 0
-    return int(clearly_better(_gains(targets, losses, held, weights)))
-
-
-def clearly_better(gain: Tensor) -> bool:
-    """Whether the gain of the members (M,) in nats is more than WORTH_A_SCALE on average, and more than its standard error."""
+    gain = _gains(targets, losses, held, weights)
     error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
-    return float(gain.mean()) > max(WORTH_A_SCALE, error)
+    return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
 
 
 def fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
