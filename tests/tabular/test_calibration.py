@@ -87,13 +87,6 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     )
 
 
-def test_small_tables_have_smooth_networks_without_pieces():
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(300, 2))
-    model = SSLARegressor(members=1, max_epochs=2, random_state=0).fit(X, X[:, 0] + 0.1 * rng.normal(size=300))
-    assert (model.ensemble_.architecture.activation, model.ensemble_.architecture.pieces) == ("silu", ())
-
-
 def test_auto_rules():
     members = estimator.auto_members.__wrapped__
     assert [members(rows) for rows in (100, 301, 10**5, 10**6)] == [10, 5, 5, 2]

@@ -291,9 +291,10 @@ def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
     ends: list[float] = []
     estimator.on_epoch = lambda done: ends.append(time.perf_counter())
     estimator.fit(ready.X[sample], ready.y[sample])
-    epoch, rest = (ends[-1] - ends[0]) / (len(ends) - 1), time.perf_counter() - ends[-1]
+    epoch = float(np.median(np.diff(ends)))  # "auto" may train a second time, after a fit
+    rest = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch
     return {
-        "seconds": (request.max_epochs * epoch + rest) * rows / len(sample),
+        "seconds": (request.max_epochs * len(ends) / TIMED_EPOCHS * epoch + rest) * rows / len(sample),
         "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, scaled to {request.max_epochs} "
         f"epochs (training may stop earlier), {rows:,} rows and one network",
     }

@@ -57,7 +57,7 @@ class Positive:
         a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
         below = _linear(self.low, means, scales, a, b)
         above = _linear(self.high, means, scales, c, infinite)
-        logs = [k * means + 0.5 * (k * scales) ** 2 + _log_between(b - k * scales, c - k * scales) for k in (1, 2)]
+        logs = [k * means + 0.5 * (k * scales) ** 2 + log_between(b - k * scales, c - k * scales) for k in (1, 2)]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
 
 
@@ -99,7 +99,7 @@ def _linear(end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor) -> 
     return math.exp(end) * first, math.exp(2 * end) * second
 
 
-def _log_between(a: Tensor, b: Tensor) -> Tensor:
+def log_between(a: Tensor, b: Tensor) -> Tensor:
     """log(Φ(b) − Φ(a)) for a < b, without cancellation in either tail."""
     flip = a > 0
     a, b = torch.where(flip, -b, a), torch.where(flip, -a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -25,6 +26,7 @@ from ssla.sklearn.saving import save
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
+from ssla.tabular.counts import POISSON
 from ssla.tabular.ensemble import CLASSES, VARYING
 from ssla.tabular.training import ACTIVATIONS, Schedule
 
@@ -54,7 +56,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
-        piecewise = self.activation == AUTO and likelihood in VARYING and rows > SMALL_TABLE
+        piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
         activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
         hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)
@@ -153,9 +155,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         related: Related,
         classes: int = 0,
         rival: str | None = None,
+        seed: int | None = None,
     ) -> Ensemble:
+        """seed: in place of random_state, for a second fit that holds out the same rows."""
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
+        settings = settings if seed is None else replace(settings, seed=seed)
         with epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
             on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None

@@ -23,11 +23,12 @@ from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
+from ssla.tabular.counts import POISSON, may_be_poisson, prefer_counts, worth_counting
 from ssla.tabular.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
 FEWEST_ROWS = 60  # for a noise that depends on x
 FACTOR, LARGEST = 3.0, 1e100  # of targets for which a logarithmic scale is tried
-NAMES = (AUTO, *CONTINUOUS, "poisson")
+NAMES = (AUTO, *CONTINUOUS, POISSON)
 
 
 class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
@@ -38,8 +39,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     Parameters
     ----------
     likelihood:
-        "auto" ("heteroscedastic", or "positive" where its networks predict held-out rows better; "gaussian" for several targets,
-        fewer than 60 rows, more weights than the last layer, or, with a warning, where the former cannot be fitted),
+        "auto" ("heteroscedastic", or "positive" where its networks predict held-out rows better, or "poisson" where the target
+        has small counts and its networks predict them better; "gaussian" for several targets, fewer than 60 rows, more weights
+        than the last layer, or, with a warning, where the former cannot be fitted),
         "gaussian" (constant noise, estimated on held-out rows), "heteroscedastic" (noise depends on x), "positive" (the same on a
         logarithmic scale, for targets that are not negative; zero is allowed), "poisson" (counts),
         "log_normal" (positive targets: Gaussian on the log scale, so no interval has a negative end), "logit_normal" (targets
@@ -48,8 +50,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         Number of networks, trained together; the prediction is the mixture of their predictives. "auto": five, ten for tables of
         up to 300 rows, two for more than 100,000.
     hidden, activation:
-        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "silu", and for mean and log variance of more than 300 rows
-        "relu" with the numbers also given by the pieces of their ranges.
+        Widths of the hidden layers; "silu", "relu" or "tanh". "auto": "relu" with the numbers also given by the pieces
+        of their ranges for "heteroscedastic", "positive" and "poisson", otherwise "silu".
     refit:
         The refit used in predictions: "output", "newton", "none" or "plug_in".
     weights, structure:
@@ -177,7 +179,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has shape {target.shape}."
             )
-        self._check_support(target[present], self.ensemble_.scale)
+        self._check_support(target[present], self.ensemble_.settings.likelihood, self.ensemble_.scale)
         self._update(rows[present], target[present], weights[present])
         return self
 
@@ -191,17 +193,36 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         """The ensemble; "auto" takes constant noise, with a warning, where a noise that depends on x cannot be fitted."""
         likelihood = self._likelihood(y)
         self._settings(likelihood, len(y))  # wrong settings are refused here
+        decides = self.likelihood == AUTO and likelihood == HETEROSCEDASTIC
+        problem = None
         try:
-            rival = POSITIVE if self.likelihood == AUTO and likelihood == HETEROSCEDASTIC and varies_by_factors(y) else None
-            return self._fit_rows(X, y, weights, likelihood, related, rival=rival)
+            rival = POSITIVE if decides and varies_by_factors(y) else None
+            numbers = self._fit_rows(X, y, weights, likelihood, related, rival=rival)
         except (NoFactorError, NoModeError) as error:
-            if self.likelihood != AUTO or likelihood == GAUSSIAN:
+            if not decides:
                 raise
+            problem = str(error).split(":")[0]
+            numbers = self._fit_rows(X, y, weights, GAUSSIAN, related)
+        counts = self._fit_counts(numbers, X, y, weights, related) if decides else None
+        if counts is None and problem is not None:
             warn(
                 "A noise that depends on x could not be fitted, as where the target has no noise: constant noise was used. "
-                f"Give likelihood='gaussian' to choose it. ({str(error).split(':')[0]})"
+                f"Give likelihood='gaussian' to choose it. ({problem})"
             )
-            return self._fit_rows(X, y, weights, GAUSSIAN, related)
+        return numbers if counts is None else counts
+
+    def _fit_counts(
+        self, numbers: Ensemble, X: np.ndarray, y: np.ndarray, weights: np.ndarray, related: Related
+    ) -> Ensemble | None:
+        """A Poisson fit to small counts, if it predicts held-out rows better than the fit to numbers; otherwise None."""
+        x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
+        if not (may_be_poisson(target, w) and worth_counting(numbers, x, target, w)):
+            return None
+        try:
+            counts = self._fit_rows(X, y, weights, POISSON, related, seed=numbers.settings.seed)
+        except (NoFactorError, NoModeError, FloatingPointError):
+            return None
+        return counts if prefer_counts(numbers, counts, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
         if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
@@ -210,16 +231,21 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
-        self._check_support(y, Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood))
+        scale = Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood)
+        self._check_support(y, self.likelihood, scale)
 
-    def _check_support(self, y: np.ndarray, scale: Transform | None) -> None:
+    def _check_support(self, y: np.ndarray, likelihood: str, scale: Transform | None) -> None:
         if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is from {y.min():g} to "
                 f"{y.max():g}. Use 'gaussian', or leave out these rows."
             )
-        if self.likelihood == "poisson" and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
-            raise ValueError("likelihood='poisson' needs counts 0, 1, 2, …, but y has negative or fractional values.")
+        if likelihood == POISSON and (bool((y < 0).any()) or bool((y != np.round(y)).any())):
+            chosen = "" if self.likelihood == POISSON else " (chosen by 'auto' for this table)"
+            raise ValueError(
+                f"likelihood='poisson'{chosen} needs counts 0, 1, 2, …, but y has negative or fractional values. Use "
+                "'heteroscedastic', or leave out these rows."
+            )
 
     def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < self.calibration_fraction < 1:
@@ -279,7 +305,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
-        tags.target_tags.positive_only = self.likelihood in ("poisson", POSITIVE, *ON_SCALE)
+        tags.target_tags.positive_only = self.likelihood in (POISSON, POSITIVE, *ON_SCALE)
         return tags
 
 

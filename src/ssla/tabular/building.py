@@ -154,6 +154,12 @@ def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor)
     return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
 
 
+def fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
+    """The rows of the table (n,) bool that the last layers were fitted to: those of `ensemble.held`."""
+    whole = torch.ones(rows, dtype=torch.bool)
+    return whole if ensemble.held is None or ensemble.held.shape[1] == rows else _at_most(whole, MOST_FITTED)
+
+
 def _gains(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> Tensor:
     """How much lower the NLL of y is with the second targets, for each member (M,)."""
     shares = held * weights
