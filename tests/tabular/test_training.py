@@ -1,6 +1,7 @@
 """Several networks trained together, with targets of their own."""
 
 import numpy as np
+import pytest
 import torch
 
 from ssla.likelihoods import HeteroscedasticGaussian
@@ -43,6 +44,18 @@ def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
     once = losses()
     monkeypatch.setattr(training, "MOST_EXPANDED", 0)
     assert torch.allclose(losses(), once, atol=1e-12)
+
+
+def test_the_scales_of_inputs_become_part_of_the_first_layer():
+    """The modules predict held-out rows as well as the losses of the training say."""
+    edges = edges_of(X, ONES)
+    architecture = Architecture(2, 2, (8,), "relu", counts_of(edges))
+    found = train(architecture, HeteroscedasticGaussian(), Rows(X, Y, ONES, HELD, edges), Schedule(10, None, 0.1), 0)
+    assert architecture.build().state_dict().keys() == found.modules[0].state_dict().keys()
+    for m, module in enumerate(found.modules):
+        with torch.no_grad():
+            loss = -HeteroscedasticGaussian().log_prob(Y[HELD[m]], module(X[HELD[m]])).mean()
+        assert float(loss) == pytest.approx(float(found.losses[:, m].min()), abs=1e-6)  # their mean is taken in single precision
 
 
 def test_the_best_scale_has_the_lowest_nll_of_y():

@@ -3,6 +3,9 @@
 The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows:
 weight decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members are stacked
 and run by batched products, so five networks take about twice the time of one. Rows are selected by index, without a DataLoader.
+
+Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s = 1 at the start: a step then
+weakens or strengthens an input as a whole. At the end the scales are part of W.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "ta
 SMALLEST_LOG_VARIANCE = -14.0  # without it, σ of a noise-free target would go to zero
 WORTH_THREADS = 30_000_000  # multiplications in one forward pass
 MOST_EXPANDED = 20_000_000  # numbers: inputs with their pieces that are kept in memory
+SCALES = "scales"  # of the inputs of the first layer, beside the module's own parameters
 SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
 
 
@@ -148,6 +152,8 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     members, module = rows.held_out.shape[0], _empty(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
+    if architecture.pieces:
+        shapes = {SCALES: torch.Size([architecture.widths[0]])} | shapes
     theta = _initial(module, shapes, members, start, generator).requires_grad_(True)  # (M, P)
     spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
     x, layers = rows.x, list(module.named_children())
@@ -200,7 +206,7 @@ def _train(
         raise FloatingPointError(
             "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or check for extreme values."
         )
-    modules = tuple(_filled(module, _unpack(flat, shapes)) for flat in best)
+    modules = tuple(_filled(module, _with_scales(module, _unpack(flat, shapes))) for flat in best)
     return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
 
 
@@ -257,7 +263,9 @@ def _initial(
     """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`), small embeddings."""
     parts, dtype = [], next(module.parameters()).dtype
     for name, shape in shapes.items():
-        if isinstance(module.get_submodule(name.split(".")[0]), Embeddings):
+        if name == SCALES:
+            parts.append(torch.ones(members, shape.numel(), dtype=dtype))
+        elif isinstance(module.get_submodule(name.split(".")[0]), Embeddings):
             parts.append(first_weights(members, shape, generator, dtype))
         elif len(shape) == 2:
             parts.append(torch.randn(members, shape.numel(), generator=generator, dtype=dtype) / math.sqrt(shape[1]))
@@ -277,14 +285,26 @@ def _unpack(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]
 def _forward(layers: list[tuple[str, nn.Module]], shapes: Mapping[str, torch.Size], theta: Tensor, x: Tensor) -> Tensor:
     """f (M, B, C) of all members for θ (M, P) and x (M, B, d): batched products, half the time of `vmap`."""
     parameters = _unpack(theta, shapes)
+    scales = parameters.pop(SCALES, None)
     for name, layer in layers:
         if isinstance(layer, nn.Linear):
+            if scales is not None:
+                x, scales = x * scales[:, None], None
             x = torch.baddbmm(parameters[f"{name}.bias"][:, None], x, parameters[f"{name}.weight"].mT)
         elif isinstance(layer, Embeddings):
             x = layer.stacked(x, [parameters[f"{name}.tables.{i}"] for i in range(len(layer.tables))])
         else:
             x = layer(x)
     return x
+
+
+def _with_scales(module: nn.Sequential, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of one network, with the scales in the first layer."""
+    scales = parameters.pop(SCALES, None)
+    if scales is None:
+        return parameters
+    first = next(f"{name}.weight" for name, layer in module.named_children() if isinstance(layer, nn.Linear))
+    return parameters | {first: parameters[first] * scales}
 
 
 def _empty(architecture: Architecture, rows: Rows) -> nn.Sequential:
