@@ -33,7 +33,7 @@ from ssla.tabular.training import ACTIVATIONS, Schedule
 AUTO = "auto"
 SMALL_TABLE, LARGE_TABLE = 300, 100_000
 ROWS_VISITED = 4_000_000
-AUTO_TREES = {CLASSES: 50} | dict.fromkeys(VARYING, 60)  # for each network
+AUTO_TREES = dict.fromkeys((CLASSES, *VARYING), 50)  # for each network
 MANY_CLASSES, FEWEST_FOR_TREES = 50, 30
 
 

@@ -65,8 +65,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     trees:
         The number of decision trees that are grown beside each network, on the same rows (boosted; a random forest for
         classes). Rows that both held out choose their share of the mixture, and for numbers how far they move the networks'
-        means. "auto": 60, or 50 for classes, none for fewer than 30 rows or more than 50 classes; 0: none. For mean and log
-        variance and for classes, with early_stopping and tune.
+        means. "auto": 50, none for fewer than 30 rows or more than 50 classes; 0: none. For mean and log variance and for
+        classes, with early_stopping and tune.
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
         Row weights are frequencies here too; rows of weight 0 are ignored.
@@ -107,7 +107,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         learning_rate: float = 1e-2,
         early_stopping: bool = True,
         validation_fraction: float = 0.1,
-        patience: int = 20,
+        patience: int = 16,
         trees: int | str = AUTO,
         conformal: bool = False,
         calibration_fraction: float = 0.2,
