@@ -53,12 +53,21 @@ def trained(tmp_path_factory):
 
 
 def test_train_says_what_it_did_with_every_column(trained):
-    _, facts = trained
+    room, facts = trained
     assert facts["left_out"] == {"id": "80 different texts in 80 rows"}
     assert facts["missing"] == {"size": 7}
     assert facts["inputs"] == 2 + 3 + 1  # size and its flag, three colours, sold
-    assert facts["likelihood"] in ("positive", "heteroscedastic")  # prices: what "auto" chose
+    assert facts["likelihood"] == load(room / "model").ensemble_.settings.likelihood
     assert {"nll", "crps", "coverage 95%"} <= set(facts["scores"])
+
+
+def test_train_says_which_scale_it_chose(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=120)
+    price = np.exp(2 * x + 0.3 * rng.normal(size=120))  # noise grows with the price
+    (tmp_path / "data.csv").write_text("x,price\n" + "".join(f"{a:.4f},{b:.4f}\n" for a, b in zip(x, price, strict=True)))
+    done = call("train", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "model", "--max-epochs", 40, "--json")
+    assert json.loads(done.stdout)["likelihood"] == "positive"
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.fitting import mode as modes
 from support.networks import data, mlp
 from support.oracles import jacobian
 
@@ -454,3 +455,37 @@ def test_polish_that_runs_away_says_so():
     assert any("no mode nearby" in note for note in post.report.notes)
     assert torch.equal(post.theta, post.network.theta)
     assert bool((post.predict(x).interval(0.9).diff(dim=-1) > 0).all())
+
+
+def test_a_mode_that_is_not_reached(monkeypatch):
+    """A warning where the fit needs it; a line in the report where a variational Gaussian starts from the trained weights."""
+    model, (x, y) = mlp(outputs=2), data()
+    settings = {"likelihood": L.HeteroscedasticGaussian(), "prior": priors.Gaussian()}
+    reached = ssla.fit(model, (x, y), **settings)
+    assert reached.report.residual_after < 1e-6
+    monkeypatch.setattr(modes, "MOST_NEWTON_STEPS", 1)
+    for needed in ({"gaussian": "laplace"}, {"mode": "polish"}):
+        with pytest.warns(RuntimeWarning, match="polish did not reach the mode in 1 Newton steps"):
+            ssla.fit(model, (x, y), **settings, **needed)
+    post = ssla.fit(model, (x, y), **settings)
+    assert any("no mode nearby" in note for note in post.report.notes)
+    assert torch.equal(post.theta, post.network.theta)
+    p, wanted = post.predict(x), reached.predict(x)  # the same nearest Gaussian, from elsewhere
+    assert torch.allclose(p.mean, wanted.mean, atol=0.02 * float(wanted.stddev.mean()))
+    assert torch.allclose(p.stddev, wanted.stddev, rtol=0.02)
+    counts = mlp(outputs=1)
+    with pytest.warns(RuntimeWarning, match="polish did not reach the mode"):  # a log-concave likelihood has one
+        ssla.fit(counts, (x, y.abs().round()), likelihood=L.Poisson(), prior=priors.Gaussian())
+
+
+@pytest.mark.parametrize(("distance", "raises"), [(0.2, True), (0.05, False)])
+def test_a_polish_that_stops_where_no_step_rises(distance, raises):
+    """So close to the mode that rounding hides the gain, it is a mode."""
+    notes = []
+    polish = modes.Polish(lambda theta: None, True, False, notes, refuses=True)
+    if raises:
+        with pytest.raises(modes.NoModeError, match="stopped"):
+            polish._stopped("stopped", distance**2)
+    else:
+        polish._stopped("stopped", distance**2)
+    assert notes == ([] if raises else ["stopped"])

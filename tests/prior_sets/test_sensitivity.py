@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -240,3 +241,19 @@ def test_few_rows_count_their_rank_and_other_structures_agree():
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(fit("gaussian"))
+
+
+def test_priors_too_weak_for_the_averages_are_left_out_and_named():
+    """Averages of mean and log variance can curve upwards: the fit's own prior makes up for them, a weaker one does not."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
+    state = ssla.fit(model, (X, Y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian()).state
+    values, vectors = torch.linalg.eigh(state.sums.curvature.as_matrix())
+    values[0] = -0.5
+    bent = replace(state.sums.curvature, matrix=(vectors * values) @ vectors.mT, rows=())
+    post = ssla.Posterior(state.with_sums(replace(state.sums, curvature=bent)))
+    with pytest.warns(UserWarning, match=r"2 of 4 priors were left out \(precision 0.01, precision 0.1\)"):
+        found = ssla.sensitivity(post, NEW, (0.01, 10, 4))
+    assert found.names == ("precision 1", "precision 10")
+    assert found.mean.shape == (2, len(NEW))
+    with pytest.raises(ValueError, match="cannot be factorised"):
+        ssla.sensitivity(post, NEW, [priors.Gaussian(0.1)])

@@ -35,7 +35,6 @@ LABELS = np.array(["low", "middle", "high"])[np.digitize(Y, [50, 55])]
 BATCHES = {"check_sample_weight_equivalence_on_dense_data": "rows are shuffled into batches and left out at random"}
 
 
-@pytest.mark.filterwarnings("ignore:A noise that depends on x could not be fitted")  # classes as numbers have no noise
 @pytest.mark.filterwarnings("ignore:the variational Gaussian did not converge")  # in a handful of rows
 @parametrize_with_checks(
     [make(max_epochs=25, hidden=(16,), batch_size=64) for make in (SSLARegressor, SSLAClassifier)],

@@ -216,11 +216,15 @@ class Job:
         return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(message))))
 
     def _to_mode(self, theta: Tensor, sums: Sums, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
-        """θ at the mode. A variational Gaussian needs none: by default it starts from the trained weights where there is none."""
+        """θ at the mode. A variational Gaussian needs none: where none is reached it starts, by default, from the trained weights."""
+        optional = self.mode != POLISH and self.averages
+        unsure = not concave(self.likelihood)
+        polish = replace(self._polish, refuses=optional and unsure)
+        rough = self.prior is None or (self.tolerance is not None and unsure)
         try:
-            return self._polish.run(theta, sums, bound, nearly=self.prior is None and self._variational)
+            return polish.run(theta, sums, bound, nearly=rough and self._variational)
         except NoModeError:
-            if self.mode == POLISH or not self.averages:
+            if not optional:
                 raise
             self.notes.append("the log posterior has no mode nearby: θ̂ stays, and the variational Gaussian starts from there")
             return theta, sums, 0
@@ -309,8 +313,9 @@ class Job:
         Where there is no mode nearby θ̂ stays, with a note.
         """
         self.mode = POLISH
+        polish = replace(self._polish, refuses=not concave(self.likelihood))
         try:
-            theta, sums, steps = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
+            theta, sums, steps = polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
         except NoModeError:
             note = Note("under the tuned prior the log posterior has no mode nearby: θ̂ stays")
             return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, note)))

@@ -37,7 +37,7 @@ TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding err
 
 
 class NoModeError(ValueError):
-    """Newton steps ran to where the curvature cannot be factorised."""
+    """Newton steps ran to where the curvature cannot be factorised, or (`Polish.refuses`) reached no mode."""
 
 
 @dataclass(eq=False)
@@ -77,9 +77,10 @@ class Polish:
     linear: bool  # whether the outputs are linear in θ
     gaussian: bool  # whether the noise is Gaussian
     notes: list[str]
+    refuses: bool = False  # where no mode is reached: NoModeError in place of a warning
 
     def run(self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False) -> tuple[Tensor, Sums, int]:
-        """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where the prior is still to be chosen."""
+        """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where a prior is still to be chosen."""
         approximate = self.linear and not isinstance(sums.newton_curvature, Dense)
         enough = DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
         enough = APPROXIMATE * math.sqrt(len(theta)) if approximate and not self.gaussian else enough
@@ -124,6 +125,8 @@ class Polish:
         return theta, sums, self._not_converged(MOST_NEWTON_STEPS)
 
     def _stopped(self, note: str, decrement: float) -> None:
+        if self.refuses and decrement > VISIBLE_DECREMENT**2:
+            raise NoModeError(note)
         self.notes.append(note)
         if decrement > VISIBLE_DECREMENT**2:
             warn(
@@ -134,7 +137,10 @@ class Polish:
             )
 
     def _not_converged(self, steps: int) -> int:
-        self.notes.append(f"polish did not converge in {steps} Newton steps")
+        note = f"polish did not converge in {steps} Newton steps"
+        if self.refuses:
+            raise NoModeError(note)
+        self.notes.append(note)
         warn(
             f"polish did not reach the mode in {steps} Newton steps (see posterior.report). Train the network "
             "further, use a stronger prior, or mode='tilt'.",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla._checks import warn
 from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Likelihood
 from ssla.numerics.linalg import root
@@ -30,6 +31,7 @@ from ssla.refit import Refit
 from ssla.refit.increments import at_mode
 from ssla.state import Marginal
 from ssla.structures import Dense
+from ssla.structures.structure import NoFactorError
 from ssla.tuning.evidence import eigenbasis
 
 COUNT = 9
@@ -133,14 +135,26 @@ def sensitivity(
 
     priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a Gaussian prior that keeps the
     means of the posterior's own. How each prior is plugged in, and whether θ̂ moves with it, is `Posterior.with_prior`'s affair;
-    the posteriors are kept, and their reports say it.
+    the posteriors are kept, and their reports say it. Priors too weak for the averages of a variational Gaussian, which are kept,
+    are left out with a warning.
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
-    chosen = named_priors(posterior, priors)
-    posteriors = tuple(posterior.with_prior(prior, convention) for prior in chosen.values())
-    predictives = tuple(p.predict(x, refit) for p in posteriors)
-    return Sensitivity(tuple(chosen), posteriors, predictives, posterior.predict(x, refit), convention, posterior, x)
+    chosen, found, failed = named_priors(posterior, priors), dict[str, Posterior](), dict[str, NoFactorError]()
+    for name, prior in chosen.items():
+        try:
+            found[name] = posterior.with_prior(prior, convention)
+        except NoFactorError as error:
+            failed[name] = error
+    if not found:
+        raise next(iter(failed.values()))
+    if failed:
+        warn(
+            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): with the averages over the data that "
+            "this posterior has, the curvature is not positive definite under them. Fit again with such a prior to compare it."
+        )
+    predictives = tuple(p.predict(x, refit) for p in found.values())
+    return Sensitivity(tuple(found), tuple(found.values()), predictives, posterior.predict(x, refit), convention, posterior, x)
 
 
 def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:

@@ -268,14 +268,13 @@ class _Work:
         held, others = _at_most(held, MOST_HELD_OUT), _at_most(seen, MOST_OTHERS)
         z, y, weights = self.data.of(held)
         prior: Any = self._shared_prior()
-        rough = self.settings.likelihood == CLASSES  # the posterior of all rows starts from there
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
             warnings.filterwarnings("ignore", "the variational Gaussian did not converge", RuntimeWarning)
             warnings.filterwarnings("ignore", "polish did not reach the mode", RuntimeWarning)
-            chosen = self._fit(module, others, likelihood, prior, rough).state
+            chosen = self._fit(module, others, likelihood, prior, rough=True).state
             if prior is None:
                 chosen = tune(
-                    chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True, rough=rough
+                    chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True, rough=True
                 )
                 prior = chosen.prior
                 self.priors.append(prior)

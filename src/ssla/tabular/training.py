@@ -206,7 +206,7 @@ def _train(
         raise FloatingPointError(
             "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or check for extreme values."
         )
-    modules = tuple(_filled(module, _with_scales(module, _unpack(flat, shapes))) for flat in best)
+    modules = tuple(_filled(module, _with_scales(layers, _unpack(flat, shapes))) for flat in best)
     return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
 
 
@@ -284,12 +284,9 @@ def _unpack(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]
 
 def _forward(layers: list[tuple[str, nn.Module]], shapes: Mapping[str, torch.Size], theta: Tensor, x: Tensor) -> Tensor:
     """f (M, B, C) of all members for θ (M, P) and x (M, B, d): batched products, half the time of `vmap`."""
-    parameters = _unpack(theta, shapes)
-    scales = parameters.pop(SCALES, None)
+    parameters = _with_scales(layers, _unpack(theta, shapes))
     for name, layer in layers:
         if isinstance(layer, nn.Linear):
-            if scales is not None:
-                x, scales = x * scales[:, None], None
             x = torch.baddbmm(parameters[f"{name}.bias"][:, None], x, parameters[f"{name}.weight"].mT)
         elif isinstance(layer, Embeddings):
             x = layer.stacked(x, [parameters[f"{name}.tables.{i}"] for i in range(len(layer.tables))])
@@ -298,13 +295,13 @@ def _forward(layers: list[tuple[str, nn.Module]], shapes: Mapping[str, torch.Siz
     return x
 
 
-def _with_scales(module: nn.Sequential, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of one network, with the scales in the first layer."""
+def _with_scales(layers: list[tuple[str, nn.Module]], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters with the scales in the first linear layer, whose inputs then need no gradient."""
     scales = parameters.pop(SCALES, None)
     if scales is None:
         return parameters
-    first = next(f"{name}.weight" for name, layer in module.named_children() if isinstance(layer, nn.Linear))
-    return parameters | {first: parameters[first] * scales}
+    first = next(f"{name}.weight" for name, layer in layers if isinstance(layer, nn.Linear))
+    return parameters | {first: parameters[first] * scales[..., None, :]}
 
 
 def _empty(architecture: Architecture, rows: Rows) -> nn.Sequential:
