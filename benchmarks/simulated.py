@@ -14,7 +14,7 @@ no effect). NLL, RMSE (classes: log-loss, errors) and coverage at 90% of
     CatBoost        native categories, RMSEWithUncertainty (or its defaults for classes), early stopping
     known           the mean of each value shrunken as the simulation has it, everything else known
 
-Counts: Poisson and negative binomial (variance 1.5 and 3 times the mean), 600 rows. Log probability of the count, coverage at 90% of
+Counts: Poisson and negative binomial (variance 1.5 and 3 times the mean), 600 rows. Log probability and coverage at 90% of
 
     ssla            SSLARegressor()
     numbers         SSLARegressor("heteroscedastic"), the probability between y − ½ and y + ½

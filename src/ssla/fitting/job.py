@@ -216,7 +216,7 @@ class Job:
         return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(message))))
 
     def _to_mode(self, theta: Tensor, sums: Sums, bound: BoundPrior) -> tuple[Tensor, Sums, int]:
-        """θ at the mode. A variational Gaussian needs none: where none is reached it starts, by default, from the trained weights."""
+        """θ at the mode. Where none is reached, a variational Gaussian starts by default from the trained weights."""
         optional = self.mode != POLISH and self.averages
         unsure = not concave(self.likelihood)
         polish = replace(self._polish, refuses=optional and unsure)
