@@ -363,17 +363,20 @@ def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
         ranks = ranks_of(np.array(values)).mean(0)
         critical = STUDENTISED[len(able) - 2] * math.sqrt(len(able) * (len(able) + 1) / (6 * len(tables)))
         order = ranks.argsort()
+        free = [0.0, 0.0]  # from where on a label above, or below, has room
         for place, m in enumerate(order):
+            below = place % 2
+            at = max(ranks[m], free[below])
+            free[below] = at + 0.03 * len(able)
             ax.plot(ranks[m], 0, "o", color="#0072B2" if able[m] == "ssla" else "#555555", markersize=5)
             ax.annotate(
                 f"{able[m]} {ranks[m]:.1f}",
-                (ranks[m], 0),
-                xytext=(0, 8 if place % 2 == 0 else -8),
-                textcoords="offset points",
+                (at, -0.2 if below else 0.2),
                 rotation=35,
-                ha="left" if place % 2 == 0 else "right",
-                va="bottom" if place % 2 == 0 else "top",
+                ha="right" if below else "left",
+                va="top" if below else "bottom",
                 fontsize=7,
+                annotation_clip=False,
             )
         best = ranks[order[0]]
         ax.plot([best, best + critical], [-1.5, -1.5], color="#D55E00", lw=2, solid_capstyle="butt")
