@@ -255,5 +255,6 @@ def test_priors_too_weak_for_the_averages_are_left_out_and_named():
         found = ssla.sensitivity(post, NEW, (0.01, 10, 4))
     assert found.names == ("precision 1", "precision 10")
     assert found.mean.shape == (2, len(NEW))
-    with pytest.raises(ValueError, match="cannot be factorised"):
-        ssla.sensitivity(post, NEW, [priors.Gaussian(0.1)])
+    for weak in (0.1, 0.55):  # 0.55 − 0.5: a variance of eleven times the prior's, which nobody would believe
+        with pytest.raises(ValueError, match="cannot be factorised"):
+            ssla.sensitivity(post, NEW, [priors.Gaussian(weak)])

@@ -20,6 +20,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Likelihood
+from ssla.likelihoods.averages import concave
 from ssla.numerics.linalg import root
 from ssla.posterior import Posterior
 from ssla.predictive import GaussianLaw, Predictive
@@ -37,6 +38,7 @@ from ssla.tuning.evidence import eigenbasis
 COUNT = 9
 NAME, TEXT = 17, 67  # columns of a name in the printed table, and of a line: 80 with the indent of `ssla sensitivity`
 RANK_TOLERANCE = 1e-10
+NEEDED = 0.8  # of a prior's precision: with all of it, averages that curve upwards could have any variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,18 +145,26 @@ def sensitivity(
     chosen, found, failed = named_priors(posterior, priors), dict[str, Posterior](), dict[str, NoFactorError]()
     for name, prior in chosen.items():
         try:
-            found[name] = posterior.with_prior(prior, convention)
+            found[name] = _under(posterior, prior, convention)
         except NoFactorError as error:
             failed[name] = error
     if not found:
         raise next(iter(failed.values()))
     if failed:
         warn(
-            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): with the averages over the data that "
-            "this posterior has, the curvature is not positive definite under them. Fit again with such a prior to compare it."
+            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the averages over the data that this "
+            "posterior has curve upwards too much for them. Fit again with such a prior to compare it."
         )
     predictives = tuple(p.predict(x, refit) for p in found.values())
     return Sensitivity(tuple(found), tuple(found.values()), predictives, posterior.predict(x, refit), convention, posterior, x)
+
+
+def _under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
+    """The posterior under another prior; NoFactorError where the averages that it keeps curve upwards too much for that one."""
+    moved = posterior.with_prior(prior, convention)
+    if moved.state.variational is not None and not concave(moved.likelihood):
+        moved.state.sums.curvature.with_prior(NEEDED * moved.bound_prior.precision(moved.state.mean))
+    return moved
 
 
 def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
