@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -228,6 +229,22 @@ def test_an_old_model_that_cannot_be_put_back_is_kept(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_no_reader_finds_a_model_that_is_being_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(replacing, "_renameat2", None)
+    path, real, found = save(tmp_path / "model", 0), shutil.rmtree, []
+
+    def rmtree(where, **options):
+        found.append(list(tmp_path.glob(".*/old")))
+        real(where, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        save(path, 1)
+    assert found
+    assert not any(found)
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def in_threads(*works):
     """Run until the first error, or the end of all."""
     faults = []
@@ -247,16 +264,20 @@ def in_threads(*works):
 
 
 def test_readers_beside_writers_read_complete_models(way, tmp_path):
-    path, until, reads = save(tmp_path / "model", 0), time.monotonic() + 2, []
+    path, start, reads = save(tmp_path / "model", 0), time.monotonic(), []
 
-    def writer(start):
-        number = start
-        while time.monotonic() < until:
+    def going():
+        """For two seconds, or on a slow disk until enough was read."""
+        passed = time.monotonic() - start
+        return passed < 2 or (passed < 30 and len(set(reads)) <= 10)
+
+    def writer(number):
+        while going():
             save(path, number)
             number += 2
 
     def reader():
-        while time.monotonic() < until:
+        while going():
             reads.append(number_at(path))
 
     in_threads(lambda: writer(0), lambda: writer(1), reader, reader)

@@ -4,6 +4,7 @@
       lock                  locked while the writing process is alive
       new                   the draft
       old                   only without an atomic exchange: the old target, between two renames
+      gone                  the same, while it is removed
 
 At all times the complete old or the complete new one is at the target. Without an atomic exchange of two directories
 (renameat2 of Linux) a process that is killed between two renames leaves `old`: `surviving` finds it, and the next save moves
@@ -95,7 +96,16 @@ def _leave(place: Path, target: Path) -> None:
             os.rename(old, target)
     if target.exists() or not old.exists():
         with contextlib.suppress(OSError):  # an interrupt inside rmtree can raise one
+            _discard(old)
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _discard(old: Path) -> None:
+    """Remove a directory under another name, so that no reader finds it when half of it is gone."""
+    gone = old.with_name("gone")
+    with contextlib.suppress(OSError):  # there is none
+        os.rename(old, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _put(draft: Path, target: Path, old: Path) -> None:
@@ -104,7 +114,7 @@ def _put(draft: Path, target: Path, old: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # the target does not exist, or another writer has moved it
             if _exchange(draft, target):
                 return
-            shutil.rmtree(old, ignore_errors=True)  # from an earlier try; the target is complete
+            _discard(old)  # from an earlier try; the target is complete
             os.rename(target, old)
         try:
             os.rename(draft, target)
