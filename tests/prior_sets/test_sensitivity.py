@@ -256,5 +256,13 @@ def test_priors_too_weak_for_the_averages_are_left_out_and_named():
     assert found.names == ("precision 1", "precision 10")
     assert found.mean.shape == (2, len(NEW))
     for weak in (0.1, 0.55):  # 0.55 − 0.5: a variance of eleven times the prior's, which nobody would believe
-        with pytest.raises(ValueError, match="cannot be factorised"):
+        with pytest.raises(ValueError, match=r"1 of 1 priors were left out.*curve upwards") as caught:
             ssla.sensitivity(post, NEW, [priors.Gaussian(weak)])
+        assert "cannot be factorised" in str(caught.value.__cause__)
+
+
+def test_a_prior_under_which_the_data_are_too_few_is_an_error():
+    """Not left out: there are no averages to blame."""
+    post = ssla.fit(nn.Linear(3, 1).double(), (X[:2], Y[:2]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
+    with pytest.raises(ValueError, match=r"cannot be factorised|do not determine|not determined"):
+        ssla.sensitivity(post, NEW, {"flat": priors.Flat(), "own": priors.Gaussian()})

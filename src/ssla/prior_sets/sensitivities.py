@@ -147,14 +147,17 @@ def sensitivity(
         try:
             found[name] = _under(posterior, prior, convention)
         except NoFactorError as error:
+            if not _keeps_averages(posterior, convention):
+                raise
             failed[name] = error
-    if not found:
-        raise next(iter(failed.values()))
     if failed:
-        warn(
+        message = (
             f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the averages over the data that this "
             "posterior has curve upwards too much for them. Fit again with such a prior to compare it."
         )
+        if not found:
+            raise ValueError(message) from next(iter(failed.values()))
+        warn(message)
     predictives = tuple(p.predict(x, refit) for p in found.values())
     return Sensitivity(tuple(found), tuple(found.values()), predictives, posterior.predict(x, refit), convention, posterior, x)
 
@@ -162,9 +165,14 @@ def sensitivity(
 def _under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
     """The posterior under another prior; NoFactorError where the averages that it keeps curve upwards too much for that one."""
     moved = posterior.with_prior(prior, convention)
-    if moved.state.variational is not None and not concave(moved.likelihood):
+    if _keeps_averages(posterior, convention):
         moved.state.sums.curvature.with_prior(NEEDED * moved.bound_prior.precision(moved.state.mean))
     return moved
+
+
+def _keeps_averages(posterior: Posterior, convention: str) -> bool:
+    """Whether another prior keeps averages over the data, of a likelihood for which they can curve upwards."""
+    return convention == EXACT and posterior.state.variational is not None and not concave(posterior.likelihood)
 
 
 def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
