@@ -1,8 +1,10 @@
 """What the processes of test_distributed.py fit; run as a script it is one rank of a gloo group."""
 
 import sys
+from pathlib import Path
 
 import torch
+import torch.distributed.nn  # before there is a group: its default arguments would keep the group, and its threads, until the end
 from torch import nn
 
 import ssla
@@ -155,6 +157,8 @@ def main(script, folder, rank, count):
         for name, work in unlike(rank).items():
             attempt(work, f"{name}: ")
     torch.distributed.destroy_process_group()
+    left = [name for task in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := task.read_text())]
+    assert not left, f"threads that would abort this rank at its end: {left}"
 
 
 if __name__ == "__main__":
