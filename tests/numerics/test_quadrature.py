@@ -125,3 +125,12 @@ def test_a_cliff_does_not_make_the_spline_overshoot(height, steep, at):
     q = torch.tensor([0.025, 0.5, 0.975], dtype=torch.float64)
     expected = z[torch.searchsorted(exact / exact[-1], q)]
     assert (grid.icdf(q[None])[0] - expected).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_root_at_an_end_of_its_bracket_is_found_whatever_its_sign_is_by_rounding(end):
+    """0.5 is the distribution function at a fine point of a symmetric density: there it was 0.488, by an error of 1e-17."""
+    rounding = torch.tensor([-1e-17, 0.0, 1e-17], dtype=torch.float64)
+    low, high = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    found = quadrature.bracketed_root(lambda x: torch.where(x == end, rounding, x - end), low, high)
+    torch.testing.assert_close(found, torch.full_like(found, end), rtol=0, atol=1e-15)

@@ -246,7 +246,7 @@ def test_an_input_that_the_network_ignores_causes_no_doubt():
         network[0].weight[:, 2] = 0.0
     posterior = ssla.fit(network, (X, SINE), likelihood=NOISE[1], prior=PRIOR)
     found = ssla.explain(posterior, NEW, reference=torch.zeros(3)).inputs
-    assert (found[:, 2] == 0).all()
+    assert (found[:, 2].abs() < 1e-15).all()  # rounding: other rows of a product
     assert (found[:, :2].abs() > 1e-6).all()
 
 

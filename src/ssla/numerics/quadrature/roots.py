@@ -16,12 +16,14 @@ def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tens
 
     Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends when every bracket has
     the width of rounding error, or a value of at most `noise`, which is the rounding error of the function. Where low = high,
-    or either is infinite, the result is low.
+    or either is infinite, the result is low. An end where the function is zero, or has the other sign by rounding, is the root.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
     anywhere = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
     a, b = torch.where(settled, anywhere, high), torch.where(settled, anywhere, low)
     fa, fb = function(a), function(b)
+    end = torch.where((fa <= 0) & (fb < 0) & ~settled, high, low)
+    settled = settled | (fa <= 0) | (fb >= 0)
     best, part = a, torch.full_like(a, 0.5)
     for _ in range(MOST_ROUNDS):
         x = a + part * (b - a)
@@ -40,4 +42,4 @@ def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tens
         step = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
         part = torch.where(safe & torch.isfinite(step), step, torch.full_like(step, 0.5))
         part = torch.minimum(torch.maximum(part, least), 1 - least).clamp(0, 1)
-    return torch.where(settled, low, best)
+    return torch.where(settled, end, best)
