@@ -43,3 +43,19 @@ def test_the_package_alone_does_not_load_torch():
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'ssla' has no attribute 'fitt'"):
         _ = ssla.fitt
+
+
+def test_no_fit_or_prediction_loads_the_compiler():
+    """torch's compiler needs sympy, whose import takes two to eight seconds; torch.broadcast_shapes, for example, loads both."""
+    code = """
+import sys, torch, ssla
+from ssla import likelihoods as L
+x = torch.linspace(-1, 1, 20)[:, None]
+own = L.custom(lambda y, f: -(y - f[..., 0]).abs(), support="real")
+for law, outputs in ((L.Gaussian(1.0), 1), (L.Categorical(), 3), (L.Bernoulli(), 1), (L.Poisson(), 1), (own, 1)):
+    y = (x[:, 0] > 0).long() if outputs == 3 or not isinstance(law, L.Gaussian) else x[:, 0]
+    ssla.fit(torch.nn.Linear(1, outputs), (x, y), likelihood=law).predict(x).log_prob(y)
+assert "sympy" not in sys.modules
+"""
+    found = run(code)
+    assert found.returncode == 0, found.stderr[-800:]

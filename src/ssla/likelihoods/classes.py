@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
 
 
@@ -48,7 +48,7 @@ class Bernoulli:
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f), f[..., 0]
         value = torch.sigmoid(a) * torch.sigmoid(-a)
-        return value.expand(torch.broadcast_shapes(y.shape, a.shape))[..., None, None]
+        return value.expand(common_shape(y, a))[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
         return (torch.sigmoid(f) * torch.sigmoid(-f)).unsqueeze(-1)
@@ -95,13 +95,13 @@ class Categorical:
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         logs = torch.log_softmax(f, -1)
         y = y.long()
-        shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        shape = common_shape(y, f[..., 0])
         return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y exceeds one."""
         y = y.long()
-        shape = torch.broadcast_shapes(y.shape, f_new.shape[:-1], f_old.shape[:-1])
+        shape = common_shape(y, f_new[..., 0], f_old[..., 0])
         d = (f_new - f_old).expand(*shape, -1)
         d = d - d.gather(-1, y.expand(shape).unsqueeze(-1))
         close = -torch.log1p((torch.softmax(f_old, -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
@@ -114,7 +114,7 @@ class Categorical:
         return hit * others.sum(-1, keepdim=True) - others
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        shape = common_shape(y, f[..., 0])
         return self.fisher(f).expand(*shape, -1, -1)
 
     def fisher(self, f: Tensor) -> Tensor:

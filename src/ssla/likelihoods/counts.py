@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ssla._checks import one_of, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, capped_exp, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import (
+    Derivatives,
+    Likelihood,
+    capped_exp,
+    common_shape,
+    event,
+    need_outputs,
+    softplus_difference,
+)
 from ssla.likelihoods.support import Counts, Support
 
 
@@ -77,7 +85,7 @@ class Poisson:
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f).to(f.dtype), f[..., 0]
-        value = capped_exp(a).expand(torch.broadcast_shapes(y.shape, a.shape)) if self.linear_domain else y / (a * a)
+        value = capped_exp(a).expand(common_shape(y, a)) if self.linear_domain else y / (a * a)
         return value[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import unknown_name, warn
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, uniform
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, uniform
 from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
 from ssla.numerics import quadrature
 
@@ -62,7 +62,7 @@ class Custom:
         value = self.log_prob_function(y, f)
         if not isinstance(value, Tensor):
             raise TypeError(f"log_prob(y, f) must return a tensor with one value for each y, but returned {value!r}.")
-        expected = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        expected = common_shape(y, f[..., 0])
         if value.shape != expected:
             raise ValueError(
                 f"log_prob(y, f) must return one value for each y: for y {tuple(y.shape)} and f {tuple(f.shape)} the shape "
@@ -107,7 +107,7 @@ class Custom:
     def _differentiate(self, y: Tensor, f: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """log p, g and Λ. Rows are independent, so the gradient of a sum over rows holds the derivative of each row."""
         y = event(y, f)
-        shape = torch.broadcast_shapes(y.shape, f.shape[:-1])
+        shape = common_shape(y, f[..., 0])
         with torch.enable_grad():
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
             value = self.log_prob(y, free)

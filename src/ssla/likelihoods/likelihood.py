@@ -115,6 +115,12 @@ def event(y: Tensor, f: Tensor) -> Tensor:
     return y
 
 
+def common_shape(*parts: Tensor) -> torch.Size:
+    """The shape to which all parts broadcast. (torch.broadcast_shapes would import the compiler first, which takes seconds.)"""
+    shape: torch.Size = torch.broadcast_tensors(*parts)[0].shape
+    return shape
+
+
 def need_outputs(name: str, outputs: int, expected: int, meaning: str) -> None:
     """ValueError unless the network has the number of outputs that the likelihood needs."""
     if outputs != expected:

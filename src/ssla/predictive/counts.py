@@ -26,7 +26,7 @@ WIDEST_REACH = 30.0
 WIDER = 1.6  # the factor from one reach to the next
 LARGEST_COUNT = 1e30
 SMALL_DOUBT = 0.25
-SINGLE_COUNTS = 128
+SINGLE_COUNTS = 128  # every window has these, so that a probability that rises again is seen
 NOTHING = -1e300  # log of no probability, finite so that sums of it are
 MODE_ROUNDS = 12
 TASKS_AT_ONCE = 1 << 18
@@ -211,7 +211,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
         for rows in _groups(pending, mean, scale, reach):
             table = tabulate(rows, reach)
             left, right = tails_of(table)
-            done = (left <= TAIL) & (right <= TAIL)
+            done = (left <= TAIL) & (right <= TAIL) & (table.edges[:, -1] > SINGLE_COUNTS)
             endless = torch.isinf(right) & last
             if bool(done.any()):
                 tables += resolved(_some(table, done), reach)
@@ -256,9 +256,15 @@ def _edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
         steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * by_unit) + 1
         growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / by_unit)
         more = torch.cat([more, growing.round()])
-    # beyond a row's last edge: small counts repeat it, so that its window is widened; others are blocks without a count, at zero
-    surplus = torch.where(more > SINGLE_COUNTS, 0.0, edges[:, -1:])
-    return torch.cat([edges, torch.where(more < edges[:, -1:], more, surplus)], 1).sort(1).values
+    inside = torch.where(more < edges[:, -1:], more, 0.0)
+    return _different(torch.cat([edges, inside], 1).sort(1).values)
+
+
+def _different(edges: Tensor) -> Tensor:
+    """The different edges of each row, after repetitions of its first one where it has fewer: few blocks without a count."""
+    new = torch.cat([torch.ones_like(edges[:, :1], dtype=torch.bool), edges.diff(dim=1) > 0], 1)
+    kept = new.to(torch.uint8).argsort(dim=1, stable=True)[:, -int(new.sum(1).max()) :]
+    return torch.where(new.gather(1, kept), edges.gather(1, kept), edges[:, :1])
 
 
 def block_totals(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,7 @@ weakens or strengthens an input as a whole. At the end the scales are part of W.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from ssla.likelihoods import Likelihood
 from ssla.network.unset import unset_linear
 from ssla.tabular.embeddings import Embeddings, first_weights
 from ssla.tabular.pieces import Pieces, place
+from ssla.tabular.threads import one_thread_if
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 SMALLEST_LOG_VARIANCE = -14.0  # without it, σ of a noise-free target would go to zero
@@ -110,17 +110,6 @@ class Trained:
     losses: Tensor  # validation loss by epoch (epochs, M)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for small products: a second one does not help, and on a busy machine it can be ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def train(
     architecture: Architecture,
     likelihood: Likelihood | None,
@@ -136,7 +125,7 @@ def train(
     epoch is kept. Draws from its own generator only.
     """
     work = len(rows.held_out) * (schedule.batch_size or len(rows.x)) * sum(a * b for a, b in pairwise(architecture.widths))
-    with _one_thread() if work < WORTH_THREADS else nullcontext():
+    with one_thread_if(work < WORTH_THREADS):
         return _train(architecture, likelihood, rows, schedule, seed, start, on_epoch)
 
 
