@@ -207,22 +207,23 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     pending, reach = torch.arange(f.shape[0]), FIRST_REACH
     while pending.numel():
         last = reach >= WIDEST_REACH
-        again = []
-        for rows in _groups(pending, mean, scale, reach):
+        short = mean[pending] + scale[pending] * math.sinh(reach) <= SINGLE_COUNTS
+        again = [pending[short]]
+        for rows in _groups(pending[~short], mean, scale, reach):
             table = tabulate(rows, reach)
             left, right = tails_of(table)
-            done = (left <= TAIL) & (right <= TAIL) & (table.edges[:, -1] > SINGLE_COUNTS)
+            done = (left <= TAIL) & (right <= TAIL)
             endless = torch.isinf(right) & last
             if bool(done.any()):
                 tables += resolved(_some(table, done), reach)
-            short = ~done & ~endless & last
-            if bool(short.any()):
-                tables.append(_some(table, short)._replace(accurate=done[short]))
+            cut = ~done & ~endless & last
+            if bool(cut.any()):
+                tables.append(_some(table, cut)._replace(accurate=done[cut]))
             if bool(endless.any()):
                 tables.append(_cut_at_valley(tabulate(rows[endless], FIRST_REACH), mean[rows[endless]]))
             if not last:
                 again.append(rows[~done])
-        pending = torch.cat(again) if again else pending[:0]
+        pending = torch.cat(again)
         reach = min(WIDER * reach, WIDEST_REACH)
     inaccurate = torch.zeros_like(fallback)
     for table in tables:
