@@ -141,6 +141,22 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
     assert few.ensemble_.settings.likelihood == "gaussian"
 
 
+def test_where_the_logarithmic_scale_cannot_be_fitted_the_target_keeps_its_own(monkeypatch):
+    """Most of the targets may be zero, without noise on that scale: this is no reason for a constant noise, nor for a warning."""
+    rng = np.random.default_rng(2)
+    X = rng.normal(size=(80, 2))
+    fit_rows = SSLARegressor._fit_rows
+
+    def refuses(self, *rest, rival=None):
+        if rival is not None:
+            raise NoFactorError("The curvature cannot be factorised: no noise.")
+        return fit_rows(self, *rest)
+
+    monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
+    model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X, np.exp(X[:, 0] + rng.normal(size=80)))
+    assert model.ensemble_.settings.likelihood == "heteroscedastic"
+
+
 @pytest.mark.parametrize("likelihood", ["heteroscedastic", "gaussian"])
 def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all(monkeypatch, likelihood):
     monkeypatch.setattr(building, "MOST_FITTED", 100)

@@ -190,21 +190,23 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return HETEROSCEDASTIC if y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer" else GAUSSIAN
 
     def _fit_target(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, related: Related) -> Ensemble:
-        """The ensemble; "auto" takes constant noise, with a warning, where a noise that depends on x cannot be fitted."""
+        """The ensemble; "auto" takes the target's own scale, then with a warning constant noise, where a fit is impossible."""
         likelihood = self._likelihood(y)
         self._settings(likelihood, len(y))  # wrong settings are refused here
         decides = self.likelihood == AUTO and likelihood == HETEROSCEDASTIC
-        problem = None
-        try:
-            rival = POSITIVE if decides and varies_by_factors(y) else None
-            numbers = self._fit_rows(X, y, weights, likelihood, related, rival=rival)
-        except (NoFactorError, NoModeError) as error:
-            if not decides:
-                raise
-            problem = str(error).split(":")[0]
-            numbers = self._fit_rows(X, y, weights, GAUSSIAN, related)
+        tries: list[tuple[str, str | None]] = [(likelihood, POSITIVE)] if decides and varies_by_factors(y) else []
+        tries += [(likelihood, None), (GAUSSIAN, None)] if decides else [(likelihood, None)]
+        problem = ""
+        for name, rival in tries:
+            try:
+                numbers = self._fit_rows(X, y, weights, name, related, rival=rival)
+                break
+            except (NoFactorError, NoModeError) as error:
+                problem = str(error).split(":")[0]
+                if (name, rival) == tries[-1]:
+                    raise
         counts = self._fit_counts(numbers, X, y, weights, related) if decides else None
-        if counts is None and problem is not None:
+        if counts is None and decides and name == GAUSSIAN:
             warn(
                 "A noise that depends on x could not be fitted, as where the target has no noise: constant noise was used. "
                 f"Give likelihood='gaussian' to choose it. ({problem})"
