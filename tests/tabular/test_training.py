@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from ssla.likelihoods import HeteroscedasticGaussian
 from ssla.predictive.positive import Positive
@@ -72,12 +73,32 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         (slope,) = torch.autograd.grad(z.sum(), y)
         by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
     gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
-    found_gain = building._gains(targets, found.losses, HELD, ONES)
+    found_gain = building._gains(targets, found.losses, building._Data(X, Y, ONES, HELD))
     assert np.allclose(found_gain, gain, atol=1e-10)
-    for wanted, chosen in (((0.12, 0.02), 1), ((0.12, -0.02), 0), ((0.009, 0.009), 0), ((0.02, 0.02), 1)):  # mean, error, least
-        changed = found.losses.clone()
-        changed[:, 2:] += found_gain - torch.tensor(wanted, dtype=torch.float64)
-        assert building._best(targets, changed, HELD, ONES) == chosen
+    for gains, chosen in (((0.12, 0.02), 1), ((0.12, -0.02), 0), ((0.009, 0.009), 0), ((0.02, 0.02), 1)):  # mean, error, least
+        assert building._best(torch.tensor(gains, dtype=torch.float64)) == chosen
+
+
+def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_rounds_to_them():
+    """Against the distribution functions of SciPy, on both scales."""
+    y = Y.abs().round()
+    targets = [building._Target.of(y, ONES, name) for name in ("heteroscedastic", "positive")]
+    found = trained(4, torch.stack([target.y for target in targets]).repeat_interleave(2, 0))
+    modules = [found.modules[:2], found.modules[2:]]
+    by_hand = np.zeros((2, 2))
+    for k, target in enumerate(targets):
+        for m, module in enumerate(modules[k]):
+            f, rows = module(X[HELD[m]]).detach(), y[HELD[m]]
+            ends = [rows - 0.5, rows + 0.5]
+            low, high = (
+                ((end if target.scale is None else target.scale.into(end)) - target.unit.shift) / target.unit.scale
+                for end in ends
+            )
+            low, high, law = low.numpy(), high.numpy(), stats.norm(f[:, 0].numpy(), np.exp(f[:, 1].numpy() / 2))
+            by_hand[k, m] = np.log(law.cdf(high) - np.where(rows.numpy() == 0, 0, law.cdf(low))).mean()
+    data = building._Data(X, y, ONES, HELD)
+    gains = building._gains_of_counts(targets, modules, data, HeteroscedasticGaussian())
+    assert np.allclose(gains, by_hand[1] - by_hand[0], atol=1e-8)
 
 
 def test_the_scale_of_positive_targets_begins_at_their_five_per_cent_quantile():

@@ -31,6 +31,7 @@ from ssla.tabular.scaling import Scaling, scaling_of
 from ssla.tabular.stacking import shares
 from ssla.tabular.training import Architecture, Rows, train
 from ssla.tabular.trees import calibrated_trees
+from ssla.tabular.whole_numbers import log_probs, small_counts
 from ssla.tuning import tune
 
 PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
@@ -85,10 +86,14 @@ def fit_ensemble(
     rows = Rows(z.to(dtype), found[0], weights.to(dtype), held.repeat(len(found), 1), edges, by_member)
     start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
     trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
-    best = _best(targets, trained.losses, held, weights)
-    target, y = targets[best], targets[best].y
+    members = len(held)
+    by_target = [tuple(m.double() for m in trained.modules[k * members :][:members]) for k in range(len(targets))]
+    best = 0
+    if len(targets) > 1 and likelihood is not None:
+        data, counted = _Data(z, y, weights, held), small_counts(y, weights)
+        best = _best(_gains_of_counts(targets, by_target, data, likelihood) if counted else _gains(targets, trained.losses, data))
+    target, y, modules = targets[best], targets[best].y, by_target[best]
     settings = replace(settings, likelihood=target.likelihood)
-    modules = tuple(module.double() for module in trained.modules[best * len(held) :][: len(held)])
     if likelihood is not None:
         some = _at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED)
         z, y, weights, held = z[some], y[some], weights[some], held[:, some]
@@ -137,6 +142,11 @@ class _Target:
         unit = scaling_of(columns, weights)
         return _Target(unit(columns).reshape(y.shape), likelihood, scale, unit)
 
+    def log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+        """log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C)."""
+        assert self.unit is not None
+        return log_probs(likelihood, f, self.unit, self.scale, y)
+
     @property
     def log_slopes(self) -> Tensor:
         """log dy/dz for the standardised z of each row (n,), of one continuous target."""
@@ -145,11 +155,8 @@ class _Target:
         return self.unit.scale.log() + (torch.zeros_like(self.y) if self.scale is None else self.scale.log_slope(z))
 
 
-def _best(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> int:
-    """Which targets are predicted best, by the NLL of y at held-out rows (M, n), from the losses (epochs, targets · M)."""
-    if len(targets) == 1:
-        return 0
-    gain = _gains(targets, losses, held, weights)
+def _best(gain: Tensor) -> int:
+    """Which of two targets is predicted best, by the gains of the second (M,)."""
     error = float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
     return int(float(gain.mean()) > max(WORTH_A_SCALE, error))
 
@@ -160,13 +167,30 @@ def fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
     return whole if ensemble.held is None or ensemble.held.shape[1] == rows else _at_most(whole, MOST_FITTED)
 
 
-def _gains(targets: list[_Target], losses: Tensor, held: Tensor, weights: Tensor) -> Tensor:
-    """How much lower the NLL of y is with the second targets, for each member (M,)."""
-    shares = held * weights
+def _gains(targets: list[_Target], losses: Tensor, data: _Data) -> Tensor:
+    """How much lower the NLL of y at held-out rows is with the second targets, for each member (M,).
+
+    losses: the NLL of the targets there (epochs, targets · M).
+    """
+    shares = data.held * data.weights
     shares = shares / shares.sum(1, keepdim=True)
     lowest = losses.amin(0).reshape(len(targets), -1)
     first, second = (own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True))
     return torch.sub(first, second)
+
+
+def _gains_of_counts(
+    targets: list[_Target], modules: list[tuple[nn.Sequential, ...]], data: _Data, likelihood: Likelihood
+) -> Tensor:
+    """The same for small counts: how much higher log P(y) is (M,)."""
+    found = []
+    for m, held in enumerate(data.held):
+        z, y, weights = data.of(held)
+        with torch.no_grad():
+            parts = zip(targets, modules, strict=True)
+            first, second = (target.log_probs(likelihood, own[m](z), y) for target, own in parts)
+        found.append(weights @ (second - first) / weights.sum())
+    return torch.stack(found)
 
 
 def _fraction(settings: Settings, rows: int) -> float:

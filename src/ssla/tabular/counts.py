@@ -2,11 +2,7 @@
 
 A mixture of Poisson laws over x has a variance of at least its mean. So a grade from 3 to 9 cannot be one, and large counts
 are numbers in practice. For the rest, held-out rows decide, by the networks that held them out, as these were trained: P(y) of
-a Poisson law against
-
-    P(y − ½ < Y < y + ½)        (y = 0: P(Y < ½))
-
-of a continuous one.
+a Poisson law against that of a continuous one (`ssla.tabular.whole_numbers`).
 """
 
 from __future__ import annotations
@@ -15,23 +11,22 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.predictive.positive import Censored, Positive, log_between
+from ssla.predictive.positive import Censored, Positive
+from ssla.tabular import whole_numbers
 from ssla.tabular.building import fitted_rows
 from ssla.tabular.ensemble import Ensemble
 
 POISSON = "poisson"
-LARGEST_SPREAD = 5.0  # standard deviation of counts for which it matters that they are discrete
 LEAST_DISPERSION = 0.7  # variance/mean of y
 DISPERSIONS = (0.6, 1.6)  # mean squared error/mean at held-out rows; a Poisson law has 1
 
 
 def may_be_poisson(y: Tensor, weights: Tensor) -> bool:
     """Whether targets (n,) are small counts with more than two values, which do not vary less than Poisson counts."""
-    if y.dim() != 1 or bool((y < 0).any()) or bool((y != y.round()).any()) or bool((y <= 1).all()):
+    if not whole_numbers.small_counts(y, weights):
         return False
     mean = weights @ y / weights.sum()
-    variance = weights @ (y - mean) ** 2 / weights.sum()
-    return float(variance) <= LARGEST_SPREAD**2 and float(variance) >= LEAST_DISPERSION * float(mean)
+    return float(weights @ (y - mean) ** 2 / weights.sum()) >= LEAST_DISPERSION * float(mean)
 
 
 def worth_counting(numbers: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> bool:
@@ -70,15 +65,13 @@ def log_probs(ensemble: Ensemble, member: int, x: Tensor, y: Tensor) -> Tensor:
     likelihood, f = _outputs(ensemble, member, x)
     if ensemble.target is None:
         return likelihood.log_prob(y, f)
-    ends = torch.stack([y - 0.5, y + 0.5], 1)
-    mean, sd = _on_scale(ensemble, likelihood, f)
-    t = ((ends if ensemble.scale is None else ensemble.scale.into(ends)) - mean[:, None]) / sd[:, None]
-    return log_between(torch.where(y == 0, -torch.inf, t[:, 0]), t[:, 1])
+    return whole_numbers.log_probs(likelihood, f, ensemble.target, ensemble.scale, y)
 
 
 def means(numbers: Ensemble, member: int, x: Tensor) -> Tensor:
     """The mean of y (n,) at x (n, d), by one network as it was trained."""
-    mean, sd = _on_scale(numbers, *_outputs(numbers, member, x))
+    assert numbers.target is not None
+    mean, sd = whole_numbers.moments(*_outputs(numbers, member, x), numbers.target)
     return numbers.scale.moments_of_normals(mean, sd)[0] if isinstance(numbers.scale, Positive | Censored) else mean
 
 
@@ -86,14 +79,6 @@ def _outputs(ensemble: Ensemble, member: int, x: Tensor) -> tuple[Likelihood, Te
     likelihood = next(part.posterior.likelihood for part in ensemble.components if part.member == member)
     with torch.no_grad():
         return likelihood, ensemble.modules[member](ensemble.standardised(x))
-
-
-def _on_scale(numbers: Ensemble, likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (n,) of a Gaussian, on the scale of the target."""
-    assert numbers.target is not None
-    shift, unit = numbers.target.shift[0], numbers.target.scale[0]
-    mean, variance = (part.reshape(len(f)) for part in (likelihood.mean(f), likelihood.variance(f)))
-    return shift + unit * mean, unit * variance.sqrt()
 
 
 def _held_out(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
