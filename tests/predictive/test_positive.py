@@ -128,6 +128,16 @@ def test_zero_is_possible_and_negative_values_are_refused():
     assert np.isfinite(float(metrics.crps(opened, np.ones(3))))
 
 
+def test_what_is_below_zero_becomes_exactly_zero():
+    """1 + (low − 1) − low is 1e-17 for a quarter of all `low`: the lower ends of intervals were above zero, and zeros outside."""
+    z = torch.tensor([-50.0, -1e300], dtype=torch.float64)
+    for low in np.random.default_rng(0).uniform(-16, 16, 400):
+        scale = Positive(low, low + 5)
+        assert (scale.out(z) == 0).all()
+        at = torch.tensor([scale.zero, scale.zero + 1e-3], dtype=torch.float64)
+        assert torch.allclose(scale.out(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10)
+
+
 def test_variance_is_divided_as_on_the_scale_of_the_model():
     base = normals()
     p = transformed(base, SCALE)

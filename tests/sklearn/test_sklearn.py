@@ -330,3 +330,9 @@ def test_class_weights_are_row_weights(tmp_path):
     assert np.array_equal(load(one.save(tmp_path / "model")).predict_proba(X), one.predict_proba(X))
     with pytest.raises(ValueError, match="class_weight"):
         SSLAClassifier(class_weight="equal", **options).fit(X, LABELS)
+
+
+def test_missing_labels_are_refused():
+    labels = np.array(["a", "b", None] * 20, dtype=object)
+    with pytest.raises(ValueError, match=r"20 labels of y are missing \(first: row 2\)"):
+        SSLAClassifier().fit(np.zeros((60, 2)), labels)

@@ -168,3 +168,30 @@ def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all
     assert 0.8 < float(metrics.coverage(model.predict_dist(X), y, 0.9)) < 0.98
     ends = model.predictive_set(X, 0.9)
     assert np.mean((ends[:, 0] <= y) & (y <= ends[:, 1])) > 0.85
+
+
+@pytest.mark.parametrize("column", [0, 2])
+def test_a_typing_error_in_an_input_gives_a_wide_and_consistent_prediction(column):
+    """Far from the data a network is linear, and so is its log variance: e^(10⁵) gave NaN quantiles and bounds beside the mean."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 3))
+    y = X[:, 0] + 0.3 * rng.normal(size=200)
+    model = SSLARegressor(members=2, max_epochs=30, random_state=0).fit(X, y)
+    far = np.zeros((5, 3))
+    far[:, column] = [1e2, 1e4, 1e6, -1e6, 1e30]
+    assert model.ensemble_.trees is not None
+    quantiles = model.predict_quantiles(far, [0.025, 0.5, 0.975])
+    mean, sd = model.predict(far, return_std=True)
+    assert np.isfinite(quantiles).all()
+    assert np.isfinite(sd).all()
+    assert (np.diff(quantiles) > 0).all()
+    assert ((quantiles[:, 0] < mean) & (mean < quantiles[:, 2])).all()
+    assert (sd > 10 * model.predict(X, return_std=True)[1].mean()).all()
+
+
+def test_many_columns_without_effect_leave_the_noise_as_it_is():
+    """The networks disagree as much as they overfit, but their posteriors do not, and the disagreement reduces the noise."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(300, 1000)), rng.normal(size=300)
+    model = SSLARegressor("gaussian", members=4, random_state=0).fit(X[:100], y[:100])
+    assert 0.8 < float(metrics.coverage(model.predict_dist(X[100:]), y[100:], 0.9)) < 0.97

@@ -39,7 +39,8 @@ class Positive:
 
     def out(self, z: Tensor) -> Tensor:
         inside = z.clamp(self.low, self.high)
-        return (inside.exp() * (1 + z.clamp_min(self.zero) - inside)).clamp_min(0.0)
+        value = inside.exp() * (1 + z - inside).clamp_min(0.0)
+        return torch.where(z > self.zero, value, 0.0)  # 1 + (low − 1) − low is not always zero in floating point
 
     def into(self, y: Tensor) -> Tensor:
         inside = y.clamp(math.exp(self.low), math.exp(self.high))

@@ -72,6 +72,9 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
         given, y = self._read(X, y)
+        missing = np.flatnonzero([label is None or label != label for label in y.ravel()]) if y.dtype == object else np.arange(0)
+        if len(missing):
+            raise ValueError(f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these rows.")
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)

@@ -102,8 +102,8 @@ def fit_ensemble(
     with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        for m, module in enumerate(modules):
-            parts = work.posteriors(module, held[m])
+        for m in range(len(modules)):
+            parts = work.posteriors(m)
             components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
     whole = tuple(components)
     fitted = Ensemble(
@@ -237,6 +237,7 @@ class _Work:
     modules: tuple[nn.Sequential, ...]
     grow: Grow | None = None
     levels: tuple[int, ...] = ()
+    firsts: list[tuple[Noise, Posterior]] = field(default_factory=list)
     forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
     held_out: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # z, y and weights of held-out rows
@@ -252,13 +253,14 @@ class _Work:
             return Posterior(fit_roughly(module, data, likelihood, prior, weights, structure))
         return fit(module, data, likelihood=likelihood, prior=prior, weights=weights, structure=structure)
 
-    def posteriors(self, module: nn.Module, held: Tensor) -> list[tuple[Posterior, float]]:
+    def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise."""
+        module, held = self.modules[member], self.data.held[member]
         if self.likelihood is not None:
             return [(self._by_held_out_rows(module, held, self.likelihood), 1.0)]
         if not bool(held.any()):
             return [(self._tuned(self._fit(module, None, Gaussian(noise="estimate"))), 1.0)]
-        noise = self._noise(module, held)
+        noise = self._noise(member)
         middle = self._tuned(self._fit(module, None, noise.at(0.0)))
         found = [(middle, NODES[0][1])]
         for t, share in NODES[1:]:
@@ -268,21 +270,31 @@ class _Work:
             found.append((posterior, share))
         return found
 
-    def _noise(self, module: nn.Module, held: Tensor) -> Noise:
-        """The noise from the held-out rows, with a posterior of the other rows."""
-        z, y, weights = self.data.of(held)
-        columns = y if y.dim() == 2 else y[:, None]
-        with torch.no_grad():
-            first = Noise(((columns - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))  # K with the tuned prior
+    def _noise(self, member: int) -> Noise:
+        """The noise from the member's held-out rows, with a posterior of the other rows."""
+        z, y, weights = self.data.of(self.data.held[member])
+        first, posterior = self._firsts()[member]
         f, K = posterior.state.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
-        seen, target, w = self.data.of(~held)
+        seen, target, w = self.data.of(~self.data.held[member])
         residuals = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
         inside = (w[:, None] * residuals**2).sum(0) / w.sum()
-        several = len(self.modules) > 1
-        disagreement = _disagreement(self.modules, self.data.z[self.data.held.any(0)]).mean(0) if several else None
-        return held_out_noise((columns - f) ** 2 / (1 + share), weights, inside, disagreement)
+        disagreement = None
+        if len(self.modules) > 1:  # of posteriors: a strong prior keeps them closer together than the networks
+            some = self.data.z[self.data.held.any(0)]
+            means = torch.stack([other.state.outputs_at(some).mean for _, other in self._firsts()])
+            disagreement = means.var(0, unbiased=False).mean(0)
+        return held_out_noise((y.reshape(f.shape) - f) ** 2 / (1 + share), weights, inside, disagreement)
+
+    def _firsts(self) -> list[tuple[Noise, Posterior]]:
+        """For each member the noise of the network's held-out residuals, and the posterior of the other rows with it."""
+        if not self.firsts:
+            for module, held in zip(self.modules, self.data.held, strict=True):
+                z, y, _ = self.data.of(held)
+                with torch.no_grad():
+                    noise = Noise(((y.reshape(len(z), -1) - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
+                self.firsts.append((noise, self._tuned(self._fit(module, ~held, noise.at(0.0)))))  # K with the tuned prior
+        return self.firsts
 
     def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""

@@ -6,8 +6,8 @@ proportional to σ², so
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
 One network: at least the mean of r² over its training rows, because early stopping selected the best epoch on the held-out
-rows. Several networks: their disagreement V is part of the error of each, but not of the mixture, and the mixture adds it to its
-spread; so 2V is subtracted, down to the training residuals at most.
+rows. Several networks: the disagreement V of their posteriors is part of the error of each, but not of the mixture, which adds
+it to its spread; so 2V is subtracted, down to the training residuals at most.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
 predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t

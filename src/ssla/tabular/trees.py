@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from ssla.predictive import Predictive
 from ssla.refit import Refit
+from ssla.tabular.calibration import LARGEST_LOG_VARIANCE
 from ssla.tabular.forest import Forest, joined
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers
 
 NO_MOVE = 10.0  # κ
+SMALLEST_LOG_VARIANCE = -30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +51,11 @@ class Trees:
         return own, self.pull * (t - m)
 
 
-def mean_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, ...]:
-    """The mean over networks of each output (N,): mean and log variance."""
+def mean_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over networks of each output (N,): mean and log variance, which far from the data would have no bound."""
     with torch.no_grad():
-        return torch.stack([module(z) for module in modules]).mean(0).unbind(1)
+        mean, log_variance = torch.stack([module(z) for module in modules]).mean(0).unbind(1)
+    return mean, log_variance.clamp(SMALLEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
 
 
 def calibrated_trees(
