@@ -172,7 +172,7 @@ def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all
 
 @pytest.mark.parametrize("column", [0, 2])
 def test_a_typing_error_in_an_input_gives_a_wide_and_consistent_prediction(column):
-    """Far from the data a network is linear, and so is its log variance: e^(10⁵) gave NaN quantiles and bounds beside the mean."""
+    """Far from the data the log variance of a network is linear: e^(10⁵) gave NaN quantiles, and bounds beside the mean."""
     rng = np.random.default_rng(0)
     X = rng.normal(size=(200, 3))
     y = X[:, 0] + 0.3 * rng.normal(size=200)

@@ -208,8 +208,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         counts = self._fit_counts(numbers, X, y, weights, related) if decides else None
         if counts is None and decides and name == GAUSSIAN:
             warn(
-                "A noise that depends on x could not be fitted, as where the networks meet the training rows exactly (no noise, or "
-                f"many columns): constant noise was used. Give likelihood='gaussian' to choose it. ({problem})"
+                "A noise that depends on x could not be fitted, as where the networks meet the training rows exactly (no noise, "
+                f"or many columns): constant noise was used. Give likelihood='gaussian' to choose it. ({problem})"
             )
         return numbers if counts is None else counts
 
