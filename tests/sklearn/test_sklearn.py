@@ -332,7 +332,8 @@ def test_class_weights_are_row_weights(tmp_path):
         SSLAClassifier(class_weight="equal", **options).fit(X, LABELS)
 
 
-def test_missing_labels_are_refused():
-    labels = np.array(["a", "b", None] * 20, dtype=object)
-    with pytest.raises(ValueError, match=r"20 labels of y are missing \(first: row 2\)"):
-        SSLAClassifier().fit(np.zeros((60, 2)), labels)
+@pytest.mark.parametrize("gap", [None, pd.NA, pd.NaT, np.nan])
+def test_missing_labels_are_refused(gap):
+    for labels in (np.array(["a", "b", gap] * 20, dtype=object), pd.Series(["a", "b", gap] * 20, dtype="string")):
+        with pytest.raises(ValueError, match=r"20 labels of y are missing \(first: row 2\)"):
+            SSLAClassifier().fit(np.zeros((60, 2)), labels)

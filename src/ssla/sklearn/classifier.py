@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
+from ssla.tables.frames import is_gap
 
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
@@ -71,10 +72,8 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
+        _check_labels(y)
         given, y = self._read(X, y)
-        missing = np.flatnonzero([label is None or label != label for label in y.ravel()]) if y.dtype == object else np.arange(0)
-        if len(missing):
-            raise ValueError(f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these rows.")
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -146,3 +145,11 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         probs = self.predict_proba(X)
         labels: np.ndarray = self.classes_[probs.argmax(1)]
         return labels
+
+
+def _check_labels(y: Any) -> None:
+    """ValueError where labels are missing; scikit-learn would compare them first."""
+    labels = np.asarray(y)
+    missing = np.flatnonzero([is_gap(label) for label in labels.ravel()]) if labels.dtype == object and labels.ndim else np.arange(0)
+    if len(missing):
+        raise ValueError(f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these rows.")

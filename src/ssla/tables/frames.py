@@ -23,6 +23,11 @@ NOTHING = ("NAType", "NaTType")  # pandas.NA and pandas.NaT
 SOURCE = Path("X")  # what errors call the table
 
 
+def is_gap(cell: Any) -> bool:
+    """Whether a value is None, NaN, pandas.NA or pandas.NaT; a text such as "NA" is not a gap here, but a label."""
+    return cell is None or type(cell).__name__ in NOTHING or bool(cell != cell)
+
+
 def is_frame(X: Any) -> bool:
     """Whether X is a data frame of pandas or polars."""
     return _is(X, "pandas") or _is(X, "polars")

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -227,6 +227,14 @@ class _Data:
         return self.z[chosen], self.y[chosen], self.weights[chosen]
 
 
+class _Residuals(NamedTuple):
+    """What held-out rows say about a constant noise: see `ssla.tabular.noise`."""
+
+    squares: Tensor  # s (n, D) of the member's held-out rows
+    inside: Tensor  # mean square of its training residuals (D,)
+    means: Tensor  # of its posterior at all rows that some member held out (N, D)
+
+
 @dataclass(frozen=True, eq=False)
 class _Work:
     """The posteriors of each member in turn."""
@@ -237,7 +245,7 @@ class _Work:
     modules: tuple[nn.Sequential, ...]
     grow: Grow | None = None
     levels: tuple[int, ...] = ()
-    firsts: list[tuple[Noise, Posterior]] = field(default_factory=list)
+    residuals: list[_Residuals] = field(default_factory=list)  # constant noise: of each member
     forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
     held_out: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # z, y and weights of held-out rows
@@ -271,30 +279,29 @@ class _Work:
         return found
 
     def _noise(self, member: int) -> Noise:
-        """The noise from the member's held-out rows, with a posterior of the other rows."""
-        z, y, weights = self.data.of(self.data.held[member])
-        first, posterior = self._firsts()[member]
+        """The noise from the member's held-out rows. Several members: less the disagreement of their posteriors."""
+        if not self.residuals:
+            self.residuals.extend(self._residuals(*both) for both in zip(self.modules, self.data.held, strict=True))
+        own = self.residuals[member]
+        disagreement = None
+        if len(self.modules) > 1:  # a strong prior keeps posteriors closer together than the networks
+            disagreement = torch.stack([other.means for other in self.residuals]).var(0, unbiased=False).mean(0)
+        return held_out_noise(own.squares, self.data.of(self.data.held[member])[2], own.inside, disagreement)
+
+    def _residuals(self, module: nn.Module, held: Tensor) -> _Residuals:
+        """Of the posterior of the other rows, with the noise of the network's held-out residuals and the tuned prior."""
+        z, y, _ = self.data.of(held)
+        y = y.reshape(len(z), -1)
+        with torch.no_grad():
+            first = Noise(((y - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
+        posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))
         f, K = posterior.state.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
-        seen, target, w = self.data.of(~self.data.held[member])
-        residuals = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
-        inside = (w[:, None] * residuals**2).sum(0) / w.sum()
-        disagreement = None
-        if len(self.modules) > 1:  # of posteriors: a strong prior keeps them closer together than the networks
-            some = self.data.z[self.data.held.any(0)]
-            means = torch.stack([other.state.outputs_at(some).mean for _, other in self._firsts()])
-            disagreement = means.var(0, unbiased=False).mean(0)
-        return held_out_noise((y.reshape(f.shape) - f) ** 2 / (1 + share), weights, inside, disagreement)
-
-    def _firsts(self) -> list[tuple[Noise, Posterior]]:
-        """For each member the noise of the network's held-out residuals, and the posterior of the other rows with it."""
-        if not self.firsts:
-            for module, held in zip(self.modules, self.data.held, strict=True):
-                z, y, _ = self.data.of(held)
-                with torch.no_grad():
-                    noise = Noise(((y.reshape(len(z), -1) - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
-                self.firsts.append((noise, self._tuned(self._fit(module, ~held, noise.at(0.0)))))  # K with the tuned prior
-        return self.firsts
+        seen, target, w = self.data.of(~held)
+        errors = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
+        inside = (w[:, None] * errors**2).sum(0) / w.sum()
+        means = posterior.state.outputs_at(self.data.z[self.data.held.any(0)]).mean
+        return _Residuals((y - f) ** 2 / (1 + share), inside, means)
 
     def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior:
         """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
