@@ -149,7 +149,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
 def _check_labels(y: Any) -> None:
     """ValueError where labels are missing; scikit-learn would compare them first."""
-    labels = np.asarray(y)
-    missing = np.flatnonzero([is_gap(label) for label in labels.ravel()]) if labels.dtype == object and labels.ndim else np.arange(0)
+    labels = np.atleast_1d(np.asarray(y)) if y is not None else np.arange(0)
+    missing = np.flatnonzero([is_gap(label) for label in labels.ravel()]) if labels.dtype == object else np.arange(0)
     if len(missing):
         raise ValueError(f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these rows.")
