@@ -203,8 +203,10 @@ class Posterior:
         noise stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data`
         (the training data) it is polished again.
 
-        A variational Gaussian moves, with its averages over the data kept; with `data` it is fitted again. The conventions
-        "paper" and "additive" are defined at the mode, and take the Gaussian there.
+        A variational Gaussian keeps its averages over the data. Its mean moves: exactly to first order with dense or low_rank
+        curvature; with kfac or diag only approximately, and with diag hardly better than if it stayed. Under mode="tilt" it
+        stays at the trained weights. With `data` the Gaussian is fitted again. The conventions "paper" and "additive" are
+        defined at the mode, and take the Gaussian there.
         """
         return Posterior(prior_change.with_prior(self.state, prior, convention, data))
 
@@ -233,8 +235,9 @@ class Posterior:
         """The posterior with more data, in one pass over them alone (a few for a variational Gaussian).
 
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode, as if all data had been
-        fitted at once. Otherwise θ̂ stays where it is, and the report says so; a variational Gaussian keeps its averages over the
-        earlier rows and moves with those of the new ones.
+        fitted at once. Otherwise θ̂ stays where it is, and the report says so. A variational Gaussian keeps its averages over the
+        earlier rows, and is found again with those of the new ones: its mean moves after mode="polish", as well as the structure
+        knows the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained weights otherwise.
         """
         return Posterior(fitting.update(self.state, data))
 

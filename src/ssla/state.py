@@ -200,7 +200,7 @@ class Variational:
 
     mean: Tensor  # m (P,)
     statistics: Statistics
-    tilted: bool  # whether the gradient at θ̂ is subtracted from the objective, so that θ̂ counts as the mode
+    tilted: bool  # whether the averaged gradient at θ̂ is subtracted from the objective, so that m is θ̂
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,10 +253,13 @@ class State:
 
     @property
     def tilt(self) -> Tensor:
-        """The gradient of the log posterior at θ̂ that is subtracted from the objective (P,): zero at a mode."""
+        """What is subtracted from the gradient of the objective (P,), so that the mean of θ is stationary; zero at a mode.
+
+        The gradient is that of the Gaussian at hand: at θ̂, or averaged over the variational one, whose mean then is θ̂.
+        """
         if not self.tilted:
             return torch.zeros_like(self.theta)
-        return self.statistics.gradient + self.bound_prior.gradient(self.theta)
+        return self.sums.gradient + self.bound_prior.gradient(self.mean)
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
@@ -391,16 +394,18 @@ class State:
             return replace(self, statistics=statistics)
         return replace(self, variational=replace(self.variational, statistics=statistics))
 
-    def recentred(self, statistics: Statistics | None = None) -> State:
-        """The variational Gaussian with its averages kept as they are (or given), and m where they and the prior put it.
+    def recentred(self) -> State:
+        """The variational Gaussian with its averages kept as they are, and m where they and the prior put it.
 
-        Averages that are kept stand for a likelihood that is quadratic around m: exact to first order in what changed.
+        Averages that are kept stand for a likelihood that is quadratic around m, with the curvature of the structure: exact to
+        first order in what changed where the structure is dense. A tilted Gaussian stays where it is.
         """
-        moved = self.with_sums(statistics or self.sums)
-        here = moved.variational
+        here = self.variational
         assert here is not None
-        step = moved.covariance.solve(moved.sums.gradient + moved.bound_prior.gradient(moved.mean) - moved.tilt)
-        return replace(moved, variational=replace(here, mean=here.mean + step, statistics=here.statistics.moved(step)))
+        if self.tilted:
+            return self
+        step = self.covariance.solve(self.sums.gradient + self.bound_prior.gradient(self.mean))
+        return replace(self, variational=replace(here, mean=here.mean + step, statistics=here.statistics.moved(step)))
 
     @property
     def quadratic(self) -> bool:
@@ -430,7 +435,9 @@ class State:
         both = self.with_more(statistics, other.source, other.report.passes, other.report.notes)
         if self.variational is None:
             return both
-        return both.recentred(self.sums.merge(other.sums.moved(self.mean - other.mean)))
+        # Both sums are taken at θ̂, so that the order does not matter.
+        mine, theirs = (state.sums.moved(state.theta - state.mean) for state in (self, other))
+        return replace(both, variational=Variational(self.theta, mine.merge(theirs), self.tilted)).recentred()
 
     def _refuse_unlike(self, other: State) -> None:
         """ValueError unless the sums of both are of one model, so that they may be added."""
@@ -460,7 +467,8 @@ class State:
         theta, whole = self.theta, self.statistics.merge(statistics)
         note = "data were added: θ̂ was kept, and is no longer the mode of all of them"
         if self.variational is not None:
-            note = "data were added: the Gaussian has moved, its averages over the earlier rows and θ̂ were kept"
+            what = "its covariance has changed and its mean stayed" if self.tilted else "the Gaussian has moved"
+            note = f"data were added: {what}, the averages over the earlier rows and θ̂ were kept"
         if self.follows_mode:
             (theta, whole), note = whole.at_mode(self.objective_prior, theta), "data were added: moved to the mode of all of them"
         both = None if self.source is None or source is None else self.source.then(source)
@@ -516,11 +524,11 @@ def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
 
 
 def evidence_bound(state: State, mean: Tensor, covariance: Operator, log_likelihood: float) -> float:
-    """The bound of N(mean, covariance), with its average log likelihood, under a state's prior; less the tilt."""
+    """The bound of N(mean, covariance), with its average log likelihood, under a state's prior."""
     bound = state.bound_prior
     prior = float(bound.log_prob(mean)) - 0.5 * float(prior_share(covariance, bound.precision(mean)).sum())
     entropy = 0.5 * (len(mean) * (1 + math.log(2 * math.pi)) - covariance.logdet())
-    return log_likelihood + prior + entropy - float(state.tilt @ (mean - state.theta))
+    return log_likelihood + prior + entropy
 
 
 def prior_share(operator: Operator, precision: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def kronecker_twin(J, A, precision, diagonal):
 
 
 def check_against_dense(structure, J, precision, prior):
-    """K, logdet, solves, variances, response and samples of `structure` equal those of the matrix it stands for."""
+    """K, logdet, solves, traces, variances, response and samples of `structure` equal those of the matrix it stands for."""
     statistics = structure.zero(J.size).add(J, precision)
     A = explicit(J)
     S = torch.einsum("bcp,bcd,bdq->pq", A, precision, A)
@@ -127,6 +127,8 @@ def check_against_dense(structure, J, precision, prior):
     several = _randn(10, J.size, 3)
     assert torch.allclose(operator.solve_many(several), inverse @ several, rtol=1e-9)
     assert torch.allclose(operator.variances(), inverse.diagonal(), rtol=1e-10)
+    other = statistics.scaled(torch.full_like(prior, 0.5)).with_prior(2 * prior)  # not of the same statistics
+    assert abs(statistics.trace(other) - float(torch.linalg.solve(S / 4 + 2 * torch.diag(prior), S).trace())) < 1e-9
     draws = operator.sample(200_000, torch.Generator().manual_seed(0))
     assert (draws.T.cov() - inverse).abs().max() < 0.02 * inverse.abs().max()
     d = torch.full((J.size,), 0.7, dtype=torch.float64)

@@ -117,7 +117,7 @@ def update(posterior: State, data: Any) -> State:
             "The averages of a variational Gaussian need several passes over the new data, but they can be read only once (a "
             "generator). Give a DataLoader, a list of batches or arrays, or fit with gaussian='laplace'."
         )
-    return with_rows(found, job.average(posterior.theta))
+    return with_rows(posterior, found, job.average(posterior.theta))
 
 
 def _job(posterior: State, data: Any) -> tuple[Job, Source]:

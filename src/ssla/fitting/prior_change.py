@@ -59,8 +59,19 @@ def _averages_kept(moved: State) -> State:
         what = "this convention is defined at the mode: the Gaussian there (laplace) took the variational one's place; "
         return described(laplace, what + KEPT, TILT if moved.mode == TILT else AS_IS)
     there = moved.recentred()
-    what = "the Gaussian has moved; its averages over the data and θ̂ were kept. Give data= to fit it again"
-    return described(there, what, TILT if moved.mode == TILT else AS_IS)
+    return described(there, _how_it_moved(there), TILT if moved.mode == TILT else AS_IS)
+
+
+def _how_it_moved(there: State) -> str:
+    """What a change of the prior did to a variational Gaussian, for the report."""
+    if there.tilted:
+        what = "the covariance has changed and the mean stayed at the trained weights"
+    elif there.sums.curvature.whole:
+        what = "the Gaussian has moved"
+    else:
+        structure = there.sums.curvature.name
+        what = f"the mean has moved only approximately, by the curvature that structure={structure!r} keeps of the data"
+    return f"{what}; the averages over the data and θ̂ were kept. Give data= to fit it again"
 
 
 def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> State:

@@ -2,7 +2,7 @@
 
 At the nearest one
 
-    S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)        Σ JᵀE[g] + ∇log π(m) = 0        (less the tilt, where θ̂ is not a mode)
+    S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)        Σ JᵀE[g] + ∇log π(m) = 0        (or m = θ̂, where a fit is tilted)
 
 with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it takes the averages under the
 Gaussian at hand, and with them the bound. The next Gaussian has half of the new averages in its precision and the new mean: with
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.fitting.sums import Sums, climbing
+from ssla.numerics.conjugate import conjugate_gradients
 from ssla.priors import Prior
-from ssla.state import FIT, VARIATIONAL, Note, State, Variational, evidence_bound
+from ssla.state import FIT, VARIATIONAL, Note, State, Statistics, Variational, evidence_bound
 from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
@@ -36,7 +38,6 @@ GROWTH = 1.5  # of the share after a round that raised the bound
 SHORTEST = 1 / 32  # the least share
 NARROWER = 2.0  # factor on the precision's root while the averages do not exist
 MOST_NARROWINGS = 30
-ROUNDS_OF_MORE = 4  # over rows that are added
 ROUNDS_FROM_THERE = 12  # for rows that are slightly others
 CONVERGED = 0.03  # standard deviations of the last step of the mean, after these rounds
 
@@ -56,11 +57,38 @@ class Place(NamedTuple):
     bound: float
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Averages over rows that are not read again: a quadratic around the mean of the Gaussian that they were taken under."""
+
+    mean: Tensor
+    covariance: Operator
+    statistics: Statistics
+
+    @staticmethod
+    def of(posterior: State) -> Kept:
+        return Kept(posterior.mean, posterior.covariance, posterior.sums)
+
+    @cached_property
+    def _trace(self) -> float:
+        return self.statistics.curvature.trace(self.covariance)
+
+    def at(self, mean: Tensor, covariance: Operator) -> Statistics:
+        """The averages under another Gaussian. The quadratic's own average is lower than at the mean by ½ tr(Λ S)."""
+        moved = self.statistics.moved(mean - self.mean)
+        spread = self.statistics.curvature.trace(covariance) - self._trace
+        return replace(moved, log_likelihood=moved.log_likelihood - 0.5 * spread)
+
+
 @dataclass(eq=False)
 class Climb:
-    """The rounds from the Gaussian that a state has, under its prior, θ̂ and tilt.
+    """The rounds from the Gaussian that a state has, under its prior.
+
+    The mean of a tilted state stays at θ̂: the averaged gradient there is what is subtracted, and only the covariance is found. A
+    linear tilt by the gradient at θ̂ itself would let the mean leave, without any bound where log p is not concave.
 
     `choose`, if given, is asked for another prior whenever the Gaussian has nearly converged, until it keeps the one it has.
+    `kept` are the averages over earlier rows; `average` then sums the new ones alone.
     """
 
     state: State
@@ -68,14 +96,21 @@ class Climb:
     choose: Choose | None = None
     tolerance: float = TOLERANCE
     most: int = MOST_ROUNDS
+    kept: Kept | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the mean is found, too."""
+        return not self.state.tilted
 
     def run(self) -> State:
-        """The state with its variational Gaussian."""
+        """The state with its variational Gaussian: the one with the highest bound that was found."""
         here = self._start()
         rounds, share, converged = 1, 1.0, False
         while rounds < self.most and not converged:
             there = self._next(here, share)
             rounds += there is not None
+            impossible = there is None
             if there is None or not there.bound >= here.bound - 1e-12 * abs(here.bound):
                 share /= 2
                 if share >= SHORTEST:
@@ -87,7 +122,7 @@ class Climb:
             if gain <= COARSE and self.choose is not None:
                 here = self._under_another_prior(here, self.choose)
             elif gain <= self.tolerance:
-                converged = self._length(here) <= CLOSE * len(here.mean)
+                converged = not impossible and self._length(here) <= CLOSE * len(here.mean)
                 if gain == 0:
                     break
         return self._finished(here, rounds, converged)
@@ -99,13 +134,15 @@ class Climb:
             self.choose = None
             return here
         self.state = replace(self.state, prior=chosen)
-        value = evidence_bound(self.state, here.mean, here.covariance, here.averages.statistics.log_likelihood)
+        value = self._bound(here.mean, here.covariance, here.averages)
         return here._replace(curvature=here.curvature.positive_part(), bound=value)
 
     def _start(self) -> Place:
+        """The Gaussian of the state; narrower where averages over it do not exist."""
+        mean = self.state.mean if self.moves else self.state.theta
         curvature = self.state.sums.curvature
         for _ in range(MOST_NARROWINGS):
-            here = self._place(self.state.mean, curvature, self._operator(curvature, self.state.mean))
+            here = self._place(mean, curvature, self._operator(curvature, mean))
             if math.isfinite(here.bound):
                 return here
             curvature = curvature.scaled(torch.full_like(self.state.theta, NARROWER))
@@ -119,11 +156,18 @@ class Climb:
 
     def _place(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Place:
         found = self.average(mean, covariance)
-        value = evidence_bound(self.state, mean, covariance, found.statistics.log_likelihood)
-        return Place(mean, curvature, covariance, found, value)
+        if self.kept is not None:
+            found = replace(found, statistics=self.kept.at(mean, covariance).merge(found.statistics))
+        return Place(mean, curvature, covariance, found, self._bound(mean, covariance, found))
+
+    def _bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
+        return evidence_bound(self.state, mean, covariance, averages.statistics.log_likelihood)
 
     def _gradient(self, here: Place) -> Tensor:
-        return here.averages.statistics.gradient + self.state.bound_prior.gradient(here.mean) - self.state.tilt
+        """Of the bound in the mean; zero where the mean stays."""
+        if not self.moves:
+            return torch.zeros_like(here.mean)
+        return here.averages.statistics.gradient + self.state.bound_prior.gradient(here.mean)
 
     def _length(self, here: Place) -> float:
         """gᵀSg: the squared distance to the next mean, in standard deviations."""
@@ -138,15 +182,27 @@ class Climb:
             covariance = self._operator(curvature, here.mean)
         except ValueError:
             return None
+        if not self.moves:
+            return self._place(here.mean, curvature, covariance)
+        return self._place(here.mean + share * self._step(here, covariance), curvature, covariance)
+
+    def _step(self, here: Place, covariance: Operator) -> Tensor:
+        """The Newton step of the mean."""
         gradient = self._gradient(here)
-        own = here.averages.newton is not None
-        step = (
-            here.averages.newton_step(gradient, self.state.bound_prior.precision(here.mean))
-            if own
-            else covariance.solve(gradient)
-        )
-        mean = here.mean + share * step
-        return self._place(mean, curvature, covariance)
+        averages = here.averages
+        if averages.newton is None:  # the structure's curvature, which is only near the bound's
+            return covariance.solve(gradient)
+        precision = self.state.bound_prior.precision(here.mean)
+        if self.kept is None:
+            return averages.newton_step(gradient, precision)
+        newton, earlier = averages.newton, self.kept.statistics.curvature
+
+        def product(v: Tensor) -> Tensor:
+            prior = precision * v if precision.dim() == 1 else precision @ v
+            return newton.push(v) + earlier.push(v) + prior
+
+        step = conjugate_gradients(product, gradient, covariance.solve)
+        return covariance.solve(gradient) if step is None else step
 
     def _state_at(self, here: Place) -> State:
         statistics = replace(here.averages.statistics, curvature=here.curvature)
@@ -155,28 +211,31 @@ class Climb:
     def _finished(self, here: Place, rounds: int, converged: bool) -> State:
         report = replace(self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds)
         if not converged:
+            off = math.sqrt(max(self._length(here), 0.0) / len(here.mean))
             message = (
-                f"the variational Gaussian did not converge in {rounds} passes: its mean is "
-                f"{math.sqrt(max(self._length(here), 0.0)):.2g} standard deviations from the next one"
+                f"the variational Gaussian did not converge in {rounds} passes: the best one that was found is used, and its "
+                f"weights may be off by about {off:.2g} of their standard deviations each"
             )
             report = replace(report, notes=(*report.notes, Note(message, FIT)))
-            warn(f"{message}. It is used as it is. Use a stronger prior, or gaussian='laplace'.", RuntimeWarning)
+            warn(
+                f"{message}. Predictions are off by about that share of their epistemic standard deviation. A stronger prior "
+                "or mode='tilt', which keeps the trained weights, converges sooner.",
+                RuntimeWarning,
+            )
         return replace(self._state_at(here), report=report)
 
 
-def with_rows(posterior: State, average: Average) -> State:
+def with_rows(before: State, posterior: State, average: Average) -> State:
     """The variational Gaussian with the averages of more rows, which `average` sums; those of the earlier rows are kept.
 
-    The posterior's own statistics are those of all rows already. A few rounds over the new rows alone.
+    before: the posterior of the earlier rows, whose Gaussian is the prior of the new ones. posterior: with the statistics of all
+    rows at θ̂. Rounds over the new rows alone, which raise the bound of all.
     """
-    here, new = posterior, None
-    for _ in range(ROUNDS_OF_MORE):
-        found = average(here.mean, here.covariance).statistics
-        if new is not None:
-            found = replace(found, curvature=new.curvature.mixed(found.curvature, 0.5))
-        earlier, new = posterior.sums.moved(here.mean - posterior.mean), found
-        here = here.recentred(earlier.merge(found))
-    return here
+    kept = Kept.of(before)
+    first = average(kept.mean, kept.covariance).statistics
+    assert before.variational is not None
+    start = replace(before.variational, statistics=kept.statistics.merge(first))
+    return Climb(replace(posterior, variational=start), average, kept=kept).run()
 
 
 def from_there(posterior: State, average: Average) -> State:
@@ -185,11 +244,11 @@ def from_there(posterior: State, average: Average) -> State:
     A fixed number of rounds with half of the new averages. The bound is no stopping rule so close to its maximum: a step can
     overshoot to a point with the same bound, and the error of the nodes hides small gains.
     """
-    here, distance = posterior, math.inf
+    here, distance, tilt = posterior, math.inf, posterior.tilt
     for _ in range(ROUNDS_FROM_THERE):
         assert here.variational is not None
         sums = average(here.mean, here.covariance)
-        gradient = sums.statistics.gradient + here.bound_prior.gradient(here.mean) - here.tilt
+        gradient = sums.statistics.gradient + here.bound_prior.gradient(here.mean) - tilt
         step = sums.newton_step(gradient, here.bound_prior.precision(here.mean))
         curvature = here.sums.curvature.mixed(sums.statistics.curvature, 0.5)
         there = replace(here.variational, mean=here.mean + step, statistics=replace(sums.statistics, curvature=curvature))

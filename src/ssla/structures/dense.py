@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 WIDEST_PIVOTS = 1e3  # ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8
@@ -97,6 +97,7 @@ class Dense:
 
     name = "dense"
     materialises = True
+    whole = True
 
     def zero(self, size: int) -> Dense:
         return Dense(self.dual, None if self.dual else torch.zeros(size, size, dtype=torch.float64), (), size)
@@ -154,6 +155,12 @@ class Dense:
 
     def push(self, direction: Tensor) -> Tensor:
         return self._stacked.mT @ (self._stacked @ direction) if self.matrix is None else self.matrix @ direction
+
+    def trace(self, operator: Operator) -> float:
+        if self.matrix is None:
+            rows = self._stacked.mT
+            return float((rows * operator.solve_many(rows)).sum())
+        return float(operator.solve_many(self.matrix).diagonal().sum())
 
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):

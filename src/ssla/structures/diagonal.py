@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,7 @@ class Diagonal:
 
     name = "diag"
     materialises = False
+    whole = False
 
     def zero(self, size: int) -> Diagonal:
         return Diagonal(torch.zeros(size, dtype=torch.float64))
@@ -84,6 +85,9 @@ class Diagonal:
 
     def push(self, direction: Tensor) -> Tensor:
         return self._diagonal * direction
+
+    def trace(self, operator: Operator) -> float:
+        return float(self._diagonal @ operator.variances())
 
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())

@@ -26,7 +26,7 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.structures.structure import Extent, NoFactorError, Structure, mismatch, no_factor
+from ssla.structures.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
 
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
@@ -188,6 +188,7 @@ class Kfac:
 
     name = "kfac"
     materialises = False
+    whole = False
 
     def __post_init__(self) -> None:
         one_of("sharing", self.sharing, (EXPAND, REDUCE))
@@ -289,6 +290,19 @@ class Kfac:
             out[layer.positions] = (layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d) @ layer.A / layer.count
         out[self.rest_positions] = self.rest * direction[self.rest_positions]
         return out
+
+    def trace(self, operator: Operator) -> float:
+        assert isinstance(operator, KfacOperator)
+        total = float((self.rest / operator.rest).sum())
+        for layer, factors in zip(self.layers, operator.layers, strict=True):
+            # in the operator's eigenbasis H is diagonal, so only the diagonals of the factors count
+            inside = (factors.basis_a * (layer.A @ factors.basis_a)).sum(0) / layer.count
+            outside = layer.G
+            if layer.G.dim() == 2:
+                assert factors.basis_g is not None
+                outside = (factors.basis_g * (layer.G @ factors.basis_g)).sum(0)
+            total += float((outside[:, None] * inside / factors.spectrum).sum())
+        return total
 
     def with_prior(self, precision: Tensor) -> KfacOperator:
         diagonal = precision if precision.dim() == 1 else precision.diagonal()

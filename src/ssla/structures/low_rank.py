@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla.structures.jacobians import Jacobian
-from ssla.structures.structure import Extent, Structure, mismatch
+from ssla.structures.structure import Extent, Operator, Structure, mismatch
 from ssla.structures.woodbury import WoodburyOperator, woodbury
 
 FIRST_COLUMNS = 64
@@ -50,6 +50,7 @@ class LowRank:
 
     name = "low_rank"
     materialises = False
+    whole = True
 
     def __post_init__(self) -> None:
         for what, value in (("rank", self.rank), ("columns", self.columns)):
@@ -143,6 +144,10 @@ class LowRank:
     def push(self, direction: Tensor) -> Tensor:
         root = self._root[: self.rank]
         return root.mT @ (root @ direction)
+
+    def trace(self, operator: Operator) -> float:
+        root = self._root[: self.rank]
+        return float((root.mT * operator.solve_many(root.mT)).sum())
 
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
         if precision.dim() != 1:

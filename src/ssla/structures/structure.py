@@ -78,6 +78,11 @@ class Structure(Protocol):
         """Whether it needs the entries of a Jacobian, which must then fit the memory budget."""
         ...
 
+    @property
+    def whole(self) -> bool:
+        """Whether it holds the curvature between all parameters, up to a tail that is reported."""
+        ...
+
     def zero(self, size: int) -> Structure:
         """The statistics of no data, for P = size parameters."""
         ...
@@ -104,6 +109,10 @@ class Structure(Protocol):
 
     def push(self, direction: Tensor) -> Tensor:
         """S d.  (P,) -> (P,)."""
+        ...
+
+    def trace(self, operator: Operator) -> float:
+        """tr(S H⁻¹), for an operator of the same kind of structure."""
         ...
 
     def with_prior(self, precision: Tensor) -> Operator:
