@@ -96,7 +96,7 @@ def collect(posterior: State, data: Any) -> Statistics:
     job = _job(posterior, data)[0]
     if posterior.variational is None:
         return job.sums_at(posterior.theta)
-    return job.average(posterior.theta)(posterior.mean, posterior.covariance).statistics
+    return job.average(posterior.theta, moves=False)(posterior.mean, posterior.covariance).statistics
 
 
 def again(posterior: State) -> Job | None:
@@ -117,7 +117,7 @@ def update(posterior: State, data: Any) -> State:
             "The averages of a variational Gaussian need several passes over the new data, but they can be read only once (a "
             "generator). Give a DataLoader, a list of batches or arrays, or fit with gaussian='laplace'."
         )
-    return with_rows(posterior, found, job.average(posterior.theta))
+    return with_rows(posterior, found, job.average(posterior.theta, not posterior.tilted))
 
 
 def _job(posterior: State, data: Any) -> tuple[Job, Source]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
-from ssla.fitting.passes import EMPTY, Around, Data, Order, extent_of
-from ssla.fitting.sums import Sums, residual
+from ssla.fitting.passes import EMPTY, Data, Order, extent_of
+from ssla.fitting.sums import Around, Sums, residual
 from ssla.fitting.trained import judged
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -166,7 +166,7 @@ class Job:
         """From the mode, or from the Gaussian of similar rows."""
         if self.start is not None:
             posterior = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
-        climb = Climb(posterior, self.average(posterior.theta), choose)
+        climb = Climb(posterior, self.average(posterior.theta, not posterior.tilted), choose)
         return climb if self.tolerance is None else replace(climb, tolerance=self.tolerance)
 
     def from_there(self, posterior: State) -> State:
@@ -179,12 +179,12 @@ class Job:
         theta, sums, _ = self._polish.run(posterior.theta, self._collect(posterior.theta), posterior.bound_prior)
         return replace(posterior, theta=theta, statistics=sums.statistics)
 
-    def average(self, theta: Tensor) -> Average:
-        """Passes for averages over Gaussians, with the network linearised at θ."""
+    def average(self, theta: Tensor, moves: bool = True) -> Average:
+        """Passes for averages over Gaussians, with the network linearised at θ; `moves`: whether their means move."""
         structure, fisher = self._averaged_structure()
 
         def average(mean: Tensor, covariance: Operator) -> Sums:
-            around = Around(mean - theta, covariance, fisher)
+            around = Around(mean - theta, covariance, fisher, moves)
             found = self.data.read(Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)).sums
             assert found is not None
             return found

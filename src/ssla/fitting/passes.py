@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ssla.data import Batch, Rows, Source, checked
-from ssla.fitting.sums import Sums
+from ssla.fitting.sums import Around, Sums
 from ssla.fitting.trained import Classes
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
@@ -19,7 +19,7 @@ from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
 from ssla.state import POLISH, TILT
-from ssla.structures import Dense, Extent, Kfac, Operator, Structure
+from ssla.structures import Dense, Extent, Kfac, Structure
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
@@ -28,14 +28,6 @@ NEWTON_SHARE = (
     4  # with Kronecker factors of classes, the dense curvature for steps of the mean takes at most this part of the budget
 )
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
-
-
-class Around(NamedTuple):
-    """A Gaussian over θ whose averages are to be summed."""
-
-    shift: Tensor  # its mean less θ (P,)
-    covariance: Operator
-    fisher: bool  # the expected Fisher information in place of the expected observed precision, which may be indefinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +59,7 @@ class Order:
     def newton(self, network: Network, budget: int) -> bool:
         """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it."""
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
-        steps = self.around is not None or self.polishes(network)
+        steps = self.polishes(network) if self.around is None else self.around.moves
         factors = isinstance(self.structure, Kfac) and of_classes(self.likelihood)  # their steps converge too
         room = budget // NEWTON_SHARE if factors else budget
         return steps and not same and Dense(dual=False).memory(extent_of(network)) <= room
@@ -156,7 +148,7 @@ class Reader:
             if total is None:
                 total = Sums.zero(network.layout.size, order.structure_for(network), order.newton(network, self.budget))
             if order.around is not None:
-                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, *order.around)
+                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around)
                 continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ from ssla.structures import Dense, Operator, Structure
 from ssla.structures.dense import DenseOperator
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.kfac import Kfac, pools
+
+
+class Around(NamedTuple):
+    """A Gaussian over θ whose averages are to be summed."""
+
+    shift: Tensor  # its mean less θ (P,)
+    covariance: Operator
+    fisher: bool  # the expected Fisher information in place of the expected observed precision, which may be indefinite
+    moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +114,13 @@ class Sums:
         y: Tensor,
         weights: Tensor | None,
         likelihood: Likelihood,
-        shift: Tensor,
-        covariance: Operator,
-        fisher: bool,
+        around: Around,
     ) -> Sums:
         """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
         pool = self._pool(f, J, weights) if self.newton is None else None
         diagonal = pool is not None and self._diagonal
-        log_prob, score, precision = averages(likelihood, y, f + J.push(shift), root_of(covariance, J), fisher, pool, diagonal)
+        mean, root = f + J.push(around.shift), root_of(around.covariance, J)
+        log_prob, score, precision = averages(likelihood, y, mean, root, around.fisher, pool, diagonal)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision

@@ -183,7 +183,7 @@ def _search(
     space: Space, score: Callable[[State], float], objective: str, notes: list[str], job: Job, quiet: bool, rough: bool
 ) -> State:
     """The prior of the best score, by a variational Gaussian for each that is tried: all precisions together, then each."""
-    average = job.average(space.posterior.theta)
+    average = job.average(space.posterior.theta, not space.posterior.tilted)
     low, high = space.box
     here, there = space.posterior, torch.zeros(len(space.free), dtype=torch.float64)
     points, values, evaluations = [there], [score(here)], 1
