@@ -33,6 +33,20 @@ def stack_square(rows: list[list[Tensor]]) -> Tensor:
     return flat.reshape(size, size, *flat.shape[1:]).movedim((0, 1), (-2, -1))
 
 
+def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
+    """A Bᵀ of factors whose product is symmetric (B = A, or A diag(w)), equal to its transpose bit by bit.
+
+    A product computes its entries (i, j) and (j, i) by two sums, which differ by rounding errors: 1e-7 of their size in float32.
+    Here the entries below the diagonal, which factorisations read, stand on both sides.  (..., C, P) twice -> (..., C, C).
+    """
+    product = A @ B.mT
+    size = product.shape[-1]
+    if size == 1:
+        return product
+    below = torch.ones(size, size, dtype=torch.bool, device=product.device).tril()
+    return torch.where(below, product, product.mT)
+
+
 def root(K: Tensor) -> Tensor:
     """R with R Rᵀ = K for positive semi-definite K; singular and zero K are allowed.  (..., C, C) -> same.
 

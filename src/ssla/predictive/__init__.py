@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssla._checks import covariances, finite, warn
 from ssla.data import Inputs, as_inputs, as_tensor
@@ -56,8 +57,11 @@ __all__ = [
     "from_marginal",
     "mixture",
     "predict",
+    "predictive_of_outputs",
     "transformed",
 ]
+
+OUTPUT = OutputRefit()
 
 
 def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
@@ -118,7 +122,11 @@ def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str
         raise ValueError(f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and {tuple(K.shape)}.")
     finite("mean", f, "Give finite outputs.")
     finite("covariance", K, "Give finite covariances.")
-    K = covariances("covariance", K)
+    return predictive_of_outputs(likelihood, f, covariances("covariance", K), rung)
+
+
+def predictive_of_outputs(likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT) -> Predictive:
+    """The predictive of y for f ~ N(f, K), where K is a posterior's own covariance and needs no check.  (N, C), (N, C, C)."""
     likelihood.check_outputs(f)
     return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung))
 

@@ -229,9 +229,9 @@ def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
     unsound = 0
     for site in sites:
         found = cavity(site, mean - sites.mean, covariance)
-        answer = _answer(sites.likelihood, found.marginal, site.y)
+        log_prob = torch.cat([p.log_prob(y) for p, y in _predictives(sites.likelihood, found.marginal, site.y)])
         weights = site.row_weights * found.sound
-        total += float((weights * answer.log_prob).sum())
+        total += float((weights * log_prob).sum())
         weight += float(weights.sum())
         unsound += int((~found.sound).sum())
     return Score(total / weight if weight else float("nan"), unsound)
@@ -335,15 +335,22 @@ def _chunk(site: Site, posterior: State) -> Chunk:
 
 
 def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
-    """Of y under the predictives of f ~ N(f₋, K₋), some rows at a time."""
-    parts = []
+    """Of y under the predictives of f ~ N(f₋, K₋)."""
+    parts = [
+        Answer(predictive.log_prob(some), *ranks(predictive, some), predictive.diagnostics.inaccurate)
+        for predictive, some in _predictives(likelihood, marginal, y)
+    ]
+    return Answer(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _predictives(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Iterator[tuple[Predictive, Tensor]]:
+    """The predictives of f ~ N(f₋, K₋) with their y, some rows at a time."""
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         with warnings.catch_warnings():  # inaccurate rows are counted
             warnings.simplefilter("ignore", UserWarning)
             predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
-        parts.append(Answer(predictive.log_prob(y[rows]), *ranks(predictive, y[rows]), predictive.diagnostics.inaccurate))
-    return Answer(*map(torch.cat, zip(*parts, strict=True)))
+        yield predictive, y[rows]
 
 
 def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:

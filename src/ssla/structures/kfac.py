@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
+from ssla.numerics.linalg import symmetric_product
 from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.structures.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
@@ -112,14 +113,14 @@ class KfacOperator:
         if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
             (op,), (weights,) = self.layers, layer_weights
             basis, v = op.outputs_basis(J.dtype), op.variances(J, weights)
-            return torch.diag_embed(v) if basis is None else (basis * v.unsqueeze(-2)) @ basis.mT
+            return torch.diag_embed(v) if basis is None else symmetric_product(basis * v.unsqueeze(-2), basis)
         total: Tensor | None = None
         for operator, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             K = operator.rotate(block).weighted_covariance(weights)
             total = K if total is None else total + K
         rest = rest_block(J)
         if rest is not None:
-            K = (rest.values * rest_weights.to(rest.values.dtype)) @ rest.values.mT
+            K = symmetric_product(rest.values * rest_weights.to(rest.values.dtype), rest.values)
             total = K if total is None else total + K
         assert total is not None
         return total

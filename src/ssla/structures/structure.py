@@ -35,7 +35,7 @@ class Operator(Protocol):
     """H⁻¹, factorised. All in float64."""
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """K = J H⁻¹ Jᵀ.  -> (B, C, C)."""
+        """K = J H⁻¹ Jᵀ, exactly symmetric.  -> (B, C, C)."""
         ...
 
     def root(self, J: Jacobian) -> Root:

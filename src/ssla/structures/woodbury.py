@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ssla.numerics.linalg import symmetric_product
 from ssla.numerics.roots import FullRoot, full_root
 from ssla.structures.jacobians import Jacobian
 from ssla.structures.structure import NoFactorError, no_factor
@@ -40,7 +41,7 @@ class WoodburyOperator:
     def covariance(self, J: Jacobian) -> Tensor:
         J = J.double()
         along = J.push_many(self._directions)
-        return J.quadratic_diagonal(1 / self.prior) - (along * self._learned) @ along.mT
+        return J.quadratic_diagonal(1 / self.prior) - symmetric_product(along * self._learned, along)
 
     def root(self, J: Jacobian) -> FullRoot:
         return full_root(self.covariance(J))

@@ -50,6 +50,8 @@ AT_MODE = 1e-4  # posterior standard deviations
 SETTLED = 0.05  # change of the logarithm of a precision at which an alternation is the last
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
+BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as converged
+SCORE_ERROR = 1e-9  # of 1 + |score|: quadrature, and rounding errors of covariances under weak priors
 
 
 def tune(
@@ -118,7 +120,7 @@ def tune(
         best = climb(space.moved(_positive(posterior)))
         return _finished(_stepped(space, best.point)[0], _history(objective, space, best, notes), quiet)
     if objective == EVIDENCE:
-        return _alternate(space, notes, job, quiet)
+        return _not_worse(posterior, _alternate(space, notes, job, quiet))
 
     def score(state: State) -> float:
         own = LeftOut.of(state) if objective == LOO else HeldOut.of(state, data, objective, folds)
@@ -177,6 +179,19 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     values[-1] = end.log_evidence()
     best = replace(found[-1], evaluations=sum(one.evaluations for one in found))
     return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, settled)
+
+
+def _not_worse(before: State, tuned: State) -> State:
+    """The tuned posterior, unless its bound is lower than the one before. Then the one before, with a note.
+
+    Only the bound of a dense curvature is climbed exactly: for others the step of the prior is that of an approximate bound.
+    """
+    history, height = tuned.tuning_history, before.log_evidence()
+    if history is None or tuned.log_evidence() >= height - BOUND_ERROR * (1 + abs(height)):
+        return tuned
+    note = f"the prior at hand was kept: its bound is {height:.6g}, that of the tuned one {tuned.log_evidence():.6g}"
+    kept = replace(history, points=history.points[:1], values=torch.tensor([height], dtype=torch.float64))
+    return _finished(before, replace(kept, notes=(*history.notes, note)), quiet=True)
 
 
 def _search(
@@ -322,8 +337,7 @@ def _climb_scores(space: Space, held: HeldOut | LeftOut) -> Maximum:
     scan = SCAN[:, None] * min(1.0, space.reach / float(SCAN.max()))
     starts = torch.cat([start[None], start + scan * tuned]) if bool(tuned.any()) else start[None]
     heights = torch.tensor([score(point.clamp(low, high)) for point in starts])
-    scale = torch.ones(len(space.free), dtype=torch.float64)
-    best = maximise(function, starts[int(heights.argmax())], low, high, scale, tolerance=1e-6, rounds=100)
+    best = maximise(function, starts[int(heights.argmax())], low, high, tolerance=1e-6, noise=SCORE_ERROR, rounds=100)
     if not torch.equal(best.points[0], start.clamp(low, high)):
         first = torch.cat([start[None], best.points]), torch.cat([heights[:1].double(), best.values])
         best = replace(best, points=first[0], values=first[1])

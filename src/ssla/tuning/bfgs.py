@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
+GROWTH = 4.0  # of steps where the function is not concave: from a slope of 1e-3 to the longest step in six rounds
 Function = Callable[[Tensor], "tuple[float, Tensor]"]
 
 
@@ -27,17 +28,30 @@ class Maximum:
 
 
 def maximise(
-    function: Function, start: Tensor, low: Tensor, high: Tensor, scale: Tensor, *, tolerance: float = 1e-9, rounds: int = 200
+    function: Function,
+    start: Tensor,
+    low: Tensor,
+    high: Tensor,
+    scale: Tensor | None = None,
+    *,
+    tolerance: float = 1e-9,
+    noise: float = 0.0,
+    rounds: int = 200,
 ) -> Maximum:
     """Climb from `start` within low ≤ point ≤ high.
 
-    function(point) -> (value, gradient). `scale` (d,) is about the inverse of the curvature by coordinate. A coordinate at an
-    edge whose gradient points outwards is held. Ends when the free gradient, in units of the value, is below the tolerance, or
-    when no step rises any more (rounding). converged = False after `rounds` steps, or where no step rises from a steep place.
+    function(point) -> (value, gradient). `scale` (d,) is about the inverse of the curvature by coordinate; None: not known, and
+    the first step has length one. A coordinate at an edge whose gradient points outwards is held. Ends when the free gradient, in
+    units of the value, is below the tolerance, or when no step rises any more (rounding). converged = False after `rounds` steps,
+    or where no step rises from a steep place.
+
+    noise: the error of a value, as a share of 1 + |value|. Gains below it are not looked for: a search among errors has no end.
     """
     point = start.clamp(low, high)
     value, gradient = function(point)
     evaluations, points, values = 1, [point], [value]
+    if scale is None:
+        scale = torch.full_like(point, 1 / max(float(gradient.abs().max()), 1e-300))
     inverse = torch.diag(scale)
     converged = False
     for _ in range(rounds):
@@ -52,25 +66,30 @@ def maximise(
             converged = True
             break
         size = min(1.0, LONGEST_STEP / float(step.abs().max()))
+        error = noise * (1 + abs(value))
+        shortest = max(1e-12, error / float(free @ step))  # beyond, the gain is an error or rounding
         while True:
             trial = (point + size * step).clamp(low, high)
             new, slope = function(trial)
             evaluations += 1
-            if new >= value + 1e-4 * float(gradient @ (trial - point)) and new > value - 1e-14 * abs(value):
-                break
+            rises = new >= value + 1e-4 * float(gradient @ (trial - point)) and new > value - 1e-14 * abs(value)
             size /= 2
-            if size < 1e-12:
+            if rises or size < shortest:
                 break
-        if size < 1e-12:
-            if torch.equal(inverse, torch.diag(scale)):  # not even along the gradient: the top, to rounding
-                converged = not steep
+        if not rises:
+            if torch.equal(inverse, torch.diag(scale)):  # not even along the gradient: the top, to rounding or to the noise
+                converged = not steep or noise > 0
                 break
             inverse = torch.diag(scale)
             continue
-        inverse = _updated(inverse, trial - point, gradient - slope, scale)
+        inverse = _updated(inverse, trial - point, gradient - slope)
+        gain = new - value
         point, value, gradient = trial, new, slope
         points.append(point)
         values.append(value)
+        if gain < error:
+            converged = True
+            break
     bound = ((point <= low) & (gradient < 0)) | ((point >= high) & (gradient > 0))
     return Maximum(
         point, value, gradient, bound, converged, torch.stack(points), torch.tensor(values, dtype=torch.float64), evaluations
@@ -84,11 +103,14 @@ def _direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
     return step if float(step @ gradient) > 0 else gradient * inverse.diagonal()
 
 
-def _updated(inverse: Tensor, s: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """BFGS on the inverse of minus the Hessian; left alone where the curvature along s is not negative."""
+def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
+    """BFGS on the inverse of minus the Hessian.
+
+    Where the function is not concave along s, no curvature bounds the steps: they grow up to the longest.
+    """
     along = float(s @ y)
     if along <= 1e-12 * float(s.norm() * y.norm()):
-        return torch.diag(scale)
+        return inverse if float(s.abs().max()) >= LONGEST_STEP else GROWTH * inverse
     eye = torch.eye(len(s), dtype=torch.float64)
     left = eye - torch.outer(s, y) / along
     return left @ inverse @ left.mT + torch.outer(s, s) / along

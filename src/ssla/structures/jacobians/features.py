@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla.numerics.constants import constant
-from ssla.numerics.linalg import stack_square
+from ssla.numerics.linalg import stack_square, symmetric_product
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
 FEW_OUTPUTS = 4  # up to these many, K entry by entry
@@ -154,7 +154,7 @@ class Features:
         parts = []
         for phi in self.with_ones().split(max(CACHED // (C * C * F), 1)):
             white = (phi @ columns).view(len(phi), C, -1)
-            parts.append(white @ white.mT)
+            parts.append(symmetric_product(white, white))
         return torch.cat(parts)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:

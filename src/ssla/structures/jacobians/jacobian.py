@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ssla.numerics.linalg import symmetric_product
+
 
 class Jacobian(Protocol):
     """J (B, C, P), possibly implicit."""
@@ -58,11 +60,11 @@ class Jacobian(Protocol):
         ...
 
     def quadratic(self, whitener: Tensor) -> Tensor:
-        """J WᵀW Jᵀ for lower triangular W (P, P).  -> (B, C, C)."""
+        """J WᵀW Jᵀ for lower triangular W (P, P), exactly symmetric.  -> (B, C, C)."""
         ...
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """J diag(v) Jᵀ.  (P,) -> (B, C, C)."""
+        """J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
         ...
 
 
@@ -111,7 +113,7 @@ class DenseJacobian:
 
     def quadratic(self, whitener: Tensor) -> Tensor:
         white = self.values @ whitener.to(self.values.dtype).mT
-        return white @ white.mT
+        return symmetric_product(white, white)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        return (self.values * variances.to(self.values.dtype)) @ self.values.mT
+        return symmetric_product(self.values * variances.to(self.values.dtype), self.values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ssla.numerics.linalg import symmetric_product
 from ssla.structures.jacobians.jacobian import DenseJacobian
 
 ENTRIES_AT_ONCE = 1 << 22  # limit for arrays larger than the layer's own inputs and gradients
@@ -90,15 +91,15 @@ class LayerBlock:
         return out
 
     def weighted_covariance(self, weights: Tensor) -> Tensor:
-        """J diag(w) Jᵀ with w (out, in).  -> (B, C, C)."""
+        """J diag(w) Jᵀ with w (out, in), exactly symmetric.  -> (B, C, C)."""
         w = weights.to(self.a.dtype)
         if self.single:
             d = self.delta[:, :, 0]
-            return (d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1)) @ d.mT
+            return symmetric_product(d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1), d)
         B, C = self.delta.shape[:2]
         K = torch.zeros(B, C, C, dtype=self.a.dtype)
         for rows, J in self.pieces():
-            K += (J * w[rows]).flatten(2) @ J.flatten(2).mT
+            K += symmetric_product((J * w[rows]).flatten(2), J.flatten(2))
         return K
 
 
