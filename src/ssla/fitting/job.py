@@ -331,9 +331,8 @@ class Job:
         if self.prior is not None:
             return self.prior
         network = self._network
-        kronecker = isinstance(self.structure, Kfac)  # one precision a layer
-        rows = None if kronecker else outputs_apart(network, self.likelihood)
-        return trained_scale(network.layout, network.theta, rows)
+        apart = outputs_apart(network, self.likelihood, self.structure)
+        return trained_scale(network.layout, network.theta, apart)
 
     @property
     def _structure(self) -> Structure:
@@ -402,9 +401,12 @@ class Job:
         return found.sums, found.target
 
 
-def outputs_apart(network: Network, likelihood: Likelihood) -> Tensor | None:
-    """The output of each parameter (P,) of a last layer whose outputs are of different kinds and scales; None for others."""
+def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure) -> Tensor | None:
+    """The output of each parameter (P,) of a last layer with outputs of different units, −1 for others.
+
+    None where there are no such outputs, and for Kronecker factors, which take one precision for
+    each layer.
+    """
     apart = isinstance(likelihood, Gaussian | HeteroscedasticGaussian) and network.outputs > 1
-    if not (apart and network.linear):
-        return None
-    return torch.arange(network.outputs).repeat_interleave(network.layout.size // network.outputs)
+    found = network.parameter_outputs
+    return found if apart and not isinstance(structure, Kfac) and bool((found >= 0).any()) else None

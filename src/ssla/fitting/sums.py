@@ -12,6 +12,7 @@ from torch import Tensor
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.averages import averages, of_classes, pooled_fisher
+from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
@@ -37,15 +38,15 @@ class Sums:
     statistics: Statistics
     newton: Structure | None
     squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
-    largest: float
+    largest: Tensor  # |y| at its largest by output (C,): the unit in which residuals may be zero
     reference: Tensor  # the noise that the statistics were taken at (C,)
 
     @staticmethod
     def zero(size: int, structure: Structure, newton: bool) -> Sums:
         nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
-        return Sums(
-            nothing, Dense(dual=False).zero(size) if newton else None, torch.zeros(1, dtype=torch.float64), 0.0, torch.ones(1)
-        )
+        none = torch.zeros(1, dtype=torch.float64)
+        own = Dense(dual=False).zero(size) if newton else None
+        return Sums(nothing, own, none, none, torch.ones(1))
 
     @property
     def newton_curvature(self) -> Structure:
@@ -83,10 +84,13 @@ class Sums:
             precision = precision * weights[:, None, None] if pool is None else precision
             observed = None if observed is None else observed * weights[:, None, None]
         squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
+        largest = self.largest
         if isinstance(likelihood, Gaussian):
             reference = likelihood.covariance_for(f).diagonal().sqrt()
-            r = (y.reshape(f.shape) - f) ** 2
+            targets = y.reshape(f.shape)
+            r = (targets - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
+            largest = torch.maximum(largest, targets.abs().amax(0))
         s, newton = self.statistics, self.newton
         curvature = s.curvature.add(J, precision, weights)
         if newton is not None and observed is not None:
@@ -103,7 +107,7 @@ class Sums:
             ),
             newton,
             self.squares + squares,
-            max(self.largest, float(y.abs().max())) if y.is_floating_point() else self.largest,
+            largest,
             reference,
         )
 
@@ -155,18 +159,25 @@ class Sums:
         """The sums over both data sets, taken at the same θ and noise."""
         newton = None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
         statistics = self.statistics.merge(other.statistics)
-        return Sums(statistics, newton, self.squares + other.squares, max(self.largest, other.largest), self.reference)
+        largest = torch.maximum(self.largest, other.largest)
+        return Sums(statistics, newton, self.squares + other.squares, largest, self.reference)
 
     def at_noise(self, noise: Tensor) -> Sums:
-        """The sums at `noise` times the noise they were taken at, (P,): one factor for each parameter's output."""
+        """The sums at `noise` times their noise, (P,): one factor for each parameter's output.
+
+        For sums as collected, whose log likelihood follows from the squared residuals.
+        """
         s = self.statistics
         outputs = self.squares.numel()
         factor = noise.reshape(outputs, -1)[:, 0] if bool((noise != noise[0]).any()) else noise[:1].expand(outputs)
-        old, new = self.squares / self.reference**2, self.squares / (self.reference * factor) ** 2
-        change = 0.5 * float((old - new).sum()) - s.weight * float(factor.log().sum())
-        statistics = s.at_noise(noise, s.log_likelihood + change)
+        scale = self.reference * factor
+        # Not as a change of the log likelihood at hand: at a noise of 1 that is −½ of the squares in
+        # the unit of the targets, and the difference of two such numbers may have no digits left.
+        constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
+        log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
+        statistics = s.at_noise(noise, log_likelihood)
         newton = None if self.newton is None else self.newton.scaled(1 / noise)
-        return replace(self, statistics=statistics, newton=newton, reference=self.reference * factor)
+        return replace(self, statistics=statistics, newton=newton, reference=scale)
 
     def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
         """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as collected."""

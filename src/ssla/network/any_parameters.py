@@ -57,6 +57,7 @@ class AnyParameters:
     others: tuple[str, ...]  # free parameters without a Kronecker form
     extra_per_row: int  # bytes
     notes: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()  # free weight and bias of the linear layer that computes the outputs
 
     linear = False
     offset = None
@@ -73,6 +74,14 @@ class AnyParameters:
     def kronecker(self) -> frozenset[str]:
         """Free parameters of layers with a Kronecker form."""
         return frozenset(self.layout.names) - frozenset(self.others)
+
+    @property
+    def parameter_outputs(self) -> Tensor:
+        found = torch.full((self.layout.size,), -1)
+        for name in self.head:
+            for output, row in enumerate(self.layout.positions[name]):
+                found[row] = output
+        return found
 
     def cast(self, x: Inputs) -> Inputs:
         return self.frozen.cast(x)
@@ -185,7 +194,14 @@ def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def open_any(
-    frozen: Frozen, names: tuple[str, ...], x: Inputs, f: Tensor, probe: Probe, materialise: bool, note: str | None
+    frozen: Frozen,
+    names: tuple[str, ...],
+    x: Inputs,
+    f: Tensor,
+    probe: Probe,
+    materialise: bool,
+    note: str | None,
+    head: tuple[str, ...] = (),
 ) -> AnyParameters:
     """Plan the layers, and validate the plan against plain backpropagation on a few rows."""
     parameters = dict(frozen.module.named_parameters())
@@ -204,11 +220,12 @@ def open_any(
     whole = layout.size if materialise else 0
     extra = 8 * (2 * seen + outputs * (2 * rest_size + 3 * whole))
     notes = () if note is None else (note,)
-    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra, notes)
+    network = AnyParameters(frozen, layout, theta, outputs, rest, plans, others, extra, notes, head)
     few = frozen.cast(slice_inputs(x, slice(0, CHECKED_ROWS)))
     if not _agrees(network, few) and plans:
         notes = (*notes, UNLIKE_LAYERS)
-        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, 8 * outputs * 5 * layout.size, notes)
+        extra = 8 * outputs * 5 * layout.size
+        return AnyParameters(frozen, layout, theta, outputs, rest, (), names, extra, notes, head)
     return network
 
 

@@ -51,6 +51,11 @@ class Network(Protocol):
         ...
 
     @property
+    def parameter_outputs(self) -> Tensor:
+        """The output of each parameter that changes one output only (P,); −1 for the others."""
+        ...
+
+    @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
         """(inputs including the bias, outputs) of those layers."""
         ...

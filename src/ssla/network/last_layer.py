@@ -44,6 +44,10 @@ class LastLayer:
     def kronecker(self) -> frozenset[str]:
         return frozenset(self.layout.names)
 
+    @property
+    def parameter_outputs(self) -> Tensor:
+        return torch.arange(self.outputs).repeat_interleave(self.layout.size // self.outputs)
+
     def cast(self, x: Inputs) -> Inputs:
         return self.frozen.cast(x)
 

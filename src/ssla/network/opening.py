@@ -46,7 +46,7 @@ def open_network(
     note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
         return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
-    return open_any(frozen, names, x, f, watch, materialise, note)
+    return open_any(frozen, names, x, f, watch, materialise, note, _head_names(model, head, names))
 
 
 def trainable(model: nn.Module) -> tuple[str, ...]:
@@ -213,6 +213,13 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
     bias_name = None if bias is None else names.get(id(bias))
     assert isinstance(weight, nn.Parameter)
     return _Head(names[id(weight)], bias_name, weight, bias, phi.shape[1])
+
+
+def _head_names(model: nn.Module, head: _Head | str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The free parameters of the last linear layer: a row changes one output only, unless it is tied."""
+    if isinstance(head, str) or _tied(model, head.weight):
+        return ()
+    return tuple(name for name in (head.weight, head.bias) if name is not None and name in names)
 
 
 def _tied(model: nn.Module, name: str) -> list[str]:

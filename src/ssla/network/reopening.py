@@ -33,6 +33,7 @@ class Opening:
     others: tuple[str, ...] = ()
     extra_per_row: int = 0
     integers: Mapping[str, str] | None = None  # not known in older files
+    head: tuple[str, ...] = ()  # not known in older files
 
 
 def describe(network: Network) -> Opening:
@@ -58,6 +59,7 @@ def describe(network: Network) -> Opening:
         others=network.others,
         extra_per_row=network.extra_per_row,
         integers=frozen.integers,
+        head=network.head,
     )
 
 
@@ -67,6 +69,9 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
     if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
+    rows = {len(parameters[name]) for name in opening.head if name in names}
+    if not names.issuperset(opening.head) or not rows <= {opening.outputs}:
+        raise ValueError("the last layer is not one of the network with a row for each output")
     if not set((opening.integers or {}).values()) <= INTEGERS:
         raise ValueError("the integer inputs have no integer type")
     sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
@@ -128,7 +133,9 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         layout = contiguous_layout({name: parameters[name].shape for name in opening.names})
         theta = layout.pack(parameters)
         rest = rest_of(module, opening.names)
-        return AnyParameters(frozen, layout, theta, opening.outputs, rest, opening.layers, opening.others, opening.extra_per_row)
+        plans, others, extra = opening.layers, opening.others, opening.extra_per_row
+        head = opening.head
+        return AnyParameters(frozen, layout, theta, opening.outputs, rest, plans, others, extra, head=head)
     weight = parameters[opening.names[0]]
     bias = opening.names[1] if len(opening.names) == 2 else None
     if weight.dim() != 2 or weight.shape[0] != opening.outputs:

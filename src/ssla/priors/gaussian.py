@@ -12,8 +12,6 @@ from ssla._checks import finite, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
-LEAST_SQUARE = 1e-20  # of trained weights: smaller ones (a layer at zero) have no scale, and 1 is taken
-
 
 @dataclass(frozen=True)
 class BoundGaussian:
@@ -57,11 +55,13 @@ class Gaussian:
         return BoundGaussian(resolve("mean", self.mean, layout), resolve("precision", self.precision, layout))
 
 
-def trained_scale(layout: Layout, theta: Tensor, rows: Tensor | None = None) -> Gaussian:
+def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) -> Gaussian:
     """The prior from which one is chosen by the evidence: each layer's weights have precision 1 / mean(w²) around zero.
 
     A bias has the precision of its layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
-    rows: groups (P,) in place of the layers.
+    outputs: the output of a parameter that changes this output only, −1 for others (P,). The
+    parameters of one output are then a group of their own in place of their layer, because another
+    unit of a target changes their scale and no other.
     """
     precision, mean = torch.empty_like(theta), torch.zeros_like(theta)
     free = torch.ones_like(theta, dtype=torch.bool)  # of those that have no offset
@@ -72,16 +72,23 @@ def trained_scale(layout: Layout, theta: Tensor, rows: Tensor | None = None) -> 
             groups[index] = i
             if name.rpartition(".")[2] == "bias" and len(names) > 1:
                 free[index], mean[index] = False, theta[index]
-    groups = groups if rows is None else rows
+    if outputs is not None:
+        groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
         own = groups == group
-        square = float((theta[own & free] ** 2).mean()) if bool((own & free).any()) else 1.0
-        precision[own] = 1 / min(square, 1 / LEAST_SQUARE) if square > LEAST_SQUARE else 1.0
+        precision[own] = _precision_around_zero(theta[own & free])
     named = {name: precision[index] for name, index in layout.positions.items()}
     return Gaussian(
         {name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v for name, v in named.items()},
         {name: mean[index] if bool(mean[index].any()) else 0.0 for name, index in layout.positions.items()},
     )
+
+
+def _precision_around_zero(weights: Tensor) -> float:
+    """1 / mean(w²), in any unit of the weights; 1 where there is no weight that is not zero."""
+    square = float((weights**2).mean()) if weights.numel() else 0.0
+    smallest = torch.finfo(torch.float64).tiny  # the inverse of a smaller number is infinite
+    return 1 / min(square, 1 / smallest) if square >= smallest else 1.0
 
 
 @dataclass(frozen=True)

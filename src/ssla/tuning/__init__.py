@@ -29,11 +29,11 @@ from ssla.fitting.prior_change import described
 from ssla.fitting.variational import ROUGH, TOLERANCE, Climb
 from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
-from ssla.structures import Dense, Kfac, LowRank
+from ssla.structures import Dense, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
-from ssla.tuning.space import NOISE, PRECISIONS, PRIOR, Space
+from ssla.tuning.space import NOISE, PRIOR, Space
 
 __all__ = ["choose_prior", "tune"]
 
@@ -51,7 +51,7 @@ SETTLED = 0.05  # change of the logarithm of a precision at which an alternation
 REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as converged
-SCORE_ERROR = 1e-9  # of 1 + |score|: quadrature, and rounding errors of covariances under weak priors
+SCORE_ERROR = 1e-9  # of a score: quadrature, and rounding errors of covariances under weak priors
 
 
 def tune(
@@ -62,14 +62,15 @@ def tune(
     per_layer: bool,
     folds: int | None,
     per_output: bool = False,
-    within: tuple[float, float] = PRECISIONS,
+    within: tuple[float, float] | None = None,
     doubt: float = math.inf,
     quiet: bool = False,
     rough: bool = False,
 ) -> State:
     """See Posterior.tune.
 
-    per_output: one precision for each output of a last layer. within: the range of precisions. doubt: the standard deviation of
+    per_output: one precision for each output of a last layer. within: the range of precisions;
+    None: a wide one around the trained weights' scale. doubt: the standard deviation of
     a log precision around that of the posterior at hand, which keeps few held-out rows from choosing an extreme one. quiet: a
     poor solution is noted in the report only. rough: the posterior will not be kept, so that the search tries fewer priors, θ̂
     stays, and the variational Gaussian at the end is as accurate as those on the way.
@@ -140,8 +141,9 @@ def choose_prior(posterior: State, job: Job) -> State:
     fit estimated it.
     """
     dense = isinstance(posterior.sums.curvature, Dense | LowRank) and posterior.theta.numel() > SCAN_LIMIT
-    apart = not isinstance(posterior.sums.curvature, Kfac) and outputs_apart(posterior.network, posterior.likelihood) is not None
-    space, notes = Space.of(posterior, (PRIOR, NOISE) if job.estimated else (PRIOR,), not dense, apart)
+    apart = outputs_apart(posterior.network, posterior.likelihood, posterior.sums.curvature)
+    over = (PRIOR, NOISE) if job.estimated else (PRIOR,)
+    space, notes = Space.of(posterior, over, not dense, apart is not None)
     space = replace(space, home=space.levels, doubt=DOUBT)
     if job.averages:
         return _alternate(space, notes, job, quiet=True)
@@ -297,7 +299,10 @@ def _stepped(space: Space, point: Tensor) -> tuple[State, Tensor]:
 
 def _climb_evidence(space: Space) -> Maximum:
     """From the best of a scan over all precisions together, and from where the prior stands."""
-    evidence: Evidence = evidence_of(space.problem)
+    problem = space.problem
+    # The log likelihood at hand is a constant that depends on the unit of the targets: left out here
+    constant = problem.log_likelihood
+    evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
     def function(point: Tensor) -> tuple[float, Tensor]:
         try:
@@ -308,31 +313,34 @@ def _climb_evidence(space: Space) -> Maximum:
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
-    best = maximise(function, start, low, high, space.scale, tolerance=1e-10)
+    level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
+    best = maximise(function, start, low, high, space.scale, tolerance=1e-10, level=level)
     tuned = space.free < len(space.labels)
     if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach > REACH:
         starts = start + SCAN[:, None] * tuned.double()
         heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
-        other = maximise(function, starts[int(heights.argmax())], low, high, space.scale, tolerance=1e-10)
-        if other.value > best.value + 1e-9 * abs(best.value):
+        first = starts[int(heights.argmax())]
+        other = maximise(function, first, low, high, space.scale, tolerance=1e-10, level=level)
+        if other.value > best.value + 1e-9 * level:
             whole = torch.cat([start[None].clamp(low, high), other.points]), torch.cat([best.values[:1], other.values])
             best = replace(other, points=whole[0], values=whole[1], evaluations=other.evaluations + best.evaluations)
-    return best
+    return replace(best, value=best.value + constant, values=best.values + constant)
 
 
 def _climb_scores(space: Space, held: HeldOut | LeftOut) -> Maximum:
     """By central differences: 2d scores a gradient."""
+    low, high = space.box
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    unit = abs(held(space, start.clamp(low, high))) if held.in_target_units else 1.0
 
     def score(point: Tensor) -> float:
-        return held(space, point) + space.expected(point) / held.rows
+        return held(space, point) / unit + space.expected(point) / held.rows
 
     def function(point: Tensor) -> tuple[float, Tensor]:
         steps = DIFFERENCE * torch.eye(len(point), dtype=torch.float64)
         slope = [(score(point + h) - score(point - h)) / (2 * DIFFERENCE) for h in steps]
         return score(point), torch.tensor(slope, dtype=torch.float64)
 
-    low, high = space.box
-    start = torch.zeros(len(space.free), dtype=torch.float64)
     tuned = (space.free < len(space.labels)).double()
     scan = SCAN[:, None] * min(1.0, space.reach / float(SCAN.max()))
     starts = torch.cat([start[None], start + scan * tuned]) if bool(tuned.any()) else start[None]
@@ -341,7 +349,9 @@ def _climb_scores(space: Space, held: HeldOut | LeftOut) -> Maximum:
     if not torch.equal(best.points[0], start.clamp(low, high)):
         first = torch.cat([start[None], best.points]), torch.cat([heights[:1].double(), best.values])
         best = replace(best, points=first[0], values=first[1])
-    return replace(best, evaluations=best.evaluations * (2 * len(space.free) + 1) + len(starts))
+    evaluations = best.evaluations * (2 * len(space.free) + 1) + len(starts) + held.in_target_units
+    value, values, gradient = best.value * unit, best.values * unit, best.gradient * unit
+    return replace(best, value=value, values=values, gradient=gradient, evaluations=evaluations)
 
 
 def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> TuningHistory:

@@ -36,16 +36,19 @@ def maximise(
     *,
     tolerance: float = 1e-9,
     noise: float = 0.0,
+    level: float = 1.0,
     rounds: int = 200,
 ) -> Maximum:
     """Climb from `start` within low ≤ point ≤ high.
 
     function(point) -> (value, gradient). `scale` (d,) is about the inverse of the curvature by coordinate; None: not known, and
     the first step has length one. A coordinate at an edge whose gradient points outwards is held. Ends when the free gradient, in
-    units of the value, is below the tolerance, or when no step rises any more (rounding). converged = False after `rounds` steps,
+    units of `level`, is below the tolerance, or when no step rises any more (rounding). converged = False after `rounds` steps,
     or where no step rises from a steep place.
 
-    noise: the error of a value, as a share of 1 + |value|. Gains below it are not looked for: a search among errors has no end.
+    level: the size of the terms that the value sums, whose rounding error it has. It is not taken from the value, to which other
+    units of the data add a constant: the ascent must end at the same point in every unit.
+    noise: the error of a value, as a share of `level`. Gains below it are not looked for: a search among errors has no end.
     """
     point = start.clamp(low, high)
     value, gradient = function(point)
@@ -57,22 +60,24 @@ def maximise(
     for _ in range(rounds):
         held = ((point <= low) & (gradient <= 0)) | ((point >= high) & (gradient >= 0))
         free = torch.where(held, 0.0, gradient)
-        if float(free.abs().max()) <= tolerance * (1 + abs(value)):
+        if float(free.abs().max()) <= tolerance * level:
             converged = True
             break
         step = _direction(inverse, free, held)
-        steep = float(free.abs().max()) > 1e-6 * (1 + abs(value))
-        if not steep and float(free @ step) <= 1e-14 * (1 + abs(value)):  # the remaining gain is below rounding error
+        steep = float(free.abs().max()) > 1e-6 * level
+        # the remaining gain is below rounding error
+        if not steep and float(free @ step) <= 1e-14 * level:
             converged = True
             break
         size = min(1.0, LONGEST_STEP / float(step.abs().max()))
-        error = noise * (1 + abs(value))
+        error = noise * level
         shortest = max(1e-12, error / float(free @ step))  # beyond, the gain is an error or rounding
         while True:
             trial = (point + size * step).clamp(low, high)
             new, slope = function(trial)
             evaluations += 1
-            rises = new >= value + 1e-4 * float(gradient @ (trial - point)) and new > value - 1e-14 * abs(value)
+            enough = value + 1e-4 * float(gradient @ (trial - point))
+            rises = new >= enough and new > value - 1e-14 * level
             size /= 2
             if rises or size < shortest:
                 break

@@ -94,6 +94,11 @@ class HeldOut:
     def rows(self) -> int:
         return sum(len(part.y) for part in self.parts)
 
+    @property
+    def in_target_units(self) -> bool:
+        """Whether the score is in the unit of the targets; a log density is only shifted by it."""
+        return self.score is crps
+
     def __call__(self, space: Space, point: Tensor) -> float:
         factor = math.exp(float(space.full(point)[-1]))
         precision, total, rows = space.precision(point), 0.0, 0
@@ -147,6 +152,8 @@ class LeftOut:
     @property
     def rows(self) -> int:
         return self.posterior.sums.n
+
+    in_target_units = False
 
     def __call__(self, space: Space, point: Tensor) -> float:
         precision, sums = space.precision(point), self.posterior.sums

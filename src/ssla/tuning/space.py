@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ssla.fitting.job import outputs_apart
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.priors import BoundGaussian, Flat
+from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.state import State, residual_squares
 from ssla.tuning.evidence import Problem
 
 PRIOR, NOISE = "prior", "noise"
-PRECISIONS = (1e-12, 1e12)
+# Of precisions, around those of the trained weights' scale; not measured. Far above it the evidence
+# is flat: at 1e8 its slope still exceeds the tolerance of the search, so that weights which do not
+# help are found at the edge. Far below it rises steeply: the range may be wide there, for a last
+# layer that was never trained and needs weights a million times as large.
+PRECISION_FACTORS = (1e-16, 1e8)
 NOISE_FACTORS = (1e-6, 1e6)
 LOG_2PI = math.log(2 * math.pi)
 
@@ -31,8 +36,9 @@ class Space:
     groups: Tensor  # (P,)
     labels: tuple[str, ...]  # one a group
     free: Tensor  # indices into (a_1 … a_G, t)
+    usual: Tensor  # (P,) precisions of the trained weights' scale, which follows the units
     reach: float = math.inf  # the largest change of a logarithm
-    within: tuple[float, float] = PRECISIONS  # of precisions
+    within: tuple[float, float] | None = None  # precisions; None: PRECISION_FACTORS · usual
     home: Tensor | None = None  # log precisions (G,) that are expected
     doubt: float = math.inf  # standard deviation of a log precision around those
 
@@ -55,7 +61,9 @@ class Space:
                 notes.append(f"{posterior.report.likelihood} has no noise to tune")
         if flat and PRIOR not in over:
             raise ValueError("Under a flat prior the evidence is not defined. Tune the prior too, or give a Gaussian one.")
-        return Space(posterior, bound, pattern, groups, labels, torch.tensor(free, dtype=torch.long)), notes
+        chosen = torch.tensor(free, dtype=torch.long)
+        usual = _trained_precisions(posterior)
+        return Space(posterior, bound, pattern, groups, labels, chosen, usual), notes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,9 +86,14 @@ class Space:
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
-        levels = [self.pattern[self.groups == g].log() for g in range(len(self.labels))]
-        low = [math.log(self.within[0]) - float(level.max()) for level in levels] + [math.log(NOISE_FACTORS[0])]
-        high = [math.log(self.within[1]) - float(level.min()) for level in levels] + [math.log(NOISE_FACTORS[1])]
+        if self.within is None:
+            ends = [factor * self.usual for factor in PRECISION_FACTORS]
+        else:
+            ends = [torch.full_like(self.usual, end) for end in self.within]
+        down, up = ((end / self.pattern).log() for end in ends)
+        members = [self.groups == g for g in range(len(self.labels))]
+        low = [float(down[own].min()) for own in members] + [math.log(NOISE_FACTORS[0])]
+        high = [float(up[own].max()) for own in members] + [math.log(NOISE_FACTORS[1])]
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
@@ -155,17 +168,28 @@ class Space:
 
 
 def _grouped(posterior: State, per_layer: bool, per_output: bool) -> tuple[tuple[str, ...], Tensor]:
-    """Labels, and the group of each parameter (P,): by layer, or by output of a last layer where that is asked for."""
-    layout, outputs = posterior.network.layout, posterior.network.outputs
-    if per_output and posterior.network.linear:  # θ keeps each output's weights and bias together
-        each = layout.size // outputs
-        return tuple(f"precision of output {c}" for c in range(outputs)), torch.arange(outputs).repeat_interleave(each)
+    """Labels, and the group of each parameter (P,): by layer; per_output: by output in a last layer."""
+    network, layout = posterior.network, posterior.network.layout
     layers = layout.layers() if per_layer else {"all": layout.names}
     groups = torch.zeros(layout.size, dtype=torch.long)
     for i, names in enumerate(layers.values()):
         for name in names:
             groups[layout.positions[name]] = i
-    return tuple(f"precision of {layer or 'network'}" for layer in layers), groups
+    labels = [f"precision of {layer or 'network'}" for layer in layers]
+    # One factor for all of a large network keeps the pattern of its outputs' precisions.
+    if per_output and (per_layer or network.linear):
+        outputs = network.parameter_outputs
+        groups = torch.where(outputs < 0, groups, len(labels) + outputs)
+        labels += [f"precision of output {c}" for c in range(network.outputs)]
+    used, groups = groups.unique(return_inverse=True)
+    return tuple(labels[i] for i in used.tolist()), groups
+
+
+def _trained_precisions(posterior: State) -> Tensor:
+    """The precisions (P,) of the trained weights' scale, by output where each has its own unit."""
+    network = posterior.network
+    apart = outputs_apart(network, posterior.likelihood, posterior.statistics.curvature)
+    return trained_scale(network.layout, network.theta, apart).bind(network.layout).scale_precision
 
 
 def first_noise(likelihood: Likelihood, outputs: int) -> float:
