@@ -109,8 +109,9 @@ def tune(
         if objective == EVIDENCE:
             return _climb_evidence(space)
         score = LeftOut.of(space.posterior) if objective == LOO else HeldOut.of(space.posterior, data, objective, folds)
+        best = _climb_scores(space, score)
         notes.extend(note for note in score.notes if note not in notes)
-        return _climb_scores(space, score)
+        return best
 
     if posterior.variational is None:
         best = climb(space)
@@ -121,13 +122,14 @@ def tune(
         best = climb(space.moved(_positive(posterior)))
         return _finished(_stepped(space, best.point)[0], _history(objective, space, best, notes), quiet)
     if objective == EVIDENCE:
-        return _not_worse(posterior, _alternate(space, notes, job, quiet))
+        return not_worse(posterior, _alternate(space, notes, job, quiet))
 
     def score(state: State) -> float:
         own = LeftOut.of(state) if objective == LOO else HeldOut.of(state, data, objective, folds)
-        notes.extend(note for note in own.notes if note not in notes)
         nowhere = torch.zeros(len(space.free), dtype=torch.float64)
-        return own(space.moved(state), nowhere) + space.moved(state).expected(nowhere) / own.rows
+        value = own(space.moved(state), nowhere) + space.moved(state).expected(nowhere) / own.rows
+        notes.extend(note for note in own.notes if note not in notes)
+        return value
 
     return _search(space, score, objective, notes, job, quiet, rough)
 
@@ -183,7 +185,7 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, settled)
 
 
-def _not_worse(before: State, tuned: State) -> State:
+def not_worse(before: State, tuned: State) -> State:
     """The tuned posterior, unless its bound is lower than the one before. Then the one before, with a note.
 
     Only the bound of a dense curvature is climbed exactly: for others the step of the prior is that of an approximate bound.

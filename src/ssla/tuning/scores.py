@@ -23,11 +23,13 @@ from ssla.predictive.leave_one_out import Sites
 from ssla.predictive.leave_one_out import collect as collect_sites
 from ssla.predictive.leave_one_out import score as left_out_score
 from ssla.state import POLISH, State, Statistics
-from ssla.structures import Operator
+from ssla.structures import Operator, Structure
 from ssla.structures.jacobians import Jacobian
+from ssla.structures.structure import NoFactorError
 from ssla.tuning.space import Space
 
 EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
+INDEFINITE = "the curvature of the rows outside a fold was not positive definite: its positive part was taken"
 
 
 class Part(NamedTuple):
@@ -104,7 +106,7 @@ class HeldOut:
         precision, total, rows = space.precision(point), 0.0, 0
         for part in self.parts:
             post = self.posterior.with_sums(part.statistics).at_noise(factor)
-            operator = post.sums.curvature.with_prior(precision)
+            operator = self._operator(post.sums.curvature, precision)
             step = torch.zeros_like(post.theta)
             if part.moves:
                 step = operator.solve(post.sums.gradient - precision * (post.mean - space.bound.mean))
@@ -112,6 +114,18 @@ class HeldOut:
                 total += float(self._score(post.likelihood, f, K, y).double().sum())
             rows += len(part.y)
         return -total / rows
+
+    def _operator(self, curvature: Structure, precision: Tensor) -> Operator:
+        """H⁻¹ of the rows that are not held out.
+
+        Averages of an indefinite Λ over some of the rows may be indefinite where those over all rows are not.
+        """
+        try:
+            return curvature.with_prior(precision)
+        except NoFactorError:
+            if INDEFINITE not in self.notes:
+                self.notes.append(INDEFINITE)
+            return curvature.positive_part().with_prior(precision)
 
     def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
         if self.score is negative_log_density and likelihood == HeteroscedasticGaussian():
