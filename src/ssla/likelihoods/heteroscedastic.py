@@ -154,8 +154,10 @@ class HeteroscedasticGaussian:
         """
         if not self.linear_domain:
             return []
-        a, b, low = R[..., 0, 0], R[..., 1, 0], R[..., 1, 1]
-        r, s = event(y, f) - f[..., 0], f[..., 1]
+        # In units of the noise e^(ŝ/2), where ŝ is zero: single precision holds no squares of y in every unit.
+        unit = torch.exp(-0.5 * f[..., 1])
+        a, b, low = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
+        r, s = (event(y, f) - f[..., 0]) * unit, torch.zeros_like(f[..., 1])
         c = torch.addcmul(b * b, low, low)
         share = a / c.clamp_min(torch.finfo(c.dtype).tiny)
         beta, q = share * b, share * a * (low * low)

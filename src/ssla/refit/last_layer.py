@@ -11,6 +11,7 @@ order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum of smal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ from ssla.structures.jacobians import Features
 from ssla.structures.structure import NoFactorError, no_factor
 
 SINGLE_MODE = 1e-4  # posterior standard deviations from the mode: single precision finds it that well
+# The limits of single precision: `capped_exp` is exact up to e²², and squares of targets must not overflow.
+SHARPEST_SINGLE, LARGEST_SINGLE = math.exp(22), 1e15
 CACHE_ELEMENTS = 1 << 19  # rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
 
 
@@ -126,6 +129,17 @@ class LastLayerRefit:
         weights = None if block.weights is None else cast("weights", block.weights)
         return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
 
+    @cached_property
+    def holds_in_single(self) -> bool:
+        """Whether the likelihood's derivatives fit single precision, which very small or large units of y do not."""
+        likelihood = self.posterior.likelihood
+        for block in self.rows:
+            sharpest = float(likelihood.fisher(block.f).amax())
+            largest = float(torch.maximum(block.f.abs().amax(), block.y.abs().amax()))
+            if sharpest > SHARPEST_SINGLE or largest > LARGEST_SINGLE:
+                return False
+        return True
+
     def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
         """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
         return self.remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
@@ -181,7 +195,7 @@ class LastLayerRefit:
         o = self.options
         point = group.start()
         found, rest, left = Found.nowhere(point), torch.arange(len(point)), o.max_steps
-        if self.rows.kept is not None:
+        if self.rows.kept is not None and self.holds_in_single:
             ends = o.tolerance >= SINGLE_MODE and not group.y.is_floating_point()
             rough, most = max(o.tolerance, SINGLE_MODE), min(SHARED_STEPS, left // 2)
             seen = progress if ends else None

@@ -236,7 +236,7 @@ class Group:
         A tolerance that single precision meets has all of it in single precision, but for the trace's sum, and no more than the
         trace where that is enough.
         """
-        if self.phi.shape[1] < MANY_FEATURES:
+        if self.phi.shape[1] < MANY_FEATURES or not self.refit.holds_in_single:
             half, positive = self._half_logdet(self._change(point, base, torch.float64).packed, point, precision, base)
             return -half, positive
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:

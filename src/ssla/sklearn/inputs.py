@@ -11,6 +11,20 @@ from ssla._checks import warn
 from ssla.tables import Plan, Table, make_plan
 from ssla.tables.frames import is_frame, is_plain, table_of
 
+SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numbers
+
+
+def check_target_size(y: np.ndarray) -> None:
+    """Refuse targets (n,) or (n, D) whose variance would be zero or infinite in double precision."""
+    largest = np.atleast_1d(np.abs(y).max(0))
+    wrong = largest[(largest > LARGEST_TARGET) | (largest < SMALLEST_TARGET)]
+    if wrong.size:
+        raise ValueError(
+            f"The target y must have values between {SMALLEST_TARGET:g} and {LARGEST_TARGET:g} in size, "
+            f"but its largest is {wrong.flat[0]:.3g}: its variance would be zero or infinite in double "
+            "precision. Give y in another unit."
+        )
+
 
 def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarray | Table:
     """Numbers (n, d) without gaps, or a table. X is a data frame of pandas or polars, an array or nested lists; infinite values

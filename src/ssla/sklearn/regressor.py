@@ -20,6 +20,7 @@ from ssla.predictive.predictive import probabilities
 from ssla.predictive.transformed import Transform
 from ssla.sklearn.conformal import Conformal
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.inputs import check_target_size
 from ssla.sklearn.related import Related
 from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
@@ -233,6 +234,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
+        check_target_size(y)
         scale = Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood)
         self._check_support(y, self.likelihood, scale)
 

@@ -30,6 +30,7 @@ from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
 from ssla.sklearn.bases import column_scaling, fitted, is_fitted, labels_of, numbers_of, predicted
+from ssla.sklearn.inputs import check_target_size
 from ssla.sklearn.saving import save_wrapped
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
 
@@ -283,6 +284,7 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         X, y, weights, folds = self._prepared(base, X, y, sample_weight, generator)
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
+        check_target_size(y)
         own = None if sample_weight is None else weights
         m, means = self._grown(base, X, y, own, folds, generator, predicted)
         w = torch.from_numpy(weights)

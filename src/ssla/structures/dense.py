@@ -145,8 +145,13 @@ class Dense:
     def positive_part(self) -> Dense:
         if self.matrix is None or int(torch.linalg.cholesky_ex(self.matrix).info) == 0:
             return self
-        values, vectors = torch.linalg.eigh(self.matrix)
-        return replace(self, matrix=(vectors * values.clamp_min(0)) @ vectors.mT)
+        # In units in which the diagonal is one: parameters of very unequal units have eigenvalues of
+        # very unequal size, and the small ones would be rounding errors of the large ones.
+        diagonal = self.matrix.diagonal().abs()
+        unit = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
+        values, vectors = torch.linalg.eigh(self.matrix / unit[:, None] / unit)
+        kept = (vectors * values.clamp_min(0)) @ vectors.mT
+        return replace(self, matrix=kept * unit[:, None] * unit)
 
     def scaled(self, factors: Tensor) -> Dense:
         if self.matrix is None:

@@ -34,7 +34,7 @@ from ssla.priors import Gaussian
 from ssla.refit import Refit
 from ssla.state import Marginal
 from ssla.tabular.component import Component
-from ssla.tabular.scaling import Scaling
+from ssla.tabular.scaling import Scaling, units_of
 from ssla.tabular.stacking import shares
 
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
@@ -114,7 +114,7 @@ class ClassLayer:
 
 def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
     """log (r²/mean r² + 0.01) (n,): what the noise model is grown on. The second term bounds the logarithm of small errors."""
-    squares = errors**2
+    squares = (errors / units_of(errors[:, None])) ** 2  # which neither overflow nor vanish
     mean = weights @ squares / weights.sum()
     return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
@@ -127,11 +127,12 @@ def log_features(p: Tensor, floor: float) -> Tensor:
 
 def fit_numbers(m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> NumberLayer:
     """From out-of-fold predictions m and v (n,), targets y (n,) and row weights (n,). strength: a factor on the prior."""
-    total = weights.sum()
-    shift = weights @ y / total
-    spread = (weights @ (y - shift) ** 2 / total).sqrt()
-    error = (weights @ (y - m) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
-    target, centre = Scaling(shift[None], error[None]), float(weights @ v / total)
+    total, unit = weights.sum(), units_of(y[:, None])
+    part, predicted = y / unit, m / unit  # whose squares neither overflow nor vanish
+    shift = weights @ part / total
+    spread = (weights @ (part - shift) ** 2 / total).sqrt()
+    error = (weights @ (part - predicted) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
+    target, centre = Scaling(unit * shift, unit * error), float(weights @ v / total)
     z = target(y)
     bare = NumberLayer((), target, centre, torch.ones(0))
     x = bare.features(m, v)
