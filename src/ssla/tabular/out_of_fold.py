@@ -133,7 +133,7 @@ def fit_numbers(m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: floa
     error = (weights @ (y - m) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
     target, centre = Scaling(shift[None], error[None]), float(weights @ v / total)
     z = target(y)
-    bare = NumberLayer((), target, centre, torch.ones(0))
+    bare = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32))
     x = bare.features(m, v)
     a, b = _line(x[:, 0], z, weights)
     start = torch.tensor([[b, 0, 0], [0, 1, 1]], dtype=torch.float64)
