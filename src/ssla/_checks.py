@@ -175,6 +175,21 @@ def recorded(value: Tensor) -> Tensor:
     return value.clone() if value.is_inference() else value
 
 
+@contextmanager
+def differentiated(what: str) -> Iterator[None]:
+    """Record derivatives of the user's function. ValueError if it uses a tensor that autograd cannot record."""
+    try:
+        with torch.enable_grad():
+            yield
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{what} uses a tensor that was made inside torch.inference_mode(), and autograd cannot "
+            "differentiate a function with it. Make the tensor outside, or use tensor.clone(), called outside."
+        ) from error
+
+
 def finite(what: str, values: Tensor, remedy: str) -> None:
     """Raise ValueError for NaN and infinity, with the index of the first. Inside torch.func.vmap values cannot be read."""
     if not (values.is_floating_point() or values.is_complex()) or batched(values):

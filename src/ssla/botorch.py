@@ -363,6 +363,7 @@ def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tenso
         variances = {name: spread**2 / sizes[name] for name, spread in zip(sizes, values[count:-1], strict=True)}
         return values[:count], variances, values[-1:] if known is None else known.clamp_min(LEAST)
 
+    @torch.enable_grad()
     def objective(flat: Any) -> tuple[float, Any]:
         point = torch.from_numpy(flat.copy()).requires_grad_(True)
         lengths, variances, noise = unpacked(point)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, biject_to
 
-from ssla._checks import finite, in_plain_torch, positive
+from ssla._checks import differentiated, finite, in_plain_torch, positive
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.priors.prior import BoundPrior, Prior, names_of
 from ssla.priors.separable import Separable, slope
@@ -34,7 +34,7 @@ class Joint:
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             return slope(self.function(free), free).detach()
 
@@ -45,7 +45,7 @@ class Joint:
                 f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use it for fewer parameters "
                 "(priors.Product), or custom(log_prob, independent=True) if coordinates are independent."
             )
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             first = slope(self.function(free), free, keep=True)
             H = -torch.stack([slope(g, free, keep=True).detach() for g in first])

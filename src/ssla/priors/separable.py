@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.special import scaled_modified_bessel_k1
 
-from ssla._checks import finite, in_plain_torch, one_of, positive
+from ssla._checks import differentiated, finite, in_plain_torch, one_of, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
@@ -34,13 +34,13 @@ class Separable:
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             return slope(self.log_density(free).sum(), free).detach()
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             first = slope(self.log_density(free).sum(), free, keep=True)
             return -slope(first.sum(), free).detach()
