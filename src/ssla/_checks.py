@@ -1,20 +1,27 @@
-"""Shared error messages: what was expected, what was given, what to do."""
+"""Shared error messages (what was expected, what was given, what to do), and the torch contexts that work is done in."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C")
 
 PACKAGE = Path(__file__).parent
 
@@ -70,6 +77,117 @@ def batched(value: Tensor) -> bool:
 def outside_transforms() -> AbstractContextManager[Any]:
     """The block runs as if no torch.func transform were active: for constants and for values without a graph."""
     return temporarily_clear_interpreter_stack()
+
+
+BUILT = {
+    "cuda": torch.backends.cuda.is_built(),
+    "mps": torch.backends.mps.is_built(),
+    "xpu": getattr(torch.version, "xpu", None) is not None,
+}
+AUTOCAST = ("cpu", *(name for name, built in BUILT.items() if built))
+"""Devices that this build of torch has, and for which it may cast automatically."""
+CPU = torch.device("cpu")
+_left = threading.local()
+"""`.device`: the default device that the caller has set, while the library works without it."""
+
+
+def _foreign() -> bool:
+    """Whether the caller has entered a torch context that would change answers. It is asked at every public call: 1 µs."""
+    if torch.is_inference_mode_enabled():
+        return True
+    for device_type in AUTOCAST:
+        if torch.is_autocast_enabled(device_type):
+            return True
+    # torch.get_default_device() takes several µs. Without a function mode there is no default device to find.
+    return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """The block runs as if the caller had entered no torch context.
+
+    Inference mode becomes no_grad: it stops autograd, by which the library differentiates. Automatic casts are off. New tensors
+    are on the CPU. The default dtype is one setting for all threads, so it stays: the library states dtypes.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        for device_type in AUTOCAST:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        device = torch.get_default_device()
+        if device.type != "cpu":
+            stack.enter_context(_remembered(device))
+            stack.enter_context(CPU)
+        yield
+
+
+@contextmanager
+def _remembered(device: torch.device | None) -> Iterator[None]:
+    """Remember the caller's default device for `callers_device`."""
+    before = getattr(_left, "device", None)
+    _left.device = device
+    try:
+        yield
+    finally:
+        _left.device = before
+
+
+def callers_device() -> AbstractContextManager[Any]:
+    """The caller's own default device, for the caller's code: a module that makes tensors, a loader with its generator.
+
+    Not "meta", where tensors have no values: no code of the caller's could give an answer on it.
+    """
+    device: torch.device | None = getattr(_left, "device", None)
+    return nullcontext() if device is None or device.type == "meta" else device
+
+
+def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, run in `plain_torch`: for what users call. Calls inside it find nothing more to leave."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _foreign():
+            return function(*args, **kwargs)
+        with plain_torch():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def all_in_plain_torch(kind: type[C]) -> type[C]:
+    """The class, with its public methods and properties, `__call__` and `__post_init__` run in `plain_torch`."""
+    for name, member in list(vars(kind).items()):
+        if name.startswith("_") and name not in ("__call__", "__post_init__"):
+            continue
+        if isinstance(member, FunctionType):
+            setattr(kind, name, in_plain_torch(member))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(kind, name, property(in_plain_torch(member.fget), member.fset, member.fdel, member.__doc__))
+        elif isinstance(member, functools.cached_property):
+            member.func = in_plain_torch(member.func)
+    return kind
+
+
+def recorded(value: Tensor) -> Tensor:
+    """The tensor as autograd accepts it: one that was made in inference mode is copied."""
+    return value.clone() if value.is_inference() else value
+
+
+@contextmanager
+def differentiated(what: str) -> Iterator[None]:
+    """Record derivatives of the user's function. ValueError if it uses a tensor that autograd cannot record."""
+    try:
+        with torch.enable_grad():
+            yield
+    except RuntimeError as error:
+        if "nference tensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{what} uses a tensor that was made inside torch.inference_mode(), and autograd cannot "
+            "differentiate a function with it. Make the tensor outside, or use tensor.clone(), called outside."
+        ) from error
 
 
 def finite(what: str, values: Tensor, remedy: str) -> None:

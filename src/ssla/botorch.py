@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ssla import priors
-from ssla._checks import finite, positive
+from ssla._checks import finite, in_plain_torch, positive
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
 from ssla.network.unset import unset_linear
@@ -115,6 +115,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         assert isinstance(found, Gaussian)
         return found
 
+    @in_plain_torch
     def posterior(
         self,
         X: Tensor,
@@ -172,6 +173,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         sigma = self.likelihood.covariance_for(self.offset)
         return sigma if scale is None else scale[:, None] * sigma * scale
 
+    @in_plain_torch
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **_: Any) -> SSLAModel:
         """The model given more rows.  X (…, n, d), Y (…, n, m), noise variances (…, n, m) in units of Y² if they are known.
 
@@ -197,6 +199,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
     def _with(self, posterior: Posterior, observations: Observations | None) -> SSLAModel:
         return SSLAModel(posterior, offset=self.offset, scale=self.scale, observations=observations)
 
+    @in_plain_torch
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> list[Any]:
         """n draws of f as deterministic models, for Thompson sampling: maximise `PosteriorMean(draw)`, one for each candidate.
 
@@ -255,6 +258,7 @@ class Cosine(nn.Module):
         return -math.sqrt(2) * torch.sin(z)
 
 
+@in_plain_torch
 def train(
     X: Tensor,
     Y: Tensor,
@@ -359,6 +363,7 @@ def _by_evidence(network: nn.Sequential, settings: Settings, x: Tensor, y: Tenso
         variances = {name: spread**2 / sizes[name] for name, spread in zip(sizes, values[count:-1], strict=True)}
         return values[:count], variances, values[-1:] if known is None else known.clamp_min(LEAST)
 
+    @torch.enable_grad()
     def objective(flat: Any) -> tuple[float, Any]:
         point = torch.from_numpy(flat.copy()).requires_grad_(True)
         lengths, variances, noise = unpacked(point)

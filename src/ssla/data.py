@@ -22,7 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from ssla._checks import batched, layers_of, outside_transforms
+from ssla._checks import batched, callers_device, layers_of, outside_transforms, recorded
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
@@ -78,7 +78,7 @@ def open_source(data: Any) -> Source:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    iterate = _by_index(data) or (lambda: (as_batch(item) for item in data))
+    iterate = _by_index(data) or (lambda: (as_batch(item) for item in _items(data)))
     return Source(iterate, not isinstance(data, Iterator), length, _announced(data))
 
 
@@ -103,13 +103,26 @@ def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
     tensors = dataset.tensors
 
     def batches() -> Iterator[Batch]:
-        for picked in sampler:
+        for picked in _items(sampler):
             index = torch.as_tensor(picked)
             for inside in chosen:
                 index = inside[index]
             yield as_batch(tuple(part[index] for part in tensors))
 
     return batches
+
+
+def _items(data: Iterable[T]) -> Iterator[T]:
+    """The items of the user's iterable, each made with the user's own default device: a sampler's generator may need it."""
+    with callers_device():
+        items = iter(data)
+    end = object()
+    while True:
+        with callers_device():
+            item = next(items, end)
+        if item is end:
+            return
+        yield item  # type: ignore[misc]
 
 
 def as_batch(item: Any) -> Batch:
@@ -163,11 +176,16 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
     ValueError for a tensor that requires a gradient, unless the answer is differentiable: the gradient would be lost.
     """
     if isinstance(value, Tensor):
+        if value.is_meta:
+            raise ValueError(
+                f"Expected numbers, but got a tensor on the device 'meta', which has a shape {tuple(value.shape)} and no values. "
+                "Make it on a real device: torch.tensor(…, device='cpu')."
+            )
         if differentiable:
             _refuse_transform(value)
-            return value
+            return recorded(value)
         _refuse_gradient(value)
-        return value.detach()
+        return recorded(value.detach())
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from ssla._checks import finite, one_of
+from ssla._checks import all_in_plain_torch, finite, one_of
 from ssla.data import as_tensor
 from ssla.network.layout import contiguous_layout
 from ssla.numerics import linalg
@@ -31,6 +31,7 @@ LogDensity = Callable[[Tensor, Tensor], Tensor]
 """log p(row | θ): one row (a number, or a vector such as (x…, y)) and θ (P,) -> a scalar, in torch."""
 
 
+@all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class ExplicitModel:
     """log p(row | θ) with data and a prior.

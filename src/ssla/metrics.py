@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor, column
 from ssla.numerics.quadrature import wrapped
@@ -29,17 +30,20 @@ CRPS_NODES = 96
 CRPS_COUNTS = 4096
 
 
+@in_plain_torch
 def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """−log p(y): the negative log predictive density (or probability)."""
     return _mean(-predictive.log_prob(column(as_tensor(y))), reduce)
 
 
+@in_plain_torch
 def rmse(predictive: Predictive, y: Any) -> Tensor:
     """Root mean squared error of the predictive mean."""
     value = _near(y, predictive)
     return ((predictive.mean - value) ** 2).mean().sqrt()
 
 
+@in_plain_torch
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
     if predictive.kind == "class":
@@ -95,6 +99,7 @@ def _crps_counts(predictive: Any, y: Tensor) -> Tensor:
     return (terms * step[:, None]).sum(1) + outside
 
 
+@in_plain_torch
 def coverage(predictive: Predictive, y: Any, level: float = 0.95) -> Tensor:
     """The share of y inside the central interval (for classes: inside the smallest set)."""
     return _inside(predictive, y, checked_level(level)).double().mean()
@@ -108,6 +113,7 @@ def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
     return (value >= region[..., 0]) & (value <= region[..., 1])
 
 
+@in_plain_torch
 def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
     """The mean width of the central interval (for classes: the mean size of the set)."""
     region = predictive.interval(checked_level(level))
@@ -116,6 +122,7 @@ def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
     return (region[..., 1] - region[..., 0]).mean()
 
 
+@in_plain_torch
 def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True) -> Tensor:
     """Width plus 2/α times the distance by which y is missed (Winkler)."""
     region = predictive.interval(checked_level(level))
@@ -123,6 +130,7 @@ def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduc
     return _mean(_scoringrules().interval_score(value, region[..., 0], region[..., 1], 1 - level, backend="torch"), reduce)
 
 
+@in_plain_torch
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
     """Pinball loss of the quantile at probability q: q·(y − quantile) above it, (1 − q)·(quantile − y) below."""
     if predictive.kind in ("class", "circular"):
@@ -133,6 +141,7 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
     return _mean(torch.maximum(level * off, (level - 1) * off), reduce)
 
 
+@in_plain_torch
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:
     """F(y): uniform if the predictive is right. Counts: randomised between F(y − 1) and F(y) by `generator`, or
     halfway between the two without one."""
@@ -147,6 +156,7 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
     return lower + u * (upper - lower)
 
 
+@in_plain_torch
 def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
     """Mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins."""
     if predictive.kind == "class":
@@ -156,6 +166,7 @@ def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
     return (observed - q).abs().mean()
 
 
+@in_plain_torch
 def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Σ_c (p_c − 1{y = c})² over the classes (0 … 2)."""
     p = _classes(predictive).probs
@@ -163,6 +174,7 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     return _mean(((p - hit) ** 2).sum(1), reduce)
 
 
+@in_plain_torch
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     """Expected calibration error of the most probable class: Σ_bins share·|accuracy − confidence|."""
     probs: Tensor = _classes(predictive).probs
@@ -187,6 +199,7 @@ class Summary:
         return "\n".join(f"{name:<{width}}  {value: .4f}" for name, value in self.scores.items())
 
 
+@in_plain_torch
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
     """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE, accuracy, mass)."""
     mass = float(predictive.mass.double().mean())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from ssla import fitting, persistence, predictive, tuning
+from ssla._checks import all_in_plain_torch, in_plain_torch
 from ssla.data import Inputs, Source, open_source
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
@@ -32,6 +33,7 @@ from ssla.state import Marginal, Report, State, Statistics, TuningHistory
 from ssla.structures import Operator, Structure
 
 
+@all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Posterior:
     """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`. A frozen value: every change is a new one."""
@@ -280,6 +282,7 @@ class Posterior:
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, {how})"
 
 
+@in_plain_torch
 def fit(
     model: nn.Module,
     data: Any,
@@ -346,6 +349,7 @@ def fit(
     return Posterior(tuning.choose_prior(found, job) if prior is None else found)
 
 
+@in_plain_torch
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -366,6 +370,7 @@ def load(
     return Posterior(persistence.load(path, model, likelihood=likelihood, prior=prior, output=output))
 
 
+@in_plain_torch
 def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
     """SSLA: refit all weights in scope on the data plus (x, y), for each y. Un-normalised log densities by their increments.
 
@@ -376,6 +381,7 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
     return increments_at(WeightRefit() if refit is None else refit, _checked(posterior), x, y)
 
 
+@in_plain_torch
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
 
@@ -384,6 +390,7 @@ def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None)
     return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
 
 
+@in_plain_torch
 def explain(
     posterior: Posterior, x: Inputs, *, top: int | None = 10, by: str = "mean", reference: Any = None, data: Any = None
 ) -> Explanation:
@@ -409,6 +416,7 @@ def explain(
     return explanations.explain(_checked(posterior), x, top, by, reference, data)
 
 
+@in_plain_torch
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
     """Which row of a pool to label next: by how much each label would reduce the mean doubt at the targets. No refit.
 

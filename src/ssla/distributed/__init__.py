@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from ssla._checks import in_plain_torch
 from ssla.data import Inputs, open_source, slice_inputs
 from ssla.distributed.engines import Engine, engine_of
 from ssla.fitting import checked_budget, checked_job, checked_weights
@@ -37,6 +38,7 @@ __all__ = ["alone", "fit"]
 OPENING_ROWS = 32
 
 
+@in_plain_torch
 def fit(
     model: nn.Module,
     shards: Sequence[Any],
@@ -87,6 +89,7 @@ class ShardTask:
     output: Output = None
 
 
+@in_plain_torch
 def read_shard(task: ShardTask, shard: Any) -> Pass:
     """One shard -> its sums."""
     materialise = task.order.structure.materialises
@@ -95,6 +98,7 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
         return Reader(open_source(_loaded(shard)), None, task.weights, task.budget, opened=network).read(task.order)
 
 
+@in_plain_torch
 def first_rows(shard: Any) -> Inputs | None:
     """A few inputs with which to open the network, or None if the shard is empty."""
     for batch in open_source(_loaded(shard)):
@@ -103,6 +107,7 @@ def first_rows(shard: Any) -> Inputs | None:
     return None
 
 
+@in_plain_torch
 def merge_pair(one: Pass, other: Pass) -> Pass:
     return one.merge(other)
 

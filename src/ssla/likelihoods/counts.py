@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ssla._checks import one_of, positive
+from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
@@ -34,6 +34,7 @@ class Poisson:
 
     link: str = "log"
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         one_of("link", self.link, ("log", "identity"))
 
@@ -115,6 +116,7 @@ class NegativeBinomial:
 
     dispersion: float
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         positive("NegativeBinomial dispersion", torch.tensor(float(self.dispersion)), "For no extra spread use Poisson().")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla._checks import unknown_name, warn
+from ssla._checks import differentiated, in_plain_torch, unknown_name, warn
 from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, uniform
 from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
 from ssla.numerics import quadrature
@@ -104,11 +104,12 @@ class Custom:
         assert precision is not None
         return Derivatives(value, score, precision)
 
+    @in_plain_torch
     def _differentiate(self, y: Tensor, f: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """log p, g and Λ. Rows are independent, so the gradient of a sum over rows holds the derivative of each row."""
         y = event(y, f)
         shape = common_shape(y, f[..., 0])
-        with torch.enable_grad():
+        with differentiated("log_prob of the likelihood"):
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
             value = self.log_prob(y, free)
             score = _gradient(value.sum(), free, keep=second)

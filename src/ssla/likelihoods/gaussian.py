@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ssla._checks import positive
+from ssla._checks import in_plain_torch, positive, recorded
 from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
 from ssla.likelihoods.support import Real, RealVector, Support
 
@@ -33,6 +33,7 @@ class Gaussian:
     noise: float | Tensor | str | None = None
     covariance: Tensor | None = None
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         if (self.noise is None) == (self.covariance is None):
             raise ValueError(
@@ -43,7 +44,7 @@ class Gaussian:
             if self.noise != ESTIMATE:
                 raise ValueError(f'noise must be a number, a tensor (D,) or "estimate", but is {self.noise!r}.')
         elif self.noise is not None:
-            noise = torch.as_tensor(self.noise, dtype=torch.float64)
+            noise = recorded(torch.as_tensor(self.noise, dtype=torch.float64))
             if noise.dim() > 1:
                 raise ValueError(
                     f"noise must be a number or a tensor (D,), but has shape {tuple(noise.shape)}. "
@@ -52,7 +53,7 @@ class Gaussian:
             positive("noise", noise, 'It is a standard deviation; use noise="estimate" if it is unknown.')
             object.__setattr__(self, "noise", noise if noise.dim() else float(noise))
         else:
-            sigma = torch.as_tensor(self.covariance, dtype=torch.float64)
+            sigma = recorded(torch.as_tensor(self.covariance, dtype=torch.float64))
             if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
                 raise ValueError(f"covariance must be a square matrix (D, D), but has shape {tuple(sigma.shape)}.")
             _, info = torch.linalg.cholesky_ex(sigma)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import in_plain_torch, one_of
 from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
 from ssla.likelihoods.support import Real, Support
 from ssla.numerics.linalg import stack_last, stack_square
@@ -32,6 +32,7 @@ class HeteroscedasticGaussian:
 
     parameters: str = MEAN_LOG_VARIANCE
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         one_of("parameters", self.parameters, (MEAN_LOG_VARIANCE, NATURAL))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla._checks import positive
+from ssla._checks import in_plain_torch, positive
 from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs
 from ssla.likelihoods.support import Real, Support
 
@@ -24,6 +24,7 @@ class StudentT:
     df: float
     scale: float
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         positive("StudentT df", torch.tensor(float(self.df)))
         if self.df <= 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla._checks import positive
+from ssla._checks import in_plain_torch, positive
 from ssla.likelihoods.likelihood import Derivatives, Likelihood
 from ssla.likelihoods.support import Support
 
@@ -23,6 +23,7 @@ class Tempered:
     base: Likelihood
     beta: float
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         positive("Tempered beta", torch.tensor(float(self.beta)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ssla._checks import unknown_name
+from ssla._checks import in_plain_torch, unknown_name
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
 from ssla.structures import Extent, Kfac, LowRank, Structure, resolve
@@ -63,6 +63,7 @@ class Cost:
         return "\n".join(lines)
 
 
+@in_plain_torch
 def estimate_cost(
     model: nn.Module,
     n: int,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import finite
+from ssla._checks import callers_device, finite
 from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
 from ssla.network.layout import Layout
 from ssla.structures.jacobians import Jacobian
@@ -182,15 +182,18 @@ def rows_within(budget: int, bytes_per_row: int) -> int:
 
 
 def whole(module: nn.Module, inputs: Inputs) -> Any:
-    return module(inputs)
+    with callers_device():
+        return module(inputs)
 
 
 def by_position(module: nn.Module, inputs: Inputs) -> Any:
-    return module(*inputs)
+    with callers_device():
+        return module(*inputs)
 
 
 def by_keyword(module: nn.Module, inputs: Inputs) -> Any:
-    return module(**inputs)
+    with callers_device():
+        return module(**inputs)
 
 
 CALLS: dict[str, Callable[[nn.Module, Inputs], Any]] = {

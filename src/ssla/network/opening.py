@@ -114,6 +114,11 @@ def _check_values(module: nn.Module) -> None:
     """ValueError for NaN, and for infinite parameters and statistics of norms. Other buffers may be infinite: masks, bounds."""
     diverged = "The network has diverged: train it again."
     for name, value in module.named_parameters():
+        if value.is_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the device 'meta', which has shapes and no values. Load the trained weights first: "
+                "model.to_empty(device='cpu'), then model.load_state_dict(…)."
+            )
         finite(f"Parameter {name!r}", value, diverged)
     statistics = {id(b) for layer in module.modules() if isinstance(layer, BATCH_DEPENDENT) for b in layer.buffers()}
     for name, buffer in module.named_buffers():

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor, column
 from ssla.plots.canvas import Palette, axes, legend
@@ -51,6 +52,7 @@ class Ranks(NamedTuple):
         return heights
 
 
+@in_plain_torch
 def calibration(
     predictive: Predictive | LeaveOneOut, y: Any = None, *, target: int = 0, confidence: float = 0.95, ax: Any = None
 ) -> Any:
@@ -72,6 +74,7 @@ def calibration(
     return ax
 
 
+@in_plain_torch
 def pit(
     predictive: Predictive | LeaveOneOut,
     y: Any = None,
@@ -101,6 +104,7 @@ def pit(
     return ax
 
 
+@in_plain_torch
 def reliability(predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None) -> Any:
     """Accuracy against the probability of the most probable class, in bins of that probability, with the rows in each bin.
 
@@ -138,6 +142,7 @@ def reliability(predictive: Predictive, y: Any, *, bins: int = 10, confidence: f
     return ax
 
 
+@in_plain_torch
 def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = None) -> Any:
     """Central intervals, sorted by width, and y, both less the mean. Where intervals are wider, y should be further off."""
     ordered(predictive, "intervals")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.plots.canvas import GREEN, PURPLE, axes, legend
@@ -20,6 +21,7 @@ STYLES = ("--", ":", "-.")
 RANGE = (0.0005, 0.9995)  # quantiles between which a density is drawn
 
 
+@in_plain_torch
 def bands(
     predictive: Predictive,
     x: Any,
@@ -46,6 +48,7 @@ def bands(
     return ax
 
 
+@in_plain_torch
 def density(
     predictives: Predictive | Mapping[str, Predictive], row: int = 0, *, level: float = 0.9, points: int = 400, ax: Any = None
 ) -> Any:
@@ -76,6 +79,7 @@ def density(
     return ax
 
 
+@in_plain_torch
 def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: Any = None) -> Any:
     """The three increments of the log density at one input, along y, each less its value at the mode.
 
@@ -100,6 +104,7 @@ def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: A
     return ax
 
 
+@in_plain_torch
 def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any = None) -> Any:
     """Mean and central interval along one input for every prior, from faint (the first) to strong (the last)."""
     place = _line(x, sensitivity.baseline.law.rows)
@@ -118,6 +123,7 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
     return ax
 
 
+@in_plain_torch
 def p_box(credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None) -> Any:
     """Lower and upper distribution function of one input, with the smallest interval that every prior gives that level."""
     checked_row(row, credal.members.rows)

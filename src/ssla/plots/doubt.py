@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import in_plain_torch, one_of
 from ssla.plots.canvas import axes, legend, log_axis
 from ssla.plots.distributions import checked_row
 from ssla.predictive import Predictive
@@ -18,6 +18,7 @@ from ssla.predictive.explanations import MEAN, VARIANCE, Explanation
 KNOWN = 0.95  # quantile of the known rows' doubt above which a row counts as foreign
 
 
+@in_plain_torch
 def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None) -> Any:
     """Epistemic against aleatoric standard deviation of every row, both on logarithmic axes; the line is where they are equal.
 
@@ -44,6 +45,7 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
     return ax
 
 
+@in_plain_torch
 def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = None) -> Any:
     """`doubt` of known and of foreign rows, with the 95% quantile of the known rows' doubt, and how well doubt separates them.
 
@@ -60,6 +62,7 @@ def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = Non
     return ax
 
 
+@in_plain_torch
 def influence(explanation: Explanation, row: int = 0, *, output: int = 0, by: str = MEAN, most: int = 10, ax: Any = None) -> Any:
     """What the most influential training rows add to the mean, or to the variance, of one output at one input. Bars."""
     one_of("by", by, (MEAN, VARIANCE))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import covariances, finite, warn
+from ssla._checks import covariances, finite, in_plain_torch, warn
 from ssla.data import Inputs, as_inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
@@ -109,6 +109,7 @@ def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> 
     return auto.reasons(weights, output.mass, flags.unconverged | flags.inaccurate, likely)
 
 
+@in_plain_torch
 def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output") -> Predictive:
     """The predictive of y when f ~ N(mean, covariance): for distributions of f that come from elsewhere.
 

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, positive
+from ssla._checks import finite, in_plain_torch, positive
 from ssla.data import as_tensor
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.gaussian import Ellipsoid
@@ -125,6 +125,7 @@ class AffineLaw(Law):
         return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
+@in_plain_torch
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution exactly.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from ssla._checks import all_in_plain_torch
 from ssla.data import Inputs, as_inputs, row_count, slice_inputs
 from ssla.state import Marginal, State
 from ssla.structures.memory import in_words
@@ -104,6 +105,7 @@ def _slices(rows: int, some: int) -> list[slice]:
     return [slice(start, min(start + some, rows)) for start in range(0, rows, some)]
 
 
+@all_in_plain_torch
 @final
 @dataclass(frozen=True, eq=False)
 class Functions:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.special import gammainc, ndtr, ndtri
 
+from ssla._checks import in_plain_torch
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.law import Law
@@ -27,6 +28,7 @@ class Ellipsoid(NamedTuple):
     covariance: Tensor  # (N, D, D)
     squared_radius: float
 
+    @in_plain_torch
     def contains(self, y: Tensor) -> Tensor:
         """(N, D) -> (N,) bool."""
         r = (y.to(self.centre) - self.centre).unsqueeze(-1)

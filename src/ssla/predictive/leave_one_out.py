@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla._checks import all_in_plain_torch, warn
 from ssla._checks import level as checked_level
-from ssla._checks import warn
 from ssla.data import Batch, Rows, checked
 from ssla.fitting import Chunk, fit_again
 from ssla.likelihoods import Likelihood
@@ -48,6 +48,7 @@ ROWS_TO_REFIT = 200_000  # at most this many rows are read for refits in each ro
 LEVELS = (0.5, 0.9, 0.95)
 
 
+@all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
     """Each training row predicted from the others, in the order in which the data are read. Made by `posterior.loo()`.

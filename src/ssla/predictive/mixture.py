@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import finite
+from ssla._checks import finite, in_plain_torch
 from ssla.data import as_tensor
 from ssla.predictive.mixture_laws import ClassMixtureLaw, MixtureLaw, ScalarMixtureLaw, VectorMixtureLaw
 from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest
@@ -22,6 +22,7 @@ LAWS: dict[str, type[MixtureLaw]] = {
 }
 
 
+@in_plain_torch
 def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictive:
     """p(y) = Σ w_m p_m(y): the predictive of several models at the same inputs, for example an ensemble.
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ssla._checks import all_in_plain_torch, in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.predictive.law import Law
@@ -45,6 +46,7 @@ class Diagnostics:
         return text
 
 
+@all_in_plain_torch
 @final
 @dataclass(frozen=True, eq=False)
 class Predictive:
@@ -127,6 +129,7 @@ class Predictive:
         """cdf(y) = P(Y ≤ y), of y's shape; for D targets each by itself."""
         return self._cdf if self.kind != "class" else self.law.lacks("cdf")
 
+    @in_plain_torch
     def _cdf(self, y: Any) -> Tensor:
         value, single = self._targets(y)
         not_nan(value)
@@ -137,6 +140,7 @@ class Predictive:
         """Quantiles. icdf(q): one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k)."""
         return self._icdf if self.kind != "class" else self.law.lacks("icdf")
 
+    @in_plain_torch
     def _icdf(self, q: Any) -> Tensor:
         value, single = probabilities(q)
         return self._out(answer(self.law.icdf(value), single))

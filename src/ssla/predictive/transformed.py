@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssla._checks import one_of, warn
+from ssla._checks import in_plain_torch, one_of, warn
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.affine import AffineLaw
 from ssla.predictive.gaussian import GaussianLaw
@@ -219,6 +219,7 @@ class TransformedLaw(Law):
         return replace(parts, likelihood=parts.likelihood - self.transform.log_slope(z))
 
 
+@in_plain_torch
 def transformed(predictive: Predictive, transform: str | Transform) -> Predictive:
     """The predictive of exp(z) ("exp") or of 1/(1 + exp(−z)) ("logistic") for a model of z: one continuous target.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla._checks import all_in_plain_torch, in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import Inputs
 from ssla.posterior import Posterior
@@ -46,6 +47,7 @@ class Decomposition(NamedTuple):
     widest: Tensor
 
 
+@all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Credal:
     """Bounds over a set of predictives, for every input."""
@@ -143,6 +145,7 @@ class Credal:
         return Bounds(found.lower.squeeze(1), found.upper.squeeze(1))
 
 
+@in_plain_torch
 def credal(
     posterior: Posterior,
     x: Inputs,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla._checks import warn
+from ssla._checks import all_in_plain_torch, in_plain_torch, warn
 from ssla.data import Inputs, as_tensor
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import concave
@@ -41,6 +41,7 @@ RANK_TOLERANCE = 1e-10
 NEEDED = 0.8  # of a prior's precision: with all of it, averages that curve upwards could have any variance
 
 
+@all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
     """Predictives of the same inputs under several priors. Rows of every table: one a prior, in the order of `names`."""
@@ -126,6 +127,7 @@ class Sensitivity:
         return "\n".join(lines)
 
 
+@in_plain_torch
 def sensitivity(
     posterior: Posterior,
     x: Inputs,
@@ -216,6 +218,7 @@ class Local(NamedTuple):
     exact: Tensor  # (N,) bool: False where the refit fell back or did not converge
 
 
+@in_plain_torch
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     """How the log predictive density at y answers to the precision of a Gaussian prior: exact derivatives, no differences.
 
@@ -298,6 +301,7 @@ class Conflict(NamedTuple):
         return f"{said}: prior-predictive tail probability {self.tail:.3g} (distance² {self.statistic:.4g}, {self.df} df)"
 
 
+@in_plain_torch
 def conflict(posterior: Posterior) -> Conflict:
     """The prior-predictive tail probability of the data, through the sufficient statistic of the linear model.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla.network.layout import Layout
 from ssla.priors.gaussian import Gaussian
 from ssla.priors.prior import resolve
@@ -27,6 +28,7 @@ class Box:
     mean: Range | Mapping[str, Range] = (0.0, 0.0)
     precision: Range | Mapping[str, Range] = (1.0, 1.0)
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         for what, setting, least in (("mean", self.mean, -math.inf), ("precision", self.precision, 0.0)):
             for pair in setting.values() if isinstance(setting, Mapping) else [setting]:

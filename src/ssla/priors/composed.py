@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, biject_to
 
-from ssla._checks import finite, positive
+from ssla._checks import differentiated, finite, in_plain_torch, positive
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.priors.prior import BoundPrior, Prior, names_of
 from ssla.priors.separable import Separable, slope
@@ -32,18 +32,20 @@ class Joint:
     def log_prob(self, theta: Tensor) -> Tensor:
         return self.function(theta)
 
+    @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             return slope(self.function(free), free).detach()
 
+    @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
         if theta.numel() > LARGEST_HESSIAN:
             raise ValueError(
                 f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use it for fewer parameters "
                 "(priors.Product), or custom(log_prob, independent=True) if coordinates are independent."
             )
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             first = slope(self.function(free), free, keep=True)
             H = -torch.stack([slope(g, free, keep=True).detach() for g in first])
@@ -111,6 +113,7 @@ class FromDistribution:
     distribution: Distribution
     unconstrained: bool = False
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         object.__setattr__(self, "distribution", _in_double(self.distribution))
 
@@ -163,6 +166,7 @@ class Product:
 
     parts: Mapping[str, Prior | Distribution]
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         if not isinstance(self.parts, Mapping) or not self.parts:
             raise TypeError(f"Product takes a dict from layer or parameter names to priors, but got {self.parts!r}.")
@@ -229,6 +233,7 @@ class NormalInverseGamma:
     shape: float = 1.0
     scale: float = 1.0
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         positive("strength, shape and scale", torch.tensor([float(self.strength), float(self.shape), float(self.scale)]))
         finite("prior mean", torch.tensor(float(self.mean)), "Give a finite number.")

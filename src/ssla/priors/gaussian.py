@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, positive
+from ssla._checks import finite, in_plain_torch, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
@@ -45,6 +45,7 @@ class Gaussian:
     precision: Setting = 1.0
     mean: Setting = 0.0
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         for value in values_of(self.precision):
             positive("prior precision", value, "For no prior use priors.Flat().")

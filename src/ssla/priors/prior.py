@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ssla._checks import unknown_name
+from ssla._checks import recorded, unknown_name
 from ssla.network.layout import Layout
 
 Setting = float | Tensor | Mapping[str, "float | Tensor"]
@@ -52,7 +52,7 @@ def resolve(what: str, setting: Setting, layout: Layout) -> Tensor:
     """A setting -> (P,) in the order of θ."""
     if isinstance(setting, Mapping):
         return _resolve_names(what, setting, layout)
-    value = torch.as_tensor(setting, dtype=torch.float64)
+    value = recorded(torch.as_tensor(setting, dtype=torch.float64))
     if value.dim() == 0:
         return value.expand(layout.size).clone()
     if value.numel() != layout.size:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.special import scaled_modified_bessel_k1
 
-from ssla._checks import finite, one_of, positive
+from ssla._checks import differentiated, finite, in_plain_torch, one_of, positive
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
@@ -32,13 +32,15 @@ class Separable:
     def log_prob(self, theta: Tensor) -> Tensor:
         return self.log_density(theta).sum()
 
+    @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             return slope(self.log_density(free).sum(), free).detach()
 
+    @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
+        with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
             first = slope(self.log_density(free).sum(), free, keep=True)
             return -slope(first.sum(), free).detach()
@@ -73,6 +75,7 @@ class Laplace:
     loc: Setting = 0.0
     smoothing: float = 0.1
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         _check(self.scale, self.loc)
         positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed kink, in units of the scale.")
@@ -97,6 +100,7 @@ class StudentT:
     scale: Setting = 1.0
     loc: Setting = 0.0
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         _check(self.scale, self.loc)
         positive("df", torch.tensor(float(self.df)))
@@ -124,6 +128,7 @@ class Horseshoe:
     scale: Setting = 1.0
     smoothing: float = 0.1
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         _check(self.scale, 0.0)
         positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed pole, in units of the scale.")
@@ -146,6 +151,7 @@ class SpikeSlab:
     slab: float = 1.0
     weight: float = 0.5
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         positive("spike and slab", torch.tensor([float(self.spike), float(self.slab)]), "They are standard deviations.")
         if not 0 < self.weight < 1:
@@ -177,6 +183,7 @@ class Gamma:
     rate: Setting
     link: str = LOG
 
+    @in_plain_torch
     def __post_init__(self) -> None:
         one_of("link", self.link, (LOG, IDENTITY))
         for what, setting in (("shape", self.shape), ("rate", self.rate)):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla.likelihoods import Custom, Derivatives, Likelihood, Started
 from ssla.numerics import linalg
 
@@ -42,6 +43,7 @@ class Increments:
     convention: str = "exact"
 
     @property
+    @in_plain_torch
     def total(self) -> Tensor:
         return self.likelihood + self.prior + self.curvature
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ssla._checks import all_in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.persistence import FileError
 from ssla.persistence.container import kind_of
@@ -27,6 +28,7 @@ from ssla.tables import Table
 _opening = threading.Lock()
 
 
+@all_in_plain_torch
 class Scorer:
     """A saved model as a function: a batch of rows -> columns with the prediction and its intervals.
 

@@ -10,6 +10,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, column_or_1d
 
+from ssla._checks import all_in_plain_torch
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 from ssla.tables.frames import is_gap
@@ -17,6 +18,7 @@ from ssla.tables.frames import is_gap
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
+@all_in_plain_torch
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     """A network for tables that predicts class probabilities, including the uncertainty of its weights.
 

@@ -15,7 +15,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
 
-from ssla._checks import one_of, warn
+from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 from ssla.sklearn.forests import grow
@@ -39,6 +39,7 @@ MANY_CLASSES, FEWEST_FOR_TREES = 50, 30
 ONE_THREAD = 10_000  # rows: with fewer, two threads save a fifth of the time at most
 
 
+@all_in_plain_torch
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: settings -> ensemble. The two estimators define y."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import in_plain_torch
 from ssla.likelihoods import Gaussian
 from ssla.persistence import Decoder, FileError, read, unpack
 from ssla.persistence.container import guarded
@@ -38,6 +39,7 @@ from ssla.tabular.trees import Trees
 ESTIMATORS: dict[str, type[Any]] = {"SSLARegressor": SSLARegressor, "SSLAClassifier": SSLAClassifier}
 
 
+@in_plain_torch
 def load(path: str | os.PathLike[str], models: Any = None) -> Any:
     """Load an estimator that `estimator.save(path)` wrote. Its predictions have the same bits.
 

@@ -11,8 +11,8 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, column_or_1d
 
+from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla._checks import level as checked_level
-from ssla._checks import one_of, warn
 from ssla.fitting.mode import NoModeError
 from ssla.predictive import Predictive
 from ssla.predictive.positive import Positive
@@ -32,6 +32,7 @@ FACTOR, LARGEST = 3.0, 1e100  # of targets for which a logarithmic scale is trie
 NAMES = (AUTO, *CONTINUOUS, POISSON)
 
 
+@all_in_plain_torch
 class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A network for tables that predicts distributions.
 

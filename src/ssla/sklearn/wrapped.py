@@ -23,8 +23,8 @@ from sklearn.utils import _safe_indexing, check_consistent_length, check_random_
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
+from ssla._checks import all_in_plain_torch, one_of
 from ssla._checks import level as checked_level
-from ssla._checks import one_of
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
@@ -39,6 +39,7 @@ MEAN, NOISE, CLASSES = "mean", "noise", "classes"
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
 
 
+@all_in_plain_torch
 class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: folds, clones and features. The two estimators define y."""
 
@@ -217,6 +218,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+@all_in_plain_torch
 class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[misc]
     """Predictive distributions for any regressor with the interface of scikit-learn: trees, forests, boosters.
 
@@ -324,6 +326,7 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         return quantiles
 
 
+@all_in_plain_torch
 class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[misc]
     """Calibrated class probabilities for any classifier with the interface of scikit-learn: trees, forests, boosters.
 

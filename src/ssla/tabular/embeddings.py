@@ -29,7 +29,7 @@ class Embeddings(nn.Module):
         super().__init__()
         coded = [i for i, count in enumerate(levels) if count]
         others = [i for i in range(width) if i not in set(coded)]
-        self.tables = nn.ParameterList(torch.empty(levels[i] + 1, dimensions[i]) for i in coded)
+        self.tables = nn.ParameterList(torch.empty(levels[i] + 1, dimensions[i], dtype=torch.float32) for i in coded)
         self.register_buffer("columns", torch.tensor(coded), persistent=False)
         self.register_buffer("others", torch.tensor(others, dtype=torch.long), persistent=False)
         self.register_buffer("last", torch.tensor([levels[i] for i in coded]), persistent=False)

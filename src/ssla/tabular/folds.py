@@ -33,10 +33,10 @@ def folds(
         return _whole_groups(groups, members, count, generator)
     order = torch.randperm(rows, generator=generator)
     if strata is not None:  # classes interleaved: any consecutive part has their proportions
-        rank = torch.zeros(rows)
+        rank = torch.zeros(rows, dtype=torch.float32)
         for label in strata.unique():
             where = (strata[order] == label).nonzero().flatten()
-            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator)) / len(where)
+            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator, dtype=torch.float32)) / len(where)
         order = order[rank.argsort(stable=True)]
     for m in range(members):
         part = torch.arange(m * count, (m + 1) * count) % rows

@@ -134,7 +134,7 @@ def fit_numbers(m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: floa
     error = (weights @ (part - predicted) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
     target, centre = Scaling(unit * shift, unit * error), float(weights @ v / total)
     z = target(y)
-    bare = NumberLayer((), target, centre, torch.ones(0))
+    bare = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32))
     x = bare.features(m, v)
     a, b = _line(x[:, 0], z, weights)
     start = torch.tensor([[b, 0, 0], [0, 1, 1]], dtype=torch.float64)

@@ -27,10 +27,10 @@ class Pieces(nn.Module):
         """counts: the number of pieces of each column. The edges are set by `place`, or loaded."""
         super().__init__()
         ends = torch.cat([torch.tensor([[i == 0, i == count - 1] for i in range(count)]) for count in counts if count])
-        self.register_buffer("low", torch.zeros(len(ends)))
-        self.register_buffer("width", torch.ones(len(ends)))
-        self.register_buffer("least", torch.where(ends[:, 0], -FAR, 0.0), persistent=False)
-        self.register_buffer("most", torch.where(ends[:, 1], FAR, 1.0), persistent=False)
+        self.register_buffer("low", torch.zeros(len(ends), dtype=torch.float32))
+        self.register_buffer("width", torch.ones(len(ends), dtype=torch.float32))
+        self.register_buffer("least", torch.where(ends[:, 0], -FAR, 0.0).float(), persistent=False)
+        self.register_buffer("most", torch.where(ends[:, 1], FAR, 1.0).float(), persistent=False)
         self.register_buffer("column", torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Architecture:
         if self.levels:
             layers.append(Embeddings(self.levels, self.dimensions, self.inputs + sum(self.pieces)))
         for i, (width, following) in enumerate(pairwise(self.widths)):
-            layers.append(unset_linear(width, following))
+            layers.append(unset_linear(width, following, torch.float32))
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
         return nn.Sequential(*layers).eval()
@@ -129,6 +129,7 @@ def train(
         return _train(architecture, likelihood, rows, schedule, seed, start, on_epoch)
 
 
+@torch.enable_grad()
 def _train(
     architecture: Architecture,
     likelihood: Likelihood | None,
@@ -234,7 +235,7 @@ class _Index:
         count = self.rows.shape[1]
         if size >= count:
             return [(self.rows, self.real)]
-        order = torch.rand(self.rows.shape, generator=generator).argsort(1)
+        order = torch.rand(self.rows.shape, generator=generator, dtype=torch.float32).argsort(1)
         rows, real = self.rows.gather(1, order), self.real.gather(1, order)
         return list(zip(rows.split(size, 1), real.split(size, 1), strict=True))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssla._checks import writable
+from ssla._checks import in_plain_torch, writable
 from ssla.plots.report.facts import collect
 from ssla.plots.report.page import render
 from ssla.plots.report.subject import Subject, of_estimator, of_posterior
@@ -45,6 +45,7 @@ class HTML:
         return f'<iframe title="ssla report" style="{style}" srcdoc="{html.escape(self.text)}"></iframe>'
 
 
+@in_plain_torch
 def html_report(
     model: Any,
     X: Any,
