@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ssla._checks import draw_count
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.predictive.law import Law
@@ -162,7 +163,7 @@ class Predictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, N), or (n, N, D)."""
-        return self._out(self.law.sample(n, generator))
+        return self._out(self.law.sample(draw_count(n), generator))
 
     def increments(self, y: Any) -> Increments:
         """The three increments of the un-normalised log density, of log_prob's shape."""
