@@ -24,11 +24,11 @@ MEANINGS = (AUTO, FREQUENCIES, RELATIVE)
 def checked_weights(sample_weight: Any, rows: int) -> np.ndarray:
     """The weights (n,) in float64, ones if they are not given. ValueError for wrong shapes, and for masked or negative ones."""
     refuse_masked("sample_weight", sample_weight)
-    if sample_weight is not None and np.shape(sample_weight) not in ((), (rows,)):
-        raise ValueError(f"sample_weight must have shape ({rows},), one weight for each row, but has {np.shape(sample_weight)}.")
-    given = np.asarray(1.0 if sample_weight is None else sample_weight).dtype
-    if given.kind not in "biufO":
-        raise ValueError(f"sample_weight must be numbers, one for each row, but holds {given}.")
+    given = np.asarray(1.0 if sample_weight is None else sample_weight)
+    if given.shape not in ((), (rows,)):
+        raise ValueError(f"sample_weight must have shape ({rows},), one weight for each row, but has {given.shape}.")
+    if given.dtype.kind not in "biufO":
+        raise ValueError(f"sample_weight must be numbers, one for each row, but holds {given.dtype}.")
     weights: np.ndarray = _check_sample_weight(sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True)
     return weights
 
