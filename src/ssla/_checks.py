@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
@@ -53,10 +55,10 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     return f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
 
 
-def one_of(kind: str, name: str, valid: Iterable[str]) -> str:
+def one_of(kind: str, name: Any, valid: Iterable[str]) -> str:
     """Return `name`, or raise ValueError if it is not in the list."""
     names = list(valid)
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise ValueError(unknown_name(kind, name, names))
     return name
 
@@ -204,6 +206,31 @@ def finite(what: str, values: Tensor, remedy: str) -> None:
         f"{what} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
         f"infinite (first at index {first}). {remedy}"
     )
+
+
+def refuse_masked(what: str, values: Any, remedy: str = "Leave out these rows, or fill them.") -> None:
+    """Raise ValueError for a NumPy array with masked values: the numbers behind the mask are not data."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        mask = np.ma.getmaskarray(values)
+        first = [int(i) for i in np.argwhere(mask)[0]]
+        raise ValueError(
+            f"{what} must not have masked values, but {int(mask.sum())} of {mask.size} are masked (first at index {first}). "
+            f"{remedy}"
+        )
+
+
+def draw_count(n: Any) -> int:
+    """The number of draws as an int; ValueError or TypeError unless it is a whole number of at least 0."""
+    shape_hint = " Write sample(5), not sample((5,))." if isinstance(n, tuple | list) else ""
+    try:
+        count = operator.index(n)
+    except TypeError:
+        count = None
+    if count is None or isinstance(n, bool):
+        raise TypeError(f"The number of draws must be a whole number, but is {n!r}.{shape_hint}")
+    if count < 0:
+        raise ValueError(f"The number of draws must be at least 0, but is {count}.")
+    return count
 
 
 def positive(what: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:

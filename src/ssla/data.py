@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.masked import MaskedTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from ssla._checks import batched, callers_device, layers_of, outside_transforms, recorded
+from ssla._checks import batched, callers_device, layers_of, outside_transforms, recorded, refuse_masked
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
@@ -31,6 +32,10 @@ T = TypeVar("T")
 TARGET_KEYS = ("y", "labels", "target", "targets")
 WEIGHT_KEYS = ("weights", "weight", "sample_weight")
 ARRAY_ROWS = 8192
+MASKED = (
+    "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The estimators of ssla.sklearn accept "
+    "masked inputs as gaps."
+)
 EXPECTED = "Give a DataLoader, a tuple (X, y) or (X, y, weights) of tensors or arrays, or an iterable of such batches."
 
 
@@ -175,17 +180,21 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
 
     ValueError for a tensor that requires a gradient, unless the answer is differentiable: the gradient would be lost.
     """
+    refuse_masked("An array", value, MASKED)
     if isinstance(value, Tensor):
         if value.is_meta:
             raise ValueError(
                 f"Expected numbers, but got a tensor on the device 'meta', which has a shape {tuple(value.shape)} and no values. "
                 "Make it on a real device: torch.tensor(…, device='cpu')."
             )
+        _refuse_layout(value)
         if differentiable:
             _refuse_transform(value)
             return recorded(value)
         _refuse_gradient(value)
         return recorded(value.detach())
+    if _is_sparse(value):
+        raise TypeError(f"Expected a dense array, but got the sparse {type(value).__name__}. Give value.toarray().")
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
@@ -196,6 +205,19 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
             f"Expected numbers (a tensor, an array or a data frame of numbers), but got {type(value).__name__}: {error}. "
             "Encode text and categories as numbers first."
         ) from None
+
+
+def _refuse_layout(value: Tensor) -> None:
+    """TypeError for a tensor whose entries are not all stored as plain numbers: sparse, nested, quantised or masked."""
+    if isinstance(value, MaskedTensor):
+        raise TypeError(f"Expected a plain tensor, but got a masked tensor. {MASKED}")
+    if value.is_nested:
+        raise TypeError("Expected a dense tensor, but got a nested tensor. Pad its rows to one length: x.to_padded_tensor(0.0).")
+    if value.layout != torch.strided:
+        name = str(value.layout).removeprefix("torch.")
+        raise TypeError(f"Expected a dense tensor, but got one with the layout {name}. Give x.to_dense().")
+    if value.is_quantized:
+        raise TypeError("Expected plain numbers, but got a quantised tensor. Give x.dequantize().")
 
 
 def _refuse_gradient(value: Tensor) -> None:
@@ -351,4 +373,10 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, type))
+    by_interface = hasattr(value, "__array__") and not isinstance(value, type)
+    return isinstance(value, Tensor | np.ndarray) or by_interface or _is_sparse(value)
+
+
+def _is_sparse(value: Any) -> bool:
+    """Whether a value is a sparse matrix or array of SciPy, which is not imported here."""
+    return hasattr(value, "toarray") and hasattr(value, "nnz")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla._checks import batched
+from ssla._checks import batched, finite
 from ssla.data import Inputs, Source, as_inputs, leaves
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.likelihoods.likelihood import LOG_2PI
@@ -313,6 +313,7 @@ class State:
             f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta, graph)
             if graph:
                 _refuse_disconnected(f, part)
+            finite("The network's output", f, "Its own layers overflow there, or have no value: leave out these inputs.")
             if self.variational is not None and not self.network.linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
@@ -338,7 +339,12 @@ class State:
             f = centre
         else:
             scale = torch.full_like(f, torch.inf)
-        if batched(f) or bool((torch.finfo(dtype).eps * f.abs() > COARSE * scale).any()):
+        limits = torch.finfo(dtype)
+        if batched(f):
+            return torch.empty(0, dtype=torch.float64, device=self.network.device)
+        coarse = limits.eps * f.abs() > COARSE * scale
+        infinite = K.diagonal(dim1=-2, dim2=-1) > limits.max
+        if bool(coarse.any()) or bool(infinite.any()):
             dtype = torch.float64
         return torch.empty(0, dtype=dtype, device=self.network.device)
 

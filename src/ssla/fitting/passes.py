@@ -156,7 +156,7 @@ class Reader:
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             classes = Classes.of(order.likelihood, row.y, network.outputs, row.features, row.weights)
-            target = target.see(row.y, seen, spread, classes)
+            target = target.see(row.y, seen, spread, classes, row.weights)
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:

@@ -18,6 +18,7 @@ from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
+LEAST_SHARE = 0.5  # of the rows with a positive weight: a smaller sum of weights cannot be one of frequencies
 WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network about 1
 
 
@@ -97,11 +98,19 @@ class TargetRange:
     rows: int = 0
     spread: Spread | None = None
     classes: Classes | None = None
+    weighted: int = 0  # rows with a positive weight
+    weight: float = 0.0  # of all rows
 
-    def see(self, y: Tensor, x: Any, spread: Spread | None, classes: Classes | None) -> TargetRange:
+    def see(
+        self, y: Tensor, x: Any, spread: Spread | None, classes: Classes | None, weights: Tensor | None = None
+    ) -> TargetRange:
         inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
-        return self.merge(TargetRange(y.amin(0), y.amax(0), x_low, x_high, y.shape[0], spread, classes))
+        rows = y.shape[0]
+        weighted, weight = (rows, float(rows)) if weights is None else (int((weights > 0).sum()), float(weights.sum()))
+        return self.merge(
+            TargetRange(y.amin(0), y.amax(0), x_low, x_high, rows, spread, classes, weighted, weight),
+        )
 
     def merge(self, other: TargetRange) -> TargetRange:
         return TargetRange(
@@ -112,9 +121,24 @@ class TargetRange:
             self.rows + other.rows,
             _either(Spread.merge, self.spread, other.spread),
             _either(Classes.merge, self.classes, other.classes),
+            self.weighted + other.weighted,
+            self.weight + other.weight,
         )
 
+    def warn_weights(self, notes: list[str]) -> None:
+        """Warn where the row weights sum to less than half of the rows that have one: they cannot be frequencies."""
+        if self.weight >= LEAST_SHARE * self.weighted:
+            return
+        message = (
+            f"Row weights sum to {self.weight:.4g}, less than half of the {self.weighted:,} rows with a positive weight. They "
+            f"are used as frequencies (a weight of 2 is a row twice), so the data count as {self.weight:.4g} rows and the "
+            "posterior stays near its prior. If only their ratios matter, give weights / weights.mean()."
+        )
+        notes.append(Note(message, DATA))
+        warn(message)
+
     def note(self, notes: list[str]) -> None:
+        self.warn_weights(notes)
         if self.rows == 1:
             notes.append(Note("only one row was seen: the posterior is almost the prior", DATA))
             warn("The data hold one row only, so the posterior is almost the prior.")

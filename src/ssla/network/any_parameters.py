@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla._checks import batched
 from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
+from ssla.network.bounds import shrink_factors, shrunk
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, Layers, Probe, by_place, patches
@@ -120,7 +121,9 @@ class AnyParameters:
         free = self._free(theta)
         f, blocks = self._layer_blocks(x, free, graph)
         rest = self._rest_block(x, free, graph) if self.others else None
-        return f.to("cpu"), LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest)
+        f, J = f.to("cpu"), LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest)
+        factors = shrink_factors(f, *J.inputs)
+        return (f, J) if factors is None else (shrunk(f, factors), J.with_inputs(shrunk(part, factors) for part in J.inputs))
 
     def _layer_blocks(self, x: Inputs, free: Mapping[str, Tensor], graph: bool) -> tuple[Tensor, list[LayerBlock]]:
         plans = {plan.weight: plan for plan in self.layers}

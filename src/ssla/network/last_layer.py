@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.data import Inputs
+from ssla.network.bounds import shrink_factors, shrunk
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout
 from ssla.network.watch import Inputs as SeenInputs
@@ -70,7 +71,9 @@ class LastLayer:
         with SeenInputs(self.weight) as seen:
             self.frozen.forward(x, graph)
         assert seen.input is not None
-        J = Features(seen.input.to("cpu"), self.outputs, self.fold_bias)
+        phi = seen.input.to("cpu")
+        factors = shrink_factors(phi)
+        J = Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias)
         f = Features(J.phi.double(), self.outputs, self.fold_bias).push(
             theta
         )  # float64: means may be large compared with the noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ssla.data import Inputs, as_inputs, as_tensor
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.numerics.quadrature import Regions
-from ssla.numerics.roots import full_root
+from ssla.numerics.roots import Root, full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
 from ssla.predictive.class_integrals import has_integral, integrate_classes
@@ -24,7 +25,7 @@ from ssla.predictive.gaussian import Ellipsoid, GaussianLaw, additive_law
 from ssla.predictive.grid import grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixture import mixture
-from ssla.predictive.predictive import Diagnostics, Predictive
+from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.predictive.refitted import check_refittable, refitted
 from ssla.predictive.transformed import transformed
 from ssla.priors import ADDITIVE, EXACT
@@ -89,10 +90,24 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differen
         return _warned(answer)
     if isinstance(rung, OutputRefit) and _integrates(rung, posterior.likelihood.predictive, posterior.convention):
         whole = ByChunks(rung, posterior, as_inputs(x))
-        return integrated_predictive(
-            whole, integrate_classes(posterior.roots_at(x), posterior.network.outputs, posterior.memory_budget), rung.name
-        )
+        extreme: list[Tensor] = []
+        parts = _watched(posterior.roots_at(x), extreme)
+        integrals = integrate_classes(parts, posterior.network.outputs, posterior.memory_budget)
+        found = integrated_predictive(whole, integrals, rung.name)
+        return _flagged(found, torch.cat(extreme)) if extreme else found
     return _warned(_predictive(rung(posterior, x), rung))
+
+
+def _watched(parts: Iterable[tuple[Tensor, Root]], extreme: list[Tensor]) -> Iterator[tuple[Tensor, Root]]:
+    """The same parts; which of their rows are extreme is appended to the list."""
+    for f, root in parts:
+        extreme.append(is_extreme(f, root.variances()))
+        yield f, root
+
+
+def _flagged(predictive: Predictive, extreme: Tensor) -> Predictive:
+    """The predictive with extreme rows (N,) bool in its diagnostics."""
+    return replace(predictive, diagnostics=predictive.diagnostics.with_extreme(extreme))
 
 
 def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
@@ -145,7 +160,8 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
         if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
             moved = additive_law(noise, log_density.marginal, log_density.prior_response)
         law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
-        return Predictive(law, log_density.like, Diagnostics(rung.name, no, no, no, convention))
+        flags = Diagnostics(rung.name, no, no, no, convention)
+        return _flagged(Predictive(law, log_density.like, flags), _extreme_rows(log_density))
     if support.kind == "vector":
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
@@ -162,7 +178,13 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     else:
         assert isinstance(support, Continuous)
         found = grid_predictive(log_density, support, rung.name)
-    return replace(found, diagnostics=replace(found.diagnostics, convention=convention))
+    found = replace(found, diagnostics=replace(found.diagnostics, convention=convention))
+    return _flagged(found, _extreme_rows(log_density))
+
+
+def _extreme_rows(log_density: LogDensity) -> Tensor:
+    f, K = log_density.marginal
+    return is_extreme(f, K.diagonal(dim1=1, dim2=2))
 
 
 def _warned(predictive: Predictive) -> Predictive:

@@ -126,6 +126,8 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
             f"{int(probs.isnan().any(1).sum())} of {len(probs)} predictives are NaN and have no samples: refits failed there "
             "and on_failure='nan' was asked for. Use on_failure='fallback', or leave these rows out."
         )
+    if not n or not len(probs):  # torch.multinomial refuses both
+        return torch.empty(n, len(probs), dtype=torch.int64)
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
 
 

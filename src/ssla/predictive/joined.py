@@ -122,6 +122,7 @@ def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
     diagnostics = Diagnostics(
         ", ".join(dict.fromkeys(one.refit for one in found)), fallback, unconverged, inaccurate, found[0].convention
     )
+    diagnostics = diagnostics.with_extreme(_put(rows, [one.extreme_rows for one in found]))
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
     return Predictive(law, widest(parts), diagnostics, tuple(parts))
 

@@ -57,7 +57,8 @@ def _diagnostics(members: Sequence[Predictive]) -> Diagnostics:
     parts = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (torch.stack([getattr(part, flag) for part in parts]).any(0) for flag in FLAGS)
     names, conventions = (", ".join(dict.fromkeys(getattr(part, what) for part in parts)) for what in ("refit", "convention"))
-    return Diagnostics(names, fallback, unconverged, inaccurate, conventions)
+    found = Diagnostics(names, fallback, unconverged, inaccurate, conventions)
+    return found.with_extreme(torch.stack([part.extreme_rows for part in parts]).any(0))
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:

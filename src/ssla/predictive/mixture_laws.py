@@ -97,7 +97,7 @@ class MixtureLaw(Law):
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """n draws for each row, each from a member taken with its weight: (n, N, …)."""
         if self.weights.dim() == 2:
-            picks = torch.multinomial(self.weights.mT, n, replacement=True, generator=generator).mT
+            picks = draw_classes(self.weights.mT, n, generator)
         else:
             count = n * self.rows
             picks = torch.multinomial(self.weights, max(count, 1), replacement=True, generator=generator)  # not less than one
@@ -289,10 +289,15 @@ class ClassMixtureLaw(MixtureLaw):
 
 
 def _first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The smallest whole number in [low, high] where the rising function is no longer negative."""
+    """The smallest whole number in [low, high] where the rising function is no longer negative.
+
+    From 2⁵³ on, neighbouring floating-point numbers differ by more than one: the search ends at neighbours.
+    """
     low, high = low - 1, high.clone()
-    while bool((high - low > 1).any()):
+    while True:
         middle = ((low + high) / 2).floor()
+        if not bool(((middle > low) & (middle < high)).any()):
+            break
         enough = function(middle) >= -1e-14
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     return high

@@ -17,7 +17,7 @@ from ssla.numerics.quadrature import Regions, bracketed_root
 from ssla.numerics.quadrature.normal import hermite
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import ROUNDING, ScalarMixtureLaw
-from ssla.predictive.predictive import Diagnostics, Predictive
+from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
 from ssla.state import Marginal
 
@@ -130,7 +130,9 @@ def averaged(
     own = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
     doubt = (own + (centres - (centres @ weights)[:, None]) ** 2) @ weights
     whole = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
-    return _predictive(NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt), like)
+    law = NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt)
+    extreme = torch.stack([is_extreme(f, K.diagonal(dim1=1, dim2=2)) for f, K in marginals]).any(0)
+    return _predictive(law, like, extreme)
 
 
 def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
@@ -142,9 +144,10 @@ def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
     doubts = torch.stack([law.epistemic for law in parts], 1) + (centres - (centres @ weights)[:, None]) ** 2
     means, scales = (torch.cat([getattr(law, name) for law in parts], 1) for name in ("means", "scales"))
     whole = torch.cat([weight * law.weights for weight, law in zip(weights, parts, strict=True)])
-    return _predictive(NormalsLaw(means, scales, whole, doubts @ weights), one.like)
+    extreme = one.diagnostics.extreme_rows | other.diagnostics.extreme_rows
+    return _predictive(NormalsLaw(means, scales, whole, doubts @ weights), one.like, extreme)
 
 
-def _predictive(law: NormalsLaw, like: Tensor) -> Predictive:
+def _predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
     no = torch.zeros(law.rows, dtype=torch.bool)
-    return Predictive(law, like, Diagnostics("output", no, no, no))
+    return Predictive(law, like, Diagnostics("output", no, no, no).with_extreme(extreme))

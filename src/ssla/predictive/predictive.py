@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ssla._checks import all_in_plain_torch, in_plain_torch
+from ssla._checks import all_in_plain_torch, draw_count, in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.predictive.law import Law
@@ -17,6 +17,7 @@ from ssla.priors import EXACT
 from ssla.refit.increments import Increments
 
 FLAGS = ("fallback", "unconverged", "inaccurate")
+EXTREME = 1e40  # of outputs, or of their standard deviations
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class Diagnostics:
     refits: Tensor | None = None  # (N,) refits of the weights that were made
     rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
+    extreme: Tensor | None = None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
+
+    @property
+    def extreme_rows(self) -> Tensor:
+        """`extreme` as a tensor (N,) bool."""
+        return torch.zeros_like(self.fallback) if self.extreme is None else self.extreme
+
+    def with_extreme(self, rows: Tensor) -> Diagnostics:
+        """With these rows (N,) bool flagged, too."""
+        rows = rows | self.extreme_rows
+        return replace(self, extreme=rows) if bool(rows.any()) else self
 
     def __str__(self) -> str:
         count = self.fallback.numel()
@@ -38,6 +50,8 @@ class Diagnostics:
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
+        if bool(self.extreme_rows.any()):
+            text += f"; outputs beyond {EXTREME:g} in {int(self.extreme_rows.sum())}"
         if self.refits is not None:
             text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
         if self.rung is not None:
@@ -166,7 +180,7 @@ class Predictive:
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """(n, N), or (n, N, D)."""
-        return self._out(self.law.sample(n, generator))
+        return self._out(self.law.sample(draw_count(n), generator))
 
     def increments(self, y: Any) -> Increments:
         """The three increments of the un-normalised log density, of log_prob's shape."""
@@ -182,6 +196,14 @@ class Predictive:
             rows, size = self.law.mean.shape
             return vector_targets(y, rows, size, self.differentiable), False
         return scalar_targets(y, self.law.rows, self.differentiable)
+
+
+def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
+    """Whether an output f (N, C) or its standard deviation exceeds `EXTREME` (N,) bool.
+
+    Features beyond 1e60 count as 1e60 (see `ssla.network.bounds`): these rows are among them.
+    """
+    return (f.detach().abs() > EXTREME).any(1) | (variances.detach() > EXTREME**2).any(1)
 
 
 def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:

@@ -138,6 +138,7 @@ def _diagnostics(
         flags.fallback,
         flags.unconverged,
         flags.inaccurate,
+        extreme=flags.extreme,
         refits=none if refits is None else refits,
         rung=rungs,
         reason=None if reasons is None else tuple(reasons),

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ssla._checks import did_you_mean, warn
+from ssla.data import as_tensor
 from ssla.scoring.columns import Columns
 from ssla.tables import Table
-from ssla.tables.frames import table_of
+from ssla.tables.frames import table_of, with_gaps
 
 SOURCE = Path("the batch")
 PANDAS, POLARS, MAPPING, ARRAY = "pandas", "polars", "mapping", "array"
@@ -81,13 +83,13 @@ class Batch:
             return import_module(PANDAS).DataFrame(self.array(), columns=list(names))
         columns = {name: self.column(name) for name in names}  # its error names the most similar column
         if self.kind == MAPPING:
-            return import_module(PANDAS).DataFrame(columns)
+            return import_module(PANDAS).DataFrame({name: with_gaps(column) for name, column in columns.items()})
         at = [self.names.index(name) for name in names]
         return self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at]
 
     def matrix(self, names: Sequence[str]) -> np.ndarray:
         """The named columns beside one another (N, d). A single column of arrays is the input itself (N, …)."""
-        columns = [np.asarray(self.column(name)) for name in names]
+        columns = [np.asarray(with_gaps(self.column(name))) for name in names]
         if len(columns) == 1 and columns[0].dtype == object and len(columns[0]) and np.ndim(columns[0][0]):
             columns = [np.stack(list(columns[0]))]
         for name, column in zip(names, columns, strict=True):
@@ -126,8 +128,10 @@ def batch_of(content: Any) -> Batch:
         return Batch(origin, content)
     if isinstance(content, Mapping):
         return Batch(MAPPING, content)
-    if isinstance(content, np.ndarray) or origin == "torch":
-        return Batch(ARRAY, np.asarray(content))
+    if isinstance(content, Tensor):
+        content = as_tensor(content).cpu().numpy()
+    if isinstance(content, np.ndarray):
+        return Batch(ARRAY, with_gaps(content))
     raise TypeError(
         f"The batch must be a data frame of pandas or polars, a mapping of column names to arrays, or an array, but is a "
         f"{type(content).__module__}.{type(content).__name__}."
@@ -140,6 +144,7 @@ def cells_of(column: Any) -> Sequence[Any] | np.ndarray:
         plain = column.dtype.is_integer() or column.dtype.is_float()
         return np.asarray(column.to_numpy()) if plain and not column.null_count() else list(column.to_list())
     missing = None
+    column = with_gaps(column)
     if hasattr(column, "isna"):  # pandas
         if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iuf":
             return np.asarray(column)

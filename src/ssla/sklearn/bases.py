@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from sklearn.utils import _safe_indexing, assert_all_finite, check_array
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, has_fit_parameter
 
+from ssla.sklearn.targets import check_given, check_numeric
 from ssla.tabular.scaling import Scaling
 
 
@@ -24,6 +26,13 @@ def is_fitted(base: Any) -> bool:
     except (NotFittedError, TypeError):
         return False
     return True
+
+
+def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
+    """Raise TypeError for a base that lacks one of these methods."""
+    missing = [method for method in methods if not hasattr(base, method)]
+    if missing:
+        raise TypeError(f"{name} must have the methods {' and '.join(methods)}, but {type(base).__name__} has no {missing[0]}.")
 
 
 def fitted(base: Any, X: Any, y: np.ndarray, weights: np.ndarray | None, rows: Any, seeds: Any) -> Any:
@@ -51,6 +60,7 @@ def numbers_of(y: Any) -> np.ndarray:
     """One target (n,) in float64."""
     if y is None:
         raise ValueError("This estimator requires y to be passed, but the target y is None.")
+    check_numeric(y)
     y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
     if y.ndim == 2 and y.shape[1] > 1:
         raise ValueError(f"y must be one target, but has {y.shape[1]} columns. Fit one estimator for each.")
@@ -60,6 +70,7 @@ def numbers_of(y: Any) -> np.ndarray:
 def labels_of(y: Any) -> np.ndarray:
     if y is None:
         raise ValueError("This estimator requires y to be passed, but the target y is None.")
+    check_given(y)
     assert_all_finite(y, input_name="y")
     check_classification_targets(y)
     labels: np.ndarray = column_or_1d(y, warn=True)

@@ -13,8 +13,11 @@ from sklearn.utils.validation import check_consistent_length, column_or_1d
 from ssla._checks import all_in_plain_torch
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
+from ssla.sklearn.row_weights import factor_of
+from ssla.sklearn.targets import check_given
 from ssla.tables.frames import is_gap
 
+BALANCED = "balanced"
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
@@ -27,6 +30,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     class_weight:
         A dict {label: weight}, or "balanced": every class has the same total weight, and the weights sum to the number of rows.
         It multiplies the row weights of the fit, so probabilities are those of a population with these frequencies of classes.
+        `row_weights` decides the scale of the product too, by a factor on `class_weights_`.
 
     >>> SSLAClassifier(random_state=0).fit(X, y).predict_proba(X_new)      # doctest: +SKIP
     """
@@ -50,6 +54,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         patience: int = 40,
         trees: int | str = AUTO,
         class_weight: Any = None,
+        row_weights: str = AUTO,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -69,12 +74,15 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.patience = patience
         self.trees = trees
         self.class_weight = class_weight
+        self.row_weights = row_weights
         self.random_state = random_state
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
+        check_given(y)
         _check_labels(y)
+        self._check_class_weight()
         given, y = self._read(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
@@ -82,8 +90,13 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
         self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
-        balance = self.class_weights_[codes]
-        present, weights = self._present(y, balance if sample_weight is None else balance * np.asarray(sample_weight))
+        _, weights = self._present(len(y), sample_weight)
+        if self.class_weight is not None:  # later rows have the same factor
+            self.class_weights_ = self.class_weights_ * factor_of(
+                weights * self.class_weights_[codes], self.row_weights, "sample_weight times class_weight"
+            )
+        weights = weights * self.class_weights_[codes]
+        present = self._enough(weights)
         rows = numbers(self._encode(given, present))
         related, count = Related.of(groups, time, len(y))[present], len(self.classes_)
         self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", related, count)
@@ -102,6 +115,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
                 raise ValueError(f"The first rows must have every class, but have none of {missing}. Start with more rows.")
             return self.fit(X, y, sample_weight)
         rows, present, weights = self._more_rows(X, sample_weight)
+        check_given(y)
         labels = column_or_1d(y, warn=True)
         check_consistent_length(rows, labels)
         new = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
@@ -111,6 +125,11 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         weights = weights * self.class_weights_[codes]
         self._update(rows[present], codes[present], weights[present])
         return self
+
+    def _check_class_weight(self) -> None:
+        given = self.class_weight
+        if not (given is None or isinstance(given, dict) or (isinstance(given, str) and given == BALANCED)):
+            raise ValueError(f"class_weight must be a dict {{label: weight}}, 'balanced' or None, but is {given!r}.")
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """P(class) (N, C), columns as in classes_."""

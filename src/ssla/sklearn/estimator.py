@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from functools import partial
@@ -13,16 +14,20 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
+from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from ssla._checks import all_in_plain_torch, one_of, warn
+from ssla.fitting import checked_weights
 from ssla.predictive import Predictive
 from ssla.refit import resolve
+from ssla.sklearn import row_weights
 from ssla.sklearn.forests import grow
 from ssla.sklearn.inputs import column_names, of_tables, plan_of, read_inputs
 from ssla.sklearn.progress import epochs_bar
 from ssla.sklearn.related import Related
+from ssla.sklearn.row_weights import MEANINGS
 from ssla.sklearn.saving import save
+from ssla.structures import resolve as resolve_structure
 from ssla.tables import Encoded, Plan, Table
 from ssla.tables.frames import table_of
 from ssla.tabular import Ensemble, Settings, fit_ensemble, predict_with_gaps, updated
@@ -49,39 +54,41 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
         members, epochs = (
-            auto(rows) if getattr(self, name) == AUTO else whole_or_real(self, name, int, 1)
+            auto(rows) if is_auto(self, name) else whole_or_real(self, name, int, 1)
             for name, auto in (("members", auto_members), ("max_epochs", auto_epochs))
         )
-        patience = min(whole_or_real(self, "patience", int, 1), max(epochs // 5, 2) if self.max_epochs == AUTO else epochs)
+        patience = min(whole_or_real(self, "patience", int, 1), max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs)
         for name in ("learning_rate", "prior_precision"):
             whole_or_real(self, name, float, 0, strict=True)
         whole_or_real(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
+        whole_or_real(self, "verbose", int, 0, allow_bool=True)
+        one_of("row_weights", self.row_weights, MEANINGS)
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
         piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
         activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
         resolve(self.refit)
-        hidden = (self.hidden,) if isinstance(self.hidden, Integral) else tuple(self.hidden)
-        if any(not isinstance(width, Integral) or width < 1 for width in hidden):
-            raise ValueError(f"hidden must be positive widths such as (50, 50), but is {self.hidden!r}.")
+        checked_weights(self.weights)
+        resolve_structure(self.structure)
+        hidden = hidden_widths(self.hidden)
         batch: int | None
         if self.batch_size is None:
             batch = None
-        elif self.batch_size == AUTO:
+        elif is_auto(self, "batch_size"):
             batch = auto_batch(rows)
         else:
             batch = whole_or_real(self, "batch_size", int, 1)
         return Settings(
             likelihood=likelihood,
-            hidden=tuple(int(width) for width in hidden),
+            hidden=hidden,
             activation=activation,
             piecewise=piecewise,
             members=members,
             weights=self.weights,
             structure=self.structure,
-            tune=bool(self.tune),
-            validation_fraction=float(self.validation_fraction) if self.early_stopping else 0.0,
+            tune=flag(self, "tune"),
+            validation_fraction=float(self.validation_fraction) if flag(self, "early_stopping") else 0.0,
             schedule=Schedule(epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)),
             trees=self._trees(likelihood, rows),
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
@@ -91,7 +98,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """For each network; none where the likelihood has no trees."""
         few = rows < FEWEST_FOR_TREES or len(getattr(self, "classes_", ())) > MANY_CLASSES
         usual = AUTO_TREES.get(likelihood, 0)
-        asked = (0 if few else usual) if self.trees == AUTO else int(whole_or_real(self, "trees", int, 0))
+        asked = (0 if few else usual) if is_auto(self, "trees") else int(whole_or_real(self, "trees", int, 0))
         return min(asked, asked * usual)
 
     def _read(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray | Table, np.ndarray]:
@@ -141,13 +148,19 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _predict_numbers(self, X: np.ndarray) -> Predictive:
         return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)
 
-    def _present(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _present(self, rows: int, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
         """Which rows have a positive weight (n,) bool, and all weights. Other rows are ignored."""
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        weights = row_weights.checked_weights(sample_weight, rows)
+        present = self._enough(weights)
+        self.weight_factor_ = row_weights.factor_of(weights, self.row_weights)
+        return present, weights * self.weight_factor_
+
+    def _enough(self, weights: np.ndarray) -> np.ndarray:
+        """Which rows have a positive weight (n,) bool; ValueError for fewer than two."""
         present = weights > 0
         if int(present.sum()) < 2:
             raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(present.sum())}.")
-        return present, weights
+        return present
 
     def _fit_rows(
         self,
@@ -164,7 +177,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
         settings = settings if seed is None else replace(settings, seed=seed)
-        with one_thread_if(len(x) <= ONE_THREAD), epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
+        quiet = row_weights.decided()
+        with quiet, one_thread_if(len(x) <= ONE_THREAD), epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
             on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None
             levels = getattr(self, "levels", () if self.plan_ is None else self.plan_.levels)
@@ -179,8 +193,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 f"{strange} new rows have gaps or categories that the fit did not learn. They enter the update with the mean in "
                 "place of a gap, and without a category. Leave them out, or fit again on all rows."
             )
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        return numbers(rows), weights > 0, weights
+        found = numbers(rows)
+        weights = row_weights.checked_weights(sample_weight, len(found))
+        weights = weights * row_weights.factor_of(weights, self.row_weights)
+        return found, weights > 0, weights
 
     def _update(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
         if len(X):
@@ -219,12 +235,37 @@ def auto_epochs(rows: int) -> int:
     return min(200, max(8, ROWS_VISITED // rows))
 
 
-def whole_or_real(estimator: Any, name: str, kind: type, least: float, strict: bool = False) -> Any:
+def is_auto(estimator: Any, name: str) -> bool:
+    """Whether a parameter is "auto". A comparison with an array would be an array."""
+    value = getattr(estimator, name)
+    return isinstance(value, str) and value == AUTO
+
+
+def flag(estimator: Any, name: str) -> bool:
+    """A parameter that is true or false; ValueError for anything else, such as a text, which would count as true."""
+    value = getattr(estimator, name)
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, but is {value!r}.")
+    return bool(value)
+
+
+def hidden_widths(hidden: Any) -> tuple[int, ...]:
+    """The widths of the hidden layers: several, or one number; ValueError for anything else."""
+    widths = (hidden,) if isinstance(hidden, Integral) else hidden
+    several = isinstance(widths, tuple | list | np.ndarray)
+    if not several or any(isinstance(w, bool) or not isinstance(w, Integral) or w < 1 for w in widths):
+        raise ValueError(f"hidden must be positive widths such as (50, 50), but is {hidden!r}.")
+    return tuple(int(width) for width in widths)
+
+
+def whole_or_real(estimator: Any, name: str, kind: type, least: float, strict: bool = False, allow_bool: bool = False) -> Any:
+    """A parameter as a finite number of that kind, of at least (strict: above) a bound; ValueError for anything else."""
     value: Any = getattr(estimator, name)
     whole = isinstance(value, Integral)
     right = (
         (whole if kind is int else isinstance(value, Real))
-        and not isinstance(value, bool)
+        and (allow_bool or not isinstance(value, bool))
+        and math.isfinite(value)
         and (value > least if strict else value >= least)
     )
     if not right:

@@ -9,7 +9,7 @@ from sklearn.utils.validation import validate_data
 
 from ssla._checks import warn
 from ssla.tables import Plan, Table, make_plan
-from ssla.tables.frames import is_frame, is_plain, table_of
+from ssla.tables.frames import is_frame, is_plain, table_of, with_gaps
 
 SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numbers
 
@@ -28,7 +28,11 @@ def check_target_size(y: np.ndarray) -> None:
 
 def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarray | Table:
     """Numbers (n, d) without gaps, or a table. X is a data frame of pandas or polars, an array or nested lists; infinite values
-    are refused. reset: whether names and number of the columns are remembered (at the fit) or compared."""
+    are refused, masked values are gaps.
+
+    reset: whether names and number of the columns are remembered (at the fit) or compared.
+    """
+    X = with_gaps(X)
     checks = {"reset": reset, "ensure_all_finite": "allow-nan", "ensure_min_samples": least}
     rows = X if is_frame(X) else _array(X)
     if is_frame(rows) and not is_plain(rows):

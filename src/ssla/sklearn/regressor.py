@@ -19,9 +19,10 @@ from ssla.predictive.positive import Positive
 from ssla.predictive.predictive import probabilities
 from ssla.predictive.transformed import Transform
 from ssla.sklearn.conformal import Conformal
-from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
+from ssla.sklearn.estimator import AUTO, TableEstimator, flag, numbers, whole_or_real
 from ssla.sklearn.inputs import check_target_size
 from ssla.sklearn.related import Related
+from ssla.sklearn.targets import check_numeric
 from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tabular.counts import POISSON, may_be_poisson, prefer_counts, worth_counting
@@ -72,6 +73,10 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     conformal, calibration_fraction:
         Correct `predict_interval` on that share of the rows, held out: coverage of at least the level for exchangeable rows.
         Row weights are frequencies here too; rows of weight 0 are ignored.
+    row_weights:
+        What sample_weight means. "frequencies": a row of weight 2 equals that row twice. "relative": only the ratios count; the
+        weights are rescaled to a mean of one over the rows of positive weight. "auto": frequencies, but relative, with a warning,
+        where they sum to less than half of the rows of positive weight. `weight_factor_` is the factor that was applied.
     random_state:
         Seed. The same seed and data give the same fit.
     verbose:
@@ -113,6 +118,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         trees: int | str = AUTO,
         conformal: bool = False,
         calibration_fraction: float = 0.2,
+        row_weights: str = AUTO,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -134,30 +140,35 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.trees = trees
         self.conformal = conformal
         self.calibration_fraction = calibration_fraction
+        self.row_weights = row_weights
         self.random_state = random_state
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLARegressor:
         """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows.
 
+        Masked cells of X are gaps; masked targets and weights are refused, and so are dates as targets.
+
         groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held out, and calibrate conformal
         intervals. time (n,) numbers or dates: the latest rows are held out. Either gives the error on new groups or later rows.
         """
         one_of("likelihood", self.likelihood, NAMES)
+        conformal = flag(self, "conformal")
+        check_numeric(y)
         given, y = self._read(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
-        present, weights = self._present(y, sample_weight)
+        present, weights = self._present(len(y), sample_weight)
         self._check_target(y[present])
         related = Related.of(groups, time, len(y))
         whole = np.flatnonzero(present)
-        kept, aside = self._set_aside(whole, related[whole]) if self.conformal else (whole, np.arange(0))
+        kept, aside = self._set_aside(whole, related[whole]) if conformal else (whole, np.arange(0))
         rows = self._encode(given, np.isin(np.arange(len(y)), kept))
         self.ensemble_ = self._fit_target(numbers(rows)[kept], y[kept], weights[kept], related[kept])
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
-        if self.conformal:
+        if conformal:
             predictive = self._predict_rows(rows[aside])
             self.conformal_ = Conformal.of(predictive, y[aside], weights[aside], self.refit, self.ensemble_.scale)
         return self
@@ -173,6 +184,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 "The conformal scores hold for the fitted model only. Use conformal=False for partial_fit, or fit again."
             )
         rows, present, weights = self._more_rows(X, sample_weight)
+        check_numeric(y)
         target = np.asarray(_check_y(y, multi_output=True, y_numeric=True, estimator=self), dtype=np.float64)
         check_consistent_length(rows, target)
         if self.ensemble_.one_target:
@@ -253,7 +265,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
 
     def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
-        if not 0 < self.calibration_fraction < 1:
+        whole_or_real(self, "calibration_fraction", float, 0, strict=True)
+        if not self.calibration_fraction < 1:
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {self.calibration_fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         if related.given:

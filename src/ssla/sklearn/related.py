@@ -10,6 +10,7 @@ import torch
 from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 
+from ssla._checks import refuse_masked
 from ssla.tabular.folds import latest
 
 
@@ -57,6 +58,7 @@ def _ranks(name: str, values: Any, rows: int) -> np.ndarray | None:
     """The rank of each value among the different ones (n,); equal values are equal."""
     if values is None:
         return None
+    refuse_masked(name, values)
     given = np.asarray(values)
     if given.shape != (rows,):
         raise ValueError(f"{name} must have shape ({rows},), one value for each row, but has {given.shape}.")

@@ -11,12 +11,13 @@ from typing import Any, final
 
 import numpy as np
 from sklearn.pipeline import Pipeline
-from sklearn.utils.validation import _check_sample_weight
 from torch import Tensor
 
 from ssla import metrics
 from ssla._checks import level as checked_level
 from ssla.predictive import Predictive
+from ssla.sklearn.row_weights import checked_weights
+from ssla.sklearn.targets import check_given, check_numeric
 
 
 @final
@@ -32,7 +33,7 @@ class Scorer:
         model, inputs = _last_step(estimator, X)
         values = self.score(model.predict_dist(inputs), _codes(model, y)).double().numpy()
         values = values.reshape(len(values), -1).mean(1)
-        return -float(np.average(values, weights=_check_sample_weight(sample_weight, values)))
+        return -float(np.average(values, weights=checked_weights(sample_weight, len(values))))
 
     def __repr__(self) -> str:
         return self.name
@@ -69,9 +70,11 @@ def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
 def _codes(model: Any, y: Any) -> Any:
     """Labels as the numbers of their classes; other targets as they are."""
     classes = getattr(model, "classes_", None)
-    values = np.asarray(y)
     if classes is None:
-        return values.astype(np.float64)
+        check_numeric(y)
+        return np.asarray(y).astype(np.float64)
+    check_given(y)
+    values = np.asarray(y)
     unknown = ~np.isin(values, classes)
     if unknown.any():
         raise ValueError(

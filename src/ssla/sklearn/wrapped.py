@@ -20,7 +20,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.model_selection import check_cv
 from sklearn.utils import _safe_indexing, check_consistent_length, check_random_state, get_tags
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, one_of
@@ -29,9 +29,11 @@ from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
-from ssla.sklearn.bases import column_scaling, fitted, is_fitted, labels_of, numbers_of, predicted
+from ssla.sklearn.bases import check_methods, column_scaling, fitted, is_fitted, labels_of, numbers_of, predicted
 from ssla.sklearn.inputs import check_target_size
+from ssla.sklearn.row_weights import AUTO, MEANINGS, checked_weights, decided, factor_of
 from ssla.sklearn.saving import save_wrapped
+from ssla.tables.frames import with_gaps
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
 
 FOLDS, ALL = "folds", "all"
@@ -54,6 +56,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         final: str = ALL,
         refit: str = "output",
         prior_strength: float = 1.0,
+        row_weights: str = AUTO,
         random_state: Any = None,
     ) -> None:
         self.base = base
@@ -61,12 +64,17 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         self.final = final
         self.refit = refit
         self.prior_strength = prior_strength
+        self.row_weights = row_weights
         self.random_state = random_state
 
     # --- rows ------------------------------------------------------------------------------
 
     def _rows(self, X: Any, reset: bool) -> Any:
-        """X as the base takes it: tables with column names as they are, everything else as an array of numbers."""
+        """X as the base takes it: tables with column names as they are, everything else as an array of numbers.
+
+        Masked cells of an array are gaps.
+        """
+        X = with_gaps(X)
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
             validate_data(self, X, reset=reset, skip_check_array=True)
             if not len(X):
@@ -76,12 +84,11 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         return validate_data(self, X, reset=reset, ensure_all_finite=finite, ensure_min_samples=2 if reset else 1)
 
     def _weights(self, y: np.ndarray, sample_weight: Any) -> np.ndarray:
-        weights: np.ndarray = _check_sample_weight(
-            sample_weight, np.empty((len(y), 1)), dtype=np.float64, ensure_non_negative=True
-        )
+        weights = checked_weights(sample_weight, len(y))
         if int((weights > 0).sum()) < 2:
             raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int((weights > 0).sum())}.")
-        return weights
+        self.weight_factor_ = factor_of(weights, self.row_weights)
+        return weights * self.weight_factor_
 
     def _prepared(
         self, base: Any, X: Any, y: np.ndarray, sample_weight: Any, generator: Any
@@ -99,6 +106,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     def _check_settings(self, base: Any) -> None:
         """Validated at fit and not in __init__, as scikit-learn requires."""
         one_of("final", self.final, (FOLDS, ALL))
+        one_of("row_weights", self.row_weights, MEANINGS)
         resolve(self.refit)
         strength: Any = self.prior_strength
         real = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
@@ -106,9 +114,9 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"prior_strength must be a positive number, but is {strength!r}.")
         if isinstance(self.cv, numbers.Integral) and (isinstance(self.cv, bool) or self.cv < 2):
             raise ValueError(f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}.")
-        for method in ("fit", self._method):
-            if not hasattr(base, method):
-                raise TypeError(f"base must have the methods fit and {self._method}, but {type(base).__name__} has no {method}.")
+        check_methods("base", base, ("fit", self._method))
+        if getattr(self, "noise_base", None) is not None:
+            check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
 
     def _folds(self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any) -> list[tuple[np.ndarray, np.ndarray]]:
         """(training rows, rows to predict) of each fold, of the present rows. Each is predicted once."""
@@ -239,6 +247,10 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         The refit used in predictions: "output", "newton", "none" or "plug_in".
     prior_strength:
         A factor on the precisions of the prior of the last layer, which is centred on the predictions of the base.
+    row_weights:
+        What sample_weight means. "frequencies": a row of weight 2 equals that row twice. "relative": only the ratios count; the
+        weights are rescaled to a mean of one over the rows of positive weight. "auto": frequencies, but relative, with a warning,
+        where they sum to less than half of the rows of positive weight. `weight_factor_` is the factor that was applied.
     random_state:
         Seed of the folds, and of bases that have no random_state of their own.
 
@@ -269,9 +281,18 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         final: str = FOLDS,
         refit: str = "output",
         prior_strength: float = 1.0,
+        row_weights: str = AUTO,
         random_state: Any = None,
     ) -> None:
-        super().__init__(base, cv=cv, final=final, refit=refit, prior_strength=prior_strength, random_state=random_state)
+        super().__init__(
+            base,
+            cv=cv,
+            final=final,
+            refit=refit,
+            prior_strength=prior_strength,
+            row_weights=row_weights,
+            random_state=random_state,
+        )
         self.noise_base = noise_base
 
     def _base(self, seed: int | None) -> Any:
@@ -297,7 +318,8 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         if np.ptp(squares) > 0:
             v, noises = self._grown(noise_base, X, squares, own, folds, generator, predicted)
         parts = [torch.from_numpy(part) for part in (m, v, y)]
-        layer = fit_numbers(parts[0], parts[1], parts[2], w, float(self.prior_strength))
+        with decided():
+            layer = fit_numbers(parts[0], parts[1], parts[2], w, float(self.prior_strength))
         self.models_ = {MEAN: means, NOISE: noises}
         self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], parts[1], self.refit).log_prob(parts[2]).numpy()
@@ -362,7 +384,8 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
             self._probs(base, _safe_indexing(X, [0]))  # refuses other classes before the work
         p, models = self._grown(base, X, y, None if sample_weight is None else weights, folds, generator, self._probs)
         parts = [torch.from_numpy(part) for part in (p, codes, weights)]
-        layer = fit_classes(parts[0], parts[1], parts[2], float(self.prior_strength))
+        with decided():
+            layer = fit_classes(parts[0], parts[1], parts[2], float(self.prior_strength))
         self.models_ = {CLASSES: models}
         self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(parts[0], self.refit).log_prob(parts[1]).numpy()

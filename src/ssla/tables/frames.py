@@ -28,6 +28,22 @@ def is_gap(cell: Any) -> bool:
     return cell is None or type(cell).__name__ in NOTHING or bool(cell != cell)
 
 
+def with_gaps(values: Any) -> Any:
+    """A masked array with gaps (NaN, NaT or None) in place of its masked cells; all else as it is."""
+    if not isinstance(values, np.ma.MaskedArray):
+        return values
+    mask, kind = np.ma.getmaskarray(values), values.dtype.kind
+    if not mask.any():
+        return np.ma.getdata(values)
+    if kind in "biuf":
+        return np.where(mask, np.nan, np.ma.getdata(values).astype(np.float64))
+    if kind in "mM":
+        return np.where(mask, np.array("NaT", dtype=values.dtype), np.ma.getdata(values))
+    cells = np.array(np.ma.getdata(values), dtype=object)
+    cells[mask] = None
+    return cells
+
+
 def is_frame(X: Any) -> bool:
     """Whether X is a data frame of pandas or polars."""
     return _is(X, "pandas") or _is(X, "polars")

@@ -12,6 +12,7 @@ from ssla import likelihoods
 from ssla._checks import level as checked_level
 from ssla._checks import warn
 from ssla.likelihoods import Likelihood
+from ssla.network.bounds import shrink_factors, shrunk
 from ssla.numerics.order_statistics import conformal_quantile, shortage
 from ssla.predictive import Predictive, affine, mixture, transformed
 from ssla.predictive.full_conformal import Member, cross_sets
@@ -110,7 +111,12 @@ class Ensemble:
     def standardised(self, x: Tensor) -> Tensor:
         """The inputs of the networks at x (N, d). ValueError where codes of levels are impossible."""
         check_codes(x, self.architecture.levels)
-        return self.inputs(x)
+        z = self.inputs(x)
+        factors = shrink_factors(z)
+        if factors is None:
+            return z
+        levels = torch.tensor(self.architecture.levels or [0] * z.shape[1])
+        return torch.where(levels > 0, z, shrunk(z, factors))  # codes of levels stay as they are
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
         """The predictive of y at x (N, d), in y's own unit."""

@@ -25,6 +25,7 @@ from torch.nn.functional import logsigmoid
 LARGE = 4.0  # s from which the logistic nodes are used
 NORMAL_REACH, NORMAL_STEP = 12.0, 0.25
 LOGISTIC_REACH, LOGISTIC_STEP = 40.0, 0.8
+FAR = 100.0  # standard deviations from which Φ is taken from its asymptotic series
 
 
 class LogisticNormal(NamedTuple):
@@ -67,10 +68,25 @@ def _by_logistic(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> 
 
 
 def _beyond(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
-    """log ∫ e^l Φ((m − l)/s) dl over l < −LOGISTIC_REACH, where the logistic density is e^l."""
+    """log ∫ e^l Φ((m − l)/s) dl over l < end = −LOGISTIC_REACH, where the logistic density is e^l.
+
+    By parts it is e^end Φ((m − end)/s) + e^(m + s²/2) Φ(t), with t = a − s and a = (end − m)/s. For large s the second term is
+    a difference of numbers of size s², which rounding decides. There it is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
+    """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)
-    return torch.logaddexp(ends, m + s * s / 2 + log_ndtr((end - m) / s - s))
+    a = (end - m) / s
+    t = a - s
+    far = t < -FAR
+    near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(torch.where(far, torch.zeros_like(t), t))
+    mills = end - a * a / 2 + _log_mills(torch.where(far, t, torch.full_like(t, -FAR)))
+    return torch.logaddexp(ends, torch.where(far, mills, near))
+
+
+def _log_mills(t: Tensor) -> Tensor:
+    """log Φ(t)/(√2π φ(t)) for t ≤ −FAR, by the asymptotic series: relative error 15/t⁶."""
+    inverse = 1 / (t * t)
+    return -torch.log(-t) - 0.5 * math.log(2 * math.pi) + torch.log1p(inverse * (3 * inverse - 1))
 
 
 def _nodes(reach: float, step: float) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import refuse_masked
 from ssla.data import Inputs, as_inputs, as_tensor, column, map_inputs, row_count
 from ssla.plots.report.texts import of_fit, short
 from ssla.posterior import Posterior
@@ -76,6 +77,8 @@ def of_estimator(estimator: Any, X: Any, y: Any, target: str, names: Sequence[st
     """An estimator of `ssla.sklearn`, which is recognised by its `predict_dist` and `ensemble_`."""
     if not hasattr(estimator, "ensemble_"):
         raise ValueError(f"This {type(estimator).__name__} is not fitted yet. Call fit before html_report.")
+    refuse_masked("X", X)
+    refuse_masked("y", y)
     x = np.asarray(X, dtype=np.float64)
     if x.ndim != 2:
         raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
@@ -151,6 +154,9 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
     count = len(ensemble.components)
     heading = "Posterior" if count == 1 else f"The first of {count} posteriors, whose predictives are mixed"
     epochs = f", trained for {ensemble.epochs} epochs" if hasattr(ensemble, "epochs") else ""
+    factor = getattr(estimator, "weight_factor_", 1.0)
+    if factor != 1.0:
+        settings += f"\n\nThe row weights of the fit were multiplied by {factor:.4g}, to a mean of one."
     return (
         (f"{type(estimator).__name__}{epochs}", settings),
         (heading, of_fit(main.posterior)),

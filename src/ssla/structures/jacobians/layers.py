@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,6 +133,19 @@ class LayerJacobian:
     def double(self) -> LayerJacobian:
         rest = None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
         return replace(self, layers=tuple(block.double() for block in self.layers), rest=rest)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors in which J is linear (B, …): the layers' inputs, and the columns of the others."""
+        return [block.a for block in self.layers] + ([] if self.rest is None else [self.rest.values])
+
+    def with_inputs(self, inputs: Iterable[Tensor]) -> LayerJacobian:
+        """J with other `inputs`, in float64."""
+        given = list(inputs)
+        blocks = zip(self.layers, given, strict=False)
+        layers = tuple(LayerBlock(block.positions, a.double(), block.delta.double()) for block, a in blocks)
+        rest = None if self.rest is None else RestBlock(self.rest.positions, given[-1].double())
+        return replace(self, layers=layers, rest=rest)
 
     def dense(self) -> DenseJacobian:
         """J with its entries."""
