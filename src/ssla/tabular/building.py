@@ -44,7 +44,7 @@ SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 MOST_FITTED = 200_000  # rows of last layers that need several passes: with more they would predict the same
 NO_NETWORK = (
-    "None of the {} networks predicts its held-out rows better than the mean of y does, so none is used. The predictive is "
+    "All {} networks predict their held-out rows worse than the mean of y does, so none is used. The predictive is "
     "that of a constant with the spread of y, mixed with decision trees where these are better. Use fewer columns or more "
     "rows, or give likelihood='gaussian'."
 )
@@ -283,9 +283,7 @@ class _Work:
     def of_constants(self, bias: Tensor | None) -> _Work:
         """The same work with constants in place of the networks, and with the forests that have been grown."""
         modules = tuple(constant_network(module, bias) for module in self.modules)
-        return _Work(
-            self.data, self.likelihood, self.settings, modules, None, self.levels, forests=self.forests, constant=True
-        )
+        return _Work(self.data, self.likelihood, self.settings, modules, None, self.levels, forests=self.forests, constant=True)
 
     def all_posteriors(self) -> list[list[tuple[Posterior, float]]]:
         """The posteriors of each member that has a share, with their shares in it. `kept` has the numbers of these members."""

@@ -120,7 +120,7 @@ class Ensemble:
         """What a report says about members that have no share; empty if all have one."""
         if self.constant:
             return (
-                f"None of the {len(self.left_out)} networks predicted its held-out rows better than the mean of y. The "
+                f"All {len(self.left_out)} networks predicted their held-out rows worse than the mean of y. The "
                 "predictive is that of a constant with the spread of y, and of the decision trees if there are any."
             )
         if not self.left_out:
