@@ -119,10 +119,15 @@ def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
         return parts[0]
     found = [part.diagnostics for part in parts]
     fallback, unconverged, inaccurate = (_put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS)
-    diagnostics = Diagnostics(
-        ", ".join(dict.fromkeys(one.refit for one in found)), fallback, unconverged, inaccurate, found[0].convention
-    )
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
+    diagnostics = Diagnostics(
+        ", ".join(dict.fromkeys(one.refit for one in found)),
+        fallback,
+        unconverged,
+        inaccurate,
+        found[0].convention,
+        mixed=law if any(one.mixed is not None for one in found) else None,
+    )
     return Predictive(law, widest(parts), diagnostics, tuple(parts))
 
 

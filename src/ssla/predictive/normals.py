@@ -147,4 +147,4 @@ def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
 
 def _predictive(law: NormalsLaw, like: Tensor) -> Predictive:
     no = torch.zeros(law.rows, dtype=torch.bool)
-    return Predictive(law, like, Diagnostics("output", no, no, no))
+    return Predictive(law, like, Diagnostics("output", no, no, no, mixed=law))

@@ -16,6 +16,7 @@ from ssla.priors import EXACT
 from ssla.refit.increments import Increments
 
 FLAGS = ("fallback", "unconverged", "inaccurate")
+QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class Diagnostics:
     refits: Tensor | None = None  # (N,) refits of the weights that were made
     rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
+    mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
+
+    @property
+    def off_centre(self) -> Tensor:
+        """(N,) bool: the mean of a mixture is farther from its median than the quartiles are from each other.
+
+        A few members with other locations then decide the mean, or a tail does: quantiles describe such a row better. Not
+        flagged: predictives that are not mixtures of numbers, and rows with one value that has half of the probability.
+        """
+        return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
 
     def __str__(self) -> str:
         count = self.fallback.numel()
@@ -37,6 +48,8 @@ class Diagnostics:
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
             f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
+        if self.mixed is not None:
+            text += f", mean far from the median in {int(self.off_centre.sum())}"
         if self.refits is not None:
             text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
         if self.rung is not None:
@@ -178,6 +191,16 @@ class Predictive:
             rows, size = self.law.mean.shape
             return vector_targets(y, rows, size, self.differentiable), False
         return scalar_targets(y, self.law.rows, self.differentiable)
+
+
+def is_off_centre(law: Law) -> Tensor:
+    """Whether |mean − median| exceeds the distance of the quartiles, if these differ: (N,) bool."""
+    mean = law.mean
+    below = law.cdf(mean[:, None])[:, 0]
+    if bool(((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()):  # the mean is between the quartiles
+        return torch.zeros_like(below, dtype=torch.bool)
+    low, median, high = law.icdf(torch.tensor(QUARTILES, dtype=torch.float64)).unbind(1)
+    return (high > low) & ((mean - median).abs() > high - low)
 
 
 def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
