@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import scoringrules
 import torch
-from scipy import stats
+from scipy import optimize, stats
 
 import ssla
 from ssla import likelihoods as L
 from ssla import metrics
-from ssla.predictive import Predictive, affine, from_marginal, mixture
+from ssla.predictive import Predictive, affine, from_marginal, mixture, transformed
+from ssla.predictive.joined import joined
+from ssla.predictive.positive import Censored
 
 F64 = torch.float64
 N = 4
@@ -301,3 +303,53 @@ def test_refits_of_the_weights_can_be_mixed(likelihood):
     each = torch.stack([part.log_prob(y[:3]) for part in parts]).double()
     assert torch.allclose(p.log_prob(y[:3]).double(), torch.logsumexp(each, 0) - math.log(2), atol=1e-5)
     assert p.mass.dtype == torch.float32
+
+
+def normals(means, scales, rows=1):
+    """Predictives N(m, s²) at some rows."""
+    return [
+        from_marginal(L.Gaussian(noise=float(s)), torch.full((rows, 1), float(m)), torch.zeros(rows, 1, 1), "plug_in")
+        for m, s in zip(means, scales, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("place", [0.0, 15.0, 20.0, 30.0, 1e4])
+def test_a_mean_beyond_the_quartiles_of_a_mixture_is_counted(place):
+    weights = [0.94, 0.06]
+    p = ssla.mixture(normals([0.0, place], [1.0, 1.0]), weights)
+    law = [stats.norm(0, 1), stats.norm(place, 1)]
+    cdf = lambda y: sum(w * part.cdf(y) for w, part in zip(weights, law, strict=True))  # noqa: E731
+    low, median, high = (optimize.brentq(lambda y, q=q: cdf(y) - q, -10, place + 10) for q in (0.25, 0.5, 0.75))
+    expected = abs(0.06 * place - median) > high - low
+    assert p.diagnostics.off_centre.tolist() == [expected]
+    assert f"mean far from the median in {int(expected)}" in str(p.diagnostics)
+    moved = affine(p, 3.0, 100.0)
+    assert moved.diagnostics.off_centre.tolist() == [expected]
+
+
+def test_rows_are_flagged_one_by_one_also_where_joined():
+    first, second = (ssla.mixture(normals([0.0, far], [1.0, 1.0], 2), [0.9, 0.1]) for far in (0.0, 100.0))
+    both = joined([first, second], [torch.tensor([0, 3]), torch.tensor([1, 2])])
+    assert both.diagnostics.off_centre.tolist() == [False, True, True, False]
+
+
+def test_one_law_and_classes_are_not_flagged():
+    p = normals([0.0], [1.0])[0]
+    assert p.diagnostics.off_centre.tolist() == [False]
+    assert "median" not in str(p.diagnostics)
+
+
+def test_a_skewed_scale_is_judged_on_that_scale():
+    """A log-normal law has its mean beyond the upper quartile for σ > 1.35; its median is one."""
+    for sigma in (0.5, 1.0, 2.0):
+        p = transformed(ssla.mixture(normals([0.0, 0.0], [sigma, sigma])), "exp")
+        law = stats.lognorm(sigma)
+        expected = law.mean() - law.median() > law.ppf(0.75) - law.ppf(0.25)
+        assert p.diagnostics.off_centre.tolist() == [expected]
+
+
+def test_a_value_with_half_of_the_probability_is_not_flagged():
+    """Rare events: quartiles and median are zero, so there is no range to compare with."""
+    p = transformed(ssla.mixture(normals([-1.0, -1.0], [1.0, 1.0])), Censored())
+    assert float(p.mean) > 0
+    assert p.diagnostics.off_centre.tolist() == [False]

@@ -251,6 +251,7 @@ def report_of(model: Path) -> dict[str, Any]:
         "network": " - ".join(map(str, (estimator.n_features_in_, *estimator.ensemble_.architecture.hidden))),
         "refit": estimator.refit,
         "components": len(estimator.ensemble_.components),
+        **({"networks": remark} if (remark := getattr(estimator.ensemble_, "remark", "")) else {}),
         "posterior": "\n" + str(first.report),
     }
 

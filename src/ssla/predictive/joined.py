@@ -119,11 +119,15 @@ def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
         return parts[0]
     found = [part.diagnostics for part in parts]
     fallback, unconverged, inaccurate = (_put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS)
-    diagnostics = Diagnostics(
-        ", ".join(dict.fromkeys(one.refit for one in found)), fallback, unconverged, inaccurate, found[0].convention
-    )
-    diagnostics = diagnostics.with_extreme(_put(rows, [one.extreme_rows for one in found]))
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
+    diagnostics = Diagnostics(
+        ", ".join(dict.fromkeys(one.refit for one in found)),
+        fallback,
+        unconverged,
+        inaccurate,
+        found[0].convention,
+        mixed=law if any(one.mixed is not None for one in found) else None,
+    ).with_extreme(_put(rows, [one.extreme_rows for one in found]))
     return Predictive(law, widest(parts), diagnostics, tuple(parts))
 
 

@@ -49,7 +49,8 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     used = (w > 0).reshape(len(w), -1).any(1)
     members = [replace(p, like=p.like.double()) for p, one in zip(predictives, used.tolist(), strict=True) if one]
     law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[used])
-    return Predictive(law, widest(predictives), _diagnostics(members), tuple(members))
+    diagnostics = replace(_diagnostics(members), mixed=law if isinstance(law, ScalarMixtureLaw) else None)
+    return Predictive(law, widest(predictives), diagnostics, tuple(members))
 
 
 def _diagnostics(members: Sequence[Predictive]) -> Diagnostics:

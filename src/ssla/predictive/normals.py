@@ -150,4 +150,4 @@ def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
 
 def _predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
     no = torch.zeros(law.rows, dtype=torch.bool)
-    return Predictive(law, like, Diagnostics("output", no, no, no).with_extreme(extreme))
+    return Predictive(law, like, Diagnostics("output", no, no, no, mixed=law).with_extreme(extreme))

@@ -18,6 +18,7 @@ from ssla.refit.increments import Increments
 
 FLAGS = ("fallback", "unconverged", "inaccurate")
 EXTREME = 1e40  # of outputs, or of their standard deviations
+QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Diagnostics:
     rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
     extreme: Tensor | None = None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
+    mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
 
     @property
     def extreme_rows(self) -> Tensor:
@@ -44,6 +46,15 @@ class Diagnostics:
         rows = rows | self.extreme_rows
         return replace(self, extreme=rows) if bool(rows.any()) else self
 
+    @property
+    def off_centre(self) -> Tensor:
+        """(N,) bool: the mean of a mixture is farther from its median than the quartiles are from each other.
+
+        A few members with other locations then decide the mean, or a tail does: quantiles describe such a row better. Not
+        flagged: predictives that are not mixtures of numbers, and rows with one value that has half of the probability.
+        """
+        return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
+
     def __str__(self) -> str:
         count = self.fallback.numel()
         text = (
@@ -52,6 +63,8 @@ class Diagnostics:
         )
         if bool(self.extreme_rows.any()):
             text += f"; outputs beyond {EXTREME:g} in {int(self.extreme_rows.sum())}"
+        if self.mixed is not None:
+            text += f", mean far from the median in {int(self.off_centre.sum())}"
         if self.refits is not None:
             text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
         if self.rung is not None:
@@ -204,6 +217,16 @@ def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
     Features beyond 1e60 count as 1e60 (see `ssla.network.bounds`): these rows are among them.
     """
     return (f.detach().abs() > EXTREME).any(1) | (variances.detach() > EXTREME**2).any(1)
+
+
+def is_off_centre(law: Law) -> Tensor:
+    """Whether |mean − median| exceeds the distance of the quartiles, if these differ: (N,) bool."""
+    mean = law.mean
+    below = law.cdf(mean[:, None])[:, 0]
+    if bool(((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()):  # the mean is between the quartiles
+        return torch.zeros_like(below, dtype=torch.bool)
+    low, median, high = law.icdf(torch.tensor(QUARTILES, dtype=torch.float64)).unbind(1)
+    return (high > low) & ((mean - median).abs() > high - low)
 
 
 def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:

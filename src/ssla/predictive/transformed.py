@@ -232,12 +232,19 @@ def transformed(predictive: Predictive, transform: str | Transform) -> Predictiv
     if predictive.differentiable:
         raise ValueError("A transformed predictive carries no gradients. Predict without differentiable=True.")
     chosen = TRANSFORMS[one_of("transform", transform, TRANSFORMS)] if isinstance(transform, str) else transform
-    return replace(predictive, law=TransformedLaw(predictive.law, chosen), parts=())
+    return _with_law(predictive, TransformedLaw(predictive.law, chosen))
 
 
 def untransformed(predictive: Predictive) -> Predictive:
     """The predictive of z, on the scale of the model; for mixtures and joined rows of transformed predictives too."""
-    return replace(predictive, law=_base(predictive.law), parts=())
+    return _with_law(predictive, _base(predictive.law))
+
+
+def _with_law(predictive: Predictive, law: Law) -> Predictive:
+    """The predictive with a law on another scale, where mean and median of a mixture are others too."""
+    flags = predictive.diagnostics
+    flags = flags if flags.mixed is None else replace(flags, mixed=law)
+    return replace(predictive, law=law, diagnostics=flags, parts=())
 
 
 def _base(law: Law) -> Law:

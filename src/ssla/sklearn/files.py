@@ -212,7 +212,18 @@ def _unpack_ensemble(content: dict[str, Any], decoder: Decoder, tensors: dict[st
         trust,
         _unpack_trees(content.get("trees"), decoder, tensors, architecture, source),
         _unpack_scale(content.get("scale"), settings["likelihood"]),
+        left_out=_unpack_left_out(content, len(modules)),
+        constant=content.get("constant", False),
     )
+
+
+def _unpack_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
+    """The members without a share; none in files of earlier versions."""
+    left_out, constant = tuple(content.get("left_out", ())), content.get("constant", False)
+    trained = networks if constant else networks + len(left_out)
+    if type(constant) is not bool or any(type(m) is not int or m not in range(trained) for m in left_out):
+        raise ValueError("the members that are left out are not among those that were trained")
+    return left_out
 
 
 def _check_levels(architecture: Architecture, tensors: dict[str, Tensor]) -> None:

@@ -102,6 +102,8 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "one_target": ensemble.one_target,
         "spreads": [list(pair) for pair in ensemble.spreads],
         "trust": ensemble.trust,
+        "left_out": list(ensemble.left_out),
+        "constant": ensemble.constant,
         "scale": asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None,
         "trees": _pack_trees(ensemble.trees, encoder),
         "scaling": _scalings(scalings, encoder),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import unknown_name
+from ssla._checks import unknown_name, warn
 from ssla.fitting import fit_roughly, polish_again
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior, fit
@@ -21,6 +21,7 @@ from ssla.priors import Gaussian as GaussianPrior
 from ssla.state import POLISH, Marginal
 from ssla.tabular.calibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tabular.component import Component
+from ssla.tabular.constants import constant_network, is_worse_than_constant
 from ssla.tabular.embeddings import check_codes, dimensions_of, without_codes
 from ssla.tabular.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, VARYING, Ensemble, Settings, on_scale, scale_of
 from ssla.tabular.folds import folds
@@ -42,6 +43,11 @@ ENOUGH_NEGATIVE = 7.0  # rows that a model expects below zero: that none is ther
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 MOST_FITTED = 200_000  # rows of last layers that need several passes: with more they would predict the same
+NO_NETWORK = (
+    "All {} networks predict their held-out rows worse than the mean of y does, so none is used. The predictive is "
+    "that of a constant with the spread of y, mixed with decision trees where these are better. Use fewer columns or more "
+    "rows, or give likelihood='gaussian'."
+)
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
 """Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
@@ -98,16 +104,33 @@ def fit_ensemble(
         some = _at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED)
         z, y, weights, held = z[some], y[some], weights[some], held[:, some]
     work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow, levels)
-    components: list[Component] = []
     with warnings.catch_warnings():  # these fits are tuned afterwards
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        for m in range(len(modules)):
-            parts = work.posteriors(m)
-            components += [Component(posterior, m, share / len(modules)) for posterior, share in parts]
-    whole = tuple(components)
+        found_by_member = work.all_posteriors()
+        if not found_by_member:
+            warn(NO_NETWORK.format(members))
+            work = work.of_constants(start)
+            found_by_member = work.all_posteriors()
+    kept = work.kept
+    components = tuple(
+        Component(posterior, place, share / len(kept))
+        for place, parts in enumerate(found_by_member)
+        for posterior, share in parts
+    )
     fitted = Ensemble(
-        settings, architecture, modules, whole, inputs, target.unit, trained.epochs, y.dim() == 1, scale=target.scale, held=held
+        replace(settings, members=len(kept)),
+        architecture,
+        work.kept_modules,
+        components,
+        inputs,
+        target.unit,
+        trained.epochs,
+        y.dim() == 1,
+        scale=target.scale,
+        held=held[kept],
+        left_out=tuple(m for m in range(members) if work.constant or m not in kept),
+        constant=work.constant,
     )
     fitted = work.calibrated(fitted)
     return _with_support(fitted, x, weights) if len(targets) > 1 else fitted
@@ -248,8 +271,29 @@ class _Work:
     residuals: list[_Residuals] = field(default_factory=list)  # constant noise: of each member
     forests: list[Forest] = field(default_factory=list)
     priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
+    kept: list[int] = field(default_factory=list)  # members with a share
     held_out: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # z, y and weights of held-out rows
-    said: list[tuple[Tensor, ...]] = field(default_factory=list)  # there: f, K and disagreement, or log densities of classes
+    said: list[tuple[Tensor, ...]] = field(default_factory=list)  # there: f and K, or log densities of classes
+    constant: bool = False  # the modules are constants, which are kept in any case
+
+    @property
+    def kept_modules(self) -> tuple[nn.Sequential, ...]:
+        return tuple(self.modules[m] for m in self.kept)
+
+    def of_constants(self, bias: Tensor | None) -> _Work:
+        """The same work with constants in place of the networks, and with the forests that have been grown."""
+        modules = tuple(constant_network(module, bias) for module in self.modules)
+        return _Work(self.data, self.likelihood, self.settings, modules, None, self.levels, forests=self.forests, constant=True)
+
+    def all_posteriors(self) -> list[list[tuple[Posterior, float]]]:
+        """The posteriors of each member that has a share, with their shares in it. `kept` has the numbers of these members."""
+        found = []
+        for member in range(len(self.modules)):
+            parts = self.posteriors(member)
+            if parts:
+                self.kept.append(member)
+                found.append(parts)
+        return found
 
     def _fit(
         self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None, rough: bool = False
@@ -262,10 +306,11 @@ class _Work:
         return fit(module, data, likelihood=likelihood, prior=prior, weights=weights, structure=structure)
 
     def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
-        """Posteriors with their shares: one, or one for each node of the noise."""
+        """Posteriors with their shares: one, or one for each node of the noise; none where a constant is better."""
         module, held = self.modules[member], self.data.held[member]
         if self.likelihood is not None:
-            return [(self._by_held_out_rows(module, held, self.likelihood), 1.0)]
+            posterior = self._by_held_out_rows(module, held, self.likelihood)
+            return [] if posterior is None else [(posterior, 1.0)]
         if not bool(held.any()):
             return [(self._tuned(self._fit(module, None, Gaussian(noise="estimate"))), 1.0)]
         noise = self._noise(member)
@@ -303,13 +348,26 @@ class _Work:
         means = posterior.state.outputs_at(self.data.z[self.data.held.any(0)]).mean
         return _Residuals((y - f) ** 2 / (1 + share), inside, means)
 
-    def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior:
-        """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw."""
-        if not (self.settings.tune and bool(held.any())):
-            return self._tuned(self._fit(module, None, likelihood))
+    def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior | None:
+        """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw.
+
+        None where a constant predicts these rows better. The trees of such a member are grown all the same.
+        """
         seen = ~held
+        judged = bool(held.any())
+        if not (self.settings.tune and judged):
+            worse = judged and self._is_left_out(module(self.data.z[held]), likelihood, held, seen)
+            return None if worse else self._tuned(self._fit(module, None, likelihood))
+        if self.grow is not None:
+            x, target, w = self.data.of(seen)
+            numbers = without_codes(x, self.levels)  # trees would read a code as a number
+            self.forests.append(self.grow(numbers, target, w, self.settings.seed + len(self.forests)))
         held, others = _at_most(held, MOST_HELD_OUT), _at_most(seen, MOST_OTHERS)
         z, y, weights = self.data.of(held)
+        self.held_out.append((z, y, weights))
+        if self._is_left_out(module(z), likelihood, held, seen):
+            self._say_constant(z)
+            return None
         prior: Any = self._shared_prior()
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
             warnings.filterwarnings("ignore", "the variational Gaussian did not converge", RuntimeWarning)
@@ -321,19 +379,35 @@ class _Work:
                 )
                 prior = chosen.prior
                 self.priors.append(prior)
+        outputs = chosen.outputs_at(z)
+        if self._is_left_out(outputs.mean, likelihood, held, seen):
+            self._say_constant(z)
+            return None
         if self.settings.likelihood in VARYING:
-            self.said.append((*chosen.outputs_at(z), _disagreement(self.modules, z)[:, 0]))
+            self.said.append(tuple(outputs))
         elif self.settings.likelihood == CLASSES:
             both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
             self.said.append((torch.stack([p.log_prob(y) for p in both], 1),))
-        self.held_out.append((z, y, weights))
-        if self.grow is not None:
-            x, target, w = self.data.of(seen)
-            numbers = without_codes(x, self.levels)  # trees would read a code as a number
-            self.forests.append(self.grow(numbers, target, w, self.settings.seed + len(self.forests)))
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
             return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
         return self._fit(module, None, likelihood, prior)
+
+    def _is_left_out(self, f: Tensor, likelihood: Likelihood, held: Tensor, seen: Tensor) -> bool:
+        """Whether the mean of the rows that a network has seen predicts its held-out rows better than outputs f (n, C) there.
+
+        Classes: never, because log scores choose their shares.
+        """
+        if self.constant or self.settings.likelihood == CLASSES:
+            return False
+        _, y, weights = self.data.of(held)
+        _, target, w = self.data.of(seen)
+        means = likelihood.mean(f.detach()).reshape(len(y), 1)
+        return is_worse_than_constant(y[:, None], means, weights, (w @ target / w.sum())[None])
+
+    def _say_constant(self, z: Tensor) -> None:
+        """Mean and log variance of a constant in place of those of a member that is left out: zero in the target's unit."""
+        if self.settings.likelihood in VARYING:
+            self.said.append((z.new_zeros(len(z), 2), z.new_zeros(len(z), 2, 2)))
 
     def _shared_prior(self) -> GaussianPrior | None:
         """The prior of the later members: with the geometric mean of the first members' precisions. None: not known yet."""
@@ -342,17 +416,29 @@ class _Work:
         return GaussianPrior(math.exp(sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)))
 
     def calibrated(self, ensemble: Ensemble) -> Ensemble:
-        """With what the held-out rows choose: spreads of a continuous target, shares of posteriors for classes, and of trees."""
+        """With what the held-out rows choose: spreads of a continuous target, shares of posteriors for classes, and of trees.
+
+        At the rows of a member that is left out, trees are compared with the constant. Otherwise the few rows of members that
+        were kept, because they did well there, would choose too small a share of trees. Spreads are chosen by the rows of
+        members that were kept.
+        """
         if not self.said:
             return ensemble
+        places = [z for z, _, _ in self.held_out]
         _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
         said = [torch.cat(parts) for parts in zip(*self.said, strict=True)]
-        trees, own, move = None, None, torch.zeros(())
+        trees, own, move = None, None, torch.zeros(len(y), dtype=torch.float64)
         if self.forests:
-            trees, own, move = calibrated_trees(self.forests, self.modules, [z for z, _, _ in self.held_out], y, weights)
+            modules = [m if i in self.kept else constant_network(m, None) for i, m in enumerate(self.modules)]
+            trees, own, move = calibrated_trees(self.forests, modules, places, y, weights)
         if self.settings.likelihood in VARYING:
-            f, K, disagreement = said
-            spreads, share = spreads_of(stretched_log_densities(Marginal(f, K), y - move, disagreement), weights, own)
+            f, K = said
+            disagreement = torch.cat([_disagreement(self.kept_modules, z)[:, 0] for z in places])
+            of_kept = torch.cat([torch.full((len(z),), i in self.kept) for i, z in enumerate(places)])
+            densities = stretched_log_densities(Marginal(f, K), y - move, torch.where(of_kept, disagreement, 0.0))
+            spreads, share = spreads_of(densities, weights, own)
+            if not bool(of_kept.all()):
+                spreads, _ = spreads_of(densities[of_kept], weights[of_kept], None if own is None else own[of_kept])
             return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
         densities = said[0] if own is None else torch.cat([said[0], own[:, None]], 1)
         found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()

@@ -48,16 +48,19 @@ def dispersion(numbers: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> floa
 
 def prefer_counts(numbers: Ensemble, counts: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> bool:
     """Whether the Poisson networks predict held-out rows better. Both ensembles hold out the same rows."""
-    return float(gains(numbers, counts, x, y, weights).mean()) > 0
+    found = gains(numbers, counts, x, y, weights)
+    return len(found) > 0 and float(found.mean()) > 0
 
 
 def gains(numbers: Ensemble, counts: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """The mean of log P(y) by counts − log P(y) by numbers at the held-out rows of each member (M,)."""
+    """The mean of log P(y) by counts − log P(y) by numbers at the held-out rows of each member that both have kept (M,)."""
     found = []
-    for m, (rows, target, w) in enumerate(_held_out(numbers, x, y, weights)):
-        gain = log_probs(counts, m, rows, target) - log_probs(numbers, m, rows, target)
-        found.append(w @ gain / w.sum())
-    return torch.stack(found)
+    for m, (member, (rows, target, w)) in enumerate(zip(numbers.kept, _held_out(numbers, x, y, weights), strict=True)):
+        if member in counts.kept:
+            place = counts.kept.index(member)
+            gain = log_probs(counts, place, rows, target) - log_probs(numbers, m, rows, target)
+            found.append(w @ gain / w.sum())
+    return torch.stack(found) if found else torch.empty(0, dtype=torch.float64)
 
 
 def log_probs(ensemble: Ensemble, member: int, x: Tensor, y: Tensor) -> Tensor:

@@ -107,6 +107,29 @@ class Ensemble:
     scale: Transform | None = None  # of the target, beside its unit; None: linear
     held: Tensor | None = None  # rows that each member held out (M, n) bool; None: not known, after a file or an update
     scores: tuple[Tensor, Tensor] | None = None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
+    left_out: tuple[int, ...] = ()  # members without a share: a constant is better, see `ssla.tabular.constants`
+    constant: bool = False  # all members are left out: the networks are constants
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The number of the member of each network, among all that were trained."""
+        members = len(self.modules) + (0 if self.constant else len(self.left_out))
+        return tuple(m for m in range(members) if self.constant or m not in self.left_out)
+
+    @property
+    def remark(self) -> str:
+        """What a report says about members that have no share; empty if all have one."""
+        if self.constant:
+            return (
+                f"All {len(self.left_out)} networks predicted their held-out rows worse than the mean of y. The "
+                "predictive is that of a constant with the spread of y, and of the decision trees if there are any."
+            )
+        if not self.left_out:
+            return ""
+        return (
+            f"{len(self.left_out)} of {len(self.kept) + len(self.left_out)} networks predicted their held-out rows worse than "
+            "the mean of y (by squared error) and have no share."
+        )
 
     def standardised(self, x: Tensor) -> Tensor:
         """The inputs of the networks at x (N, d). ValueError where codes of levels are impossible."""

@@ -25,6 +25,7 @@ FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)  # on the precision of the prior
 OWN = FACTORS.index(1.0)
 LEVELS = (0.5, 0.9, 0.95)
 CURVE_LEVELS = 19
+BOOLEAN = ("flagged", "off_centre", "hit")  # names of measures by row
 BINS = 10
 CONFIDENCE = 0.95
 BLOCK = 4096  # rows that are predicted together
@@ -76,6 +77,7 @@ def collect(subject: Subject, max_rows: int) -> dict[str, Any]:
         "inputNames": list(subject.input_names),
         "scores": [[name, value, _scores(plug_in)[name]] for name, value in _scores(own).items()],
         "flagged": int(own["flagged"].sum()),
+        "off_centre": int(own["off_centre"].sum()),
         "medianShare": float(share.median()),
         **(_of_classes(own, plug_in) if kind == "class" else _of_numbers(own, plug_in)),
         "doubtful": doubtful,
@@ -115,6 +117,7 @@ def measure(p: Any, y: Tensor) -> dict[str, Tensor]:
     found = {
         "nll": metrics.nll(p, y, reduce=False),
         "flagged": doubt.inaccurate | doubt.unconverged,
+        "off_centre": doubt.off_centre,
         "mass": p.mass,
     }
     if p.kind == "class":
@@ -144,7 +147,7 @@ def measure(p: Any, y: Tensor) -> dict[str, Tensor]:
         }
         if p.kind != "circular":
             found["crps"] = metrics.crps(p, y, reduce=False)
-    return {name: value.to("cpu", torch.bool if name in ("flagged", "hit") else torch.float64) for name, value in found.items()}
+    return {name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64) for name, value in found.items()}
 
 
 def _scores(found: dict[str, Any]) -> dict[str, float]:

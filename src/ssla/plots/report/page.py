@@ -96,6 +96,11 @@ def _summary(facts: dict[str, Any]) -> str:
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
     flagged = f" In {facts['flagged']:,} rows the computation did not reach its tolerance." if facts["flagged"] else ""
+    if facts["off_centre"]:
+        flagged += (
+            f" In {facts['off_centre']:,} rows the mean is farther from the median than the quartiles are from each other: use "
+            "quantiles there."
+        )
     return f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {what}.</b> {closing}{flagged}</p>"
 
 

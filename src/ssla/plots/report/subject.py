@@ -164,9 +164,10 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
 
 
 def remarks_on(estimator: Any) -> tuple[str, ...]:
-    if getattr(estimator, "conformal_", None) is None:
-        return ()
-    return ("The model has conformal intervals. This report is about the predictive distribution, not about these.",)
+    found = [getattr(estimator.ensemble_, "remark", "")]
+    if getattr(estimator, "conformal_", None) is not None:
+        found.append("The model has conformal intervals. This report is about the predictive distribution, not about these.")
+    return tuple(text for text in found if text)
 
 
 def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
