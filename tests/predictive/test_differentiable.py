@@ -164,6 +164,24 @@ def test_the_log_density_of_the_refit_has_the_derivative_of_its_mode(name):
         assert gradcheck(lambda y: log_density_with_graph(likelihood, y, f, spd(A)), given)
 
 
+@pytest.mark.parametrize(("mean", "sd"), [(7.0, 3.0), (9.0, 2.0), (40.0, 2.0), (3.0, 0.0)])
+def test_counts_of_a_rate_have_gradients_also_at_its_boundary(mean, sd):
+    """The mode of y = 0 is at a rate of zero for 7 ± 3, and inside for the others."""
+    likelihood = L.Poisson(link="identity")
+    y = torch.tensor([[0.0, 1.0, 5.0]], dtype=torch.float64)
+    f, K = (torch.tensor(value, dtype=torch.float64) for value in ([[mean]], [[[sd**2]]]))
+    assert torch.allclose(
+        log_density_with_graph(likelihood, y, f, K).flatten(),
+        at_mode(likelihood, y.flatten(), f.expand(3, 1), K.sqrt().expand(3, 1, 1)).total,
+        atol=1e-7,
+    )
+    free = [part.requires_grad_(True) for part in (f, K)]
+    if sd > 0:
+        assert gradcheck(lambda f, K: log_density_with_graph(likelihood, y, f, K), free)
+    slopes = torch.autograd.grad(log_density_with_graph(likelihood, y, f, K).sum(), free)
+    assert all(bool(torch.isfinite(slope).all()) for slope in slopes)
+
+
 @pytest.mark.parametrize("target", ["outliers", "noise by x"])
 def test_log_densities_have_gradients_in_y(target):
     post = fitted(target)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssla._checks import outside_transforms
 from ssla.data import Inputs, as_inputs, map_inputs, plain
-from ssla.likelihoods import HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
+from ssla.likelihoods import Bounded, HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
 from ssla.likelihoods.support import Real
 from ssla.numerics import linalg
 from ssla.numerics.quadrature import Built
@@ -150,6 +150,11 @@ def _refuse(what: str) -> NoReturn:
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
     rows, count = y.shape
+    mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
+    boundary = likelihood.refit_at_boundary(y, mean, covariance) if isinstance(likelihood, Bounded) else None
+    if boundary is not None:
+        # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes the place of these y.
+        y = torch.where(boundary.cut, likelihood.mean(mean).detach(), y)
     values = [plain(part) for part in (y, f, K)]
     with torch.no_grad(), outside_transforms():
         spread, R = (part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2])))
@@ -161,7 +166,6 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
                 "gradient there. posterior.predict(x).diagnostics names the rows: leave them out."
             )
         u = found.pull.view(rows, count, -1)
-    mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     at = mean + _times(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
     with torch.no_grad():
@@ -171,7 +175,9 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     at = mean + move
     logdet: Tensor = torch.linalg.slogdet(eye + likelihood.precision(y, at) @ covariance).logabsdet
     total: Tensor = likelihood.log_prob(y, at) - 0.5 * (u * move).sum(-1) - 0.5 * logdet
-    return total
+    if boundary is None:
+        return total
+    return torch.where(boundary.cut, boundary.total, total)
 
 
 def _times(K: Tensor, u: Tensor) -> Tensor:
