@@ -189,6 +189,11 @@ def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) ->
     return here
 
 
+def follow(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, pull: Tensor) -> Evaluated:
+    """The mode that an ascent reaches from f̂ + K·pull, for example from the mode of a y nearby."""
+    return _climb(likelihood, y, f, R, linalg.upper_times(R, pull), push=False)
+
+
 def _overwrite(whole: Evaluated, rows: Tensor, some: Evaluated) -> None:
     """In place: the tensors are fresh and our own."""
     if rows.numel():
