@@ -380,7 +380,8 @@ def test_commands_options_columns_and_values_have_the_hint(room, tmp_path):
 def interrupted_at(arguments, marker):
     """The command is stopped by SIGINT when it begins to import `marker`; (exit code, standard error)."""
     code = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
 class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == {marker!r}:

@@ -91,6 +91,15 @@ def test_a_refit_does_not_take_more_gradients_than_it_may():
     assert int(solved.steps.max()) <= 6  # the last one, in float64, gives the distance from the mode
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of SIGINT: a shell starts a job in the background with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_is_done():
     refit, where, y = engine("gaussian", 1e-8)
     ended = 0

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import (
+    BoundaryRefit,
     Derivatives,
     Likelihood,
     capped_exp,
@@ -30,6 +31,9 @@ class Poisson:
 
         log:       g = y − λ,    Λ = λ (= fisher)
         identity:  g = y/λ − 1,  Λ = y/λ², fisher = 1/λ
+
+    With link "identity" an output refit of y = 0 is the integral of e^−λ over λ > 0 (see
+    `refit_at_boundary`). The density of other counts is zero at λ = 0, so that their modes are inside.
     """
 
     link: str = "log"
@@ -94,6 +98,28 @@ class Poisson:
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+
+    def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
+        """y = 0 under a rate λ ~ N(m, s²) that is cut at zero: ∫ e^−λ N(λ; m, s²) dλ over λ > 0.
+
+        log p(0|λ) = −λ has no curvature. Its mode m − s² is moved to zero where it is below. With
+        t = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the same
+        is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
+        """
+        if self.linear_domain:
+            return None
+        y, m, variance = torch.broadcast_tensors(event(y, f).to(f.dtype), f[..., 0], K[..., 0, 0])
+        # A doubt below 1e-6 of the rate has no mass at zero: the floor keeps derivatives finite for K = 0.
+        variance_used = torch.maximum(variance, 1e-12 * m.detach() ** 2)
+        sd = variance_used.sqrt()
+        t = sd - m / sd
+        at_zero = t > 0
+        shift = -0.5 * torch.where(at_zero, m**2 / variance_used, variance)
+        outside = torch.log(0.5 * torch.special.erfcx(t.clamp_min(0) / math.sqrt(2)))
+        curvature = torch.where(at_zero, outside, torch.special.log_ndtr(-t.clamp_max(0)))
+        log_prob = torch.where(at_zero, 0.0, variance - m)
+        pull = torch.where(at_zero, -m / variance_used, -1.0)
+        return BoundaryRefit(y == 0, log_prob, shift, curvature, pull.unsqueeze(-1))
 
     def mean(self, f: Tensor) -> Tensor:
         return capped_exp(f[..., 0]) if self.linear_domain else f[..., 0]

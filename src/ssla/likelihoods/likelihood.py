@@ -108,6 +108,35 @@ class Started(Protocol):
         ...
 
 
+class BoundaryRefit(NamedTuple):
+    """Output refits whose integral over f is cut by the boundary of the allowed outputs. All fields have the shape (...).
+
+    total = log_prob + shift + curvature is the log of ∫ p(y|f) N(f; f̂, K) df over the allowed f.
+    """
+
+    cut: Tensor  # bool: the other fields count only here
+    log_prob: Tensor  # log p(y|f̃) at the highest allowed f̃, or its limit there
+    shift: Tensor  # −½(f̃−f̂)ᵀK⁻¹(f̃−f̂)
+    curvature: Tensor  # takes the place of −½ log|I + ΛK|
+    pull: Tensor  # u with f̃ − f̂ = K u (..., C)
+
+    @property
+    def total(self) -> Tensor:
+        return self.log_prob + self.shift + self.curvature
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A likelihood that can have a positive density at the boundary of the allowed outputs."""
+
+    def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
+        """The refits that the boundary cuts, for f ~ N(f̂, K); differentiable in f̂ and K.
+
+        None: every output is allowed.
+        """
+        ...
+
+
 def event(y: Tensor, f: Tensor) -> Tensor:
     """y with shape (N,), also if it was given as a column (N, 1) for f (N, 1)."""
     if y.dim() == f.dim() and y.shape == f.shape and f.shape[-1] == 1:

@@ -3,7 +3,8 @@
 The log density is L(y) = log p(y|f̃) − ½ uᵀKu − ½ log|I + ΛK| with f̃ = f̂ + Ku and u = g(y, f̃) at the mode. One Newton step from
 the mode that was found, with a fixed matrix I + ΛK, leaves its value as it is and gives it the derivative of the implicit
 function. Mass, moments and distribution function are functions of L at the nodes y_j. The nodes are kept in place: moving them
-changes an integral by no more than its quadrature error. Values are those of the plain predictive.
+changes an integral by no more than its quadrature error. Where the refit changes from one mode to another, L jumps, and
+`ssla.predictive.mode_switches` adds what the jump's own movement does to the integrals. Values are those of the plain predictive.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from ssla._checks import outside_transforms
 from ssla.data import Inputs, as_inputs, map_inputs, plain
-from ssla.likelihoods import HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
+from ssla.likelihoods import Bounded, HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
 from ssla.likelihoods.support import Real
 from ssla.numerics import linalg
 from ssla.numerics.quadrature import Built
 from ssla.predictive.counts import CountLaw, Table, count_predictive
 from ssla.predictive.grid import GridLaw, grid_predictive
 from ssla.predictive.law import Law
+from ssla.predictive.mode_switches import change_of_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
 from ssla.refit.increments import Increments, at_mode
@@ -150,6 +152,11 @@ def _refuse(what: str) -> NoReturn:
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
     rows, count = y.shape
+    mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
+    boundary = likelihood.refit_at_boundary(y, mean, covariance) if isinstance(likelihood, Bounded) else None
+    if boundary is not None:
+        # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes the place of these y.
+        y = torch.where(boundary.cut, likelihood.mean(mean).detach(), y)
     values = [plain(part) for part in (y, f, K)]
     with torch.no_grad(), outside_transforms():
         spread, R = (part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2])))
@@ -161,7 +168,6 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
                 "gradient there. posterior.predict(x).diagnostics names the rows: leave them out."
             )
         u = found.pull.view(rows, count, -1)
-    mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     at = mean + _times(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
     with torch.no_grad():
@@ -171,7 +177,9 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     at = mean + move
     logdet: Tensor = torch.linalg.slogdet(eye + likelihood.precision(y, at) @ covariance).logabsdet
     total: Tensor = likelihood.log_prob(y, at) - 0.5 * (u * move).sum(-1) - 0.5 * logdet
-    return total
+    if boundary is None:
+        return total
+    return torch.where(boundary.cut, boundary.total, total)
 
 
 def _times(K: Tensor, u: Tensor) -> Tensor:
@@ -185,6 +193,16 @@ def _with_graph(table: Table, density: GraphDensity) -> Table:
     return table._replace(logs=table.logs + torch.where(empty, 0.0, change))
 
 
+def _grid_with_graph(piece: Built, density: GraphDensity) -> Built:
+    """Nodes in place, with the derivative of the log density there and of its jumps between them."""
+    rows, grid = piece
+    change = density.change(grid.nodes, rows)
+    if change.requires_grad:
+        marginal, plain_marginal = (Marginal(*(part[rows] for part in m)) for m in (density.marginal, density.plain.marginal))
+        change = change + change_of_jumps(density.likelihood, grid, plain_marginal, marginal)
+    return Built(rows, replace(grid, logs=grid.logs + change))
+
+
 def pointwise_predictive(posterior: State, x: Inputs, rung: OutputRefit) -> Predictive:
     """The predictive of a count or a number, with the graph of x."""
     numbers = map_inputs(plain, as_inputs(x, differentiable=True))
@@ -192,11 +210,14 @@ def pointwise_predictive(posterior: State, x: Inputs, rung: OutputRefit) -> Pred
         values = rung(posterior, numbers)
         support = values.likelihood.support_for(posterior.network.outputs)
         found = grid_predictive(values, support, rung.name) if isinstance(support, Real) else count_predictive(values, rung.name)
-    density = GraphDensity(values, posterior.outputs_at(x, differentiable=True))
+    return with_graph(found, GraphDensity(values, posterior.outputs_at(x, differentiable=True)))
+
+
+def with_graph(found: Predictive, density: GraphDensity) -> Predictive:
+    """The predictive of a plain output refit, with the graph of the outputs that `density` has."""
     law = found.law
     if isinstance(law, GridLaw):
-        grids = [(p.rows, replace(p.grid, logs=p.grid.logs + density.change(p.grid.nodes, p.rows))) for p in law.pieces]
-        law = GridLaw(density, law.support, [Built(*pair) for pair in grids])
+        law = GridLaw(density, law.support, [_grid_with_graph(piece, density) for piece in law.pieces])
     else:
         assert isinstance(law, CountLaw)
         law = replace(

@@ -26,7 +26,8 @@ class Diagnostics:
     """How the answer was computed. Flags are by row: they are set where something happened for some y of that row."""
 
     refit: str
-    fallback: Tensor  # (N,) bool: an indefinite observed precision was replaced by the Fisher
+    # (N,) bool: the Fisher for an indefinite precision, or the mode for a Newton step outside the domain
+    fallback: Tensor
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
     convention: str = EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
 from ssla.data import Inputs, as_tensor
-from ssla.likelihoods import Likelihood
+from ssla.likelihoods import Bounded, Likelihood
 from ssla.likelihoods.averages import concave
 from ssla.numerics.linalg import root
 from ssla.posterior import Posterior
@@ -257,6 +257,9 @@ def _slope(likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal) ->
     rows, count = y.shape[:2]
     f, K, df, dK = (part.repeat_interleave(count, 0) for part in (*at, *change))
     y = y.flatten(0, 1)
+    boundary = _boundary_slope(likelihood, y, Marginal(f, K), Marginal(df, dK))
+    if boundary is not None:
+        y = torch.where(boundary.cut, likelihood.mean(f), y)  # a y whose mode is inside
     found = at_mode(likelihood, y, f, root(K))
     u = found.pull.unsqueeze(-1)
     end = f + (K @ u).squeeze(-1)
@@ -267,7 +270,30 @@ def _slope(likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal) ->
     inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + bend @ K)
     trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
     slope = (found.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
+    if boundary is not None:
+        slope = torch.where(boundary.cut, boundary.slope, slope)
     return slope.reshape(rows, count), (found.converged & ~found.fallback).reshape(rows, count)
+
+
+class _BoundarySlope(NamedTuple):
+    """d/dε of the log densities that the boundary of the allowed outputs cuts (M,)."""
+
+    cut: Tensor  # which those are
+    slope: Tensor
+
+
+def _boundary_slope(likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal) -> _BoundarySlope | None:
+    """By autograd of their closed form; None where every output is allowed."""
+    if not isinstance(likelihood, Bounded):
+        return None
+    with torch.enable_grad():
+        free = Marginal(*(part.detach().clone().requires_grad_(True) for part in at))
+        boundary = likelihood.refit_at_boundary(y, *free)
+        if boundary is None:
+            return None
+        by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(free))
+    slope = (by_mean * change.mean).sum(-1) + (by_covariance * change.covariance).sum((-2, -1))
+    return _BoundarySlope(boundary.cut, slope)
 
 
 def third_derivative(likelihood: Likelihood, y: Tensor, f: Tensor, direction: Tensor) -> Tensor:

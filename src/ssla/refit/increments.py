@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch
-from ssla.likelihoods import Custom, Derivatives, Likelihood, Started
+from ssla.likelihoods import Bounded, Custom, Derivatives, Likelihood, Started
 from ssla.numerics import linalg
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
@@ -114,14 +114,46 @@ def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor 
     delta = linalg.lower_times(R, v)
     pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
     found = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
-    return found if D is None else _with_determinant(likelihood, y, f, D, found)
+    found = found if D is None else _with_determinant(likelihood, y, f, D, found)
+    return _without_steps_outside(likelihood, y, f, R, D, f + delta, found)
+
+
+def _without_steps_outside(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None, end: Tensor, found: Evaluated
+) -> Evaluated:
+    """The mode in place of a Newton step whose end is not an allowed output, counted as a fallback.
+
+    The quadratic model has no meaning there.
+    """
+    if likelihood.linear_domain or not isinstance(likelihood, Bounded):
+        return found
+    rows = (~torch.isfinite(likelihood.log_prob(y, end))).nonzero().squeeze(-1)
+    part = _Tasks(likelihood, y, f, R).take(rows)
+    mode = at_mode(likelihood, *part, None if D is None else D[rows])
+    _overwrite(found, rows, mode._replace(fallback=torch.ones_like(mode.fallback)))
+    return found
 
 
 def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
     """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
 
-    At a mode I + RᵀΛR is positive semi-definite by the second-order condition.
+    At a mode I + RᵀΛR is positive semi-definite by the second-order condition. Where the boundary of
+    the allowed outputs cuts the integral that the mode stands for, the likelihood has the answer.
     """
+    boundary = likelihood.refit_at_boundary(y, f, R @ R.mT) if isinstance(likelihood, Bounded) else None
+    if boundary is None:
+        return _inside(likelihood, y, f, R, D)
+    no = torch.zeros_like(boundary.cut)
+    fit, shift, curvature, pull = (part.clone() for part in boundary[1:])
+    found = Evaluated(fit, shift, curvature, pull, no, ~no)
+    rows = (~boundary.cut).nonzero().squeeze(-1)
+    part = _Tasks(likelihood, y, f, R).take(rows)
+    _overwrite(found, rows, _inside(likelihood, *part, None if D is None else D[rows]))
+    return found
+
+
+def _inside(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None) -> Evaluated:
+    """The refit whose mode is inside the allowed outputs."""
     found = _highest(likelihood, y, f, R)
     if D is None:
         return found
@@ -157,6 +189,11 @@ def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) ->
         part = _Tasks(likelihood, y, f, R).take(rows)
         _overwrite(here, rows, _climb(likelihood, *part, linalg.take(v, rows)))
     return here
+
+
+def follow(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, pull: Tensor) -> Evaluated:
+    """The mode that an ascent reaches from f̂ + K·pull, for example from the mode of a y nearby."""
+    return _climb(likelihood, y, f, R, linalg.upper_times(R, pull), push=False)
 
 
 def _overwrite(whole: Evaluated, rows: Tensor, some: Evaluated) -> None:
