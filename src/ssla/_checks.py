@@ -242,7 +242,10 @@ def positive(what: str, values: Tensor, remedy: str = "Give a value above zero."
 
 def level(value: float) -> float:
     """A probability strictly between 0 and 1."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"level must be one number strictly between 0 and 1, for example 0.95, but is {value!r}.") from error
     if not 0.0 < number < 1.0:
         hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
         raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")

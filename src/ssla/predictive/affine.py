@@ -105,6 +105,9 @@ class AffineLaw(Law):
     def cdf(self, y: Tensor) -> Tensor:
         return self.base.cdf(self._in(y))
 
+    def below(self, y: Tensor) -> Tensor:
+        return self.base.below(self._in(y))
+
     def icdf(self, q: Tensor) -> Tensor:
         return self._trailing(self.base.icdf(q))
 

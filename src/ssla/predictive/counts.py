@@ -153,9 +153,39 @@ def _heights(table: Table) -> Tensor:
 
 def _runs(table: Table, share: Tensor, level: float) -> Regions:
     """The highest single counts, as runs lower … upper."""
-    first, last = ends_of_runs(_bridge(highest(_heights(table), share, level), table.widths == 0))
-    lower, upper = table.edges.gather(1, first.clamp_min(0)), table.edges.gather(1, last.clamp_min(0) + 1) - 1
+    return densest_runs(table.edges, _heights(table), share, level)
+
+
+def densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: float) -> Regions:
+    """The highest counts whose shares reach the level, as runs lower … upper (ends included).
+
+    edges (N, k + 1): block j holds edges[j] … edges[j+1] − 1. heights (N, k): the log probability of
+    one of its counts. The last block that is needed is cut: all of it can be much more than the
+    level needs.
+    """
+    widths = edges.diff(dim=1)
+    inside = highest(heights, shares, level)
+    first, last = ends_of_runs(_bridge(inside, widths == 0))
+    lower, upper = edges.gather(1, first.clamp_min(0)), edges.gather(1, last.clamp_min(0) + 1) - 1
+    lowest = torch.where(inside & (widths > 0), heights, torch.inf).argmin(1, keepdim=True)
+    start, width, share = (part.gather(1, lowest) for part in (edges, widths, shares))
+    rest = torch.where(inside, shares, 0.0).sum(1, keepdim=True) - share
+    kept = ((level - rest) / share.clamp_min(1e-300) * width).ceil().clamp_min(1).minimum(width)
+    # The kept part is beside the rest of its run. A block that is a run by itself keeps the side of
+    # its higher neighbour.
+    begins, ends = lower == start, upper == start + width - 1
+    left, right = (_neighbour(heights, lowest, step) for step in (-1, 1))
+    from_left = ends & (~begins | (left >= right))
+    lower = torch.where(begins & ~from_left, start + width - kept, lower)
+    upper = torch.where(from_left, start + kept - 1, upper)
     return Regions(torch.where(first < 0, torch.nan, lower), torch.where(last < 0, torch.nan, upper))
+
+
+def _neighbour(heights: Tensor, at: Tensor, step: int) -> Tensor:
+    """The heights beside some blocks (N, 1); −∞ beyond the first and the last."""
+    place = at + step
+    found = heights.gather(1, place.clamp(0, heights.shape[1] - 1))
+    return torch.where((place < 0) | (place >= heights.shape[1]), -torch.inf, found)
 
 
 def _bridge(inside: Tensor, empty: Tensor) -> Tensor:
@@ -305,6 +335,21 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     return table._replace(logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate))
 
 
+def _power_tail(table: Table, heights: Tensor, total: Tensor) -> Tensor:
+    """Mass beyond the last block by a power of the count through the last two, as a share of all.
+
+    It needs no regular widths: a narrow block after a wide one has a small total, but a long tail.
+    """
+    before, last = heights[:, -2:].unbind(1)
+    places = table.middles[:, -2:].clamp_min(0.5).log()
+    power = (before - last) / (places[:, 1] - places[:, 0])
+    end = table.edges[:, -1].clamp_min(1)
+    at_end = last - power * (end.log() - places[:, 1])
+    tail = (at_end - total).exp() * end / (power - 1)
+    known = (table.widths[:, -2:] > 0).all(1) & power.isfinite()
+    return torch.where(known, torch.where(power > 1, tail, torch.inf), 0.0)
+
+
 def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left.
 
@@ -315,6 +360,7 @@ def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
     tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
+    right = torch.maximum(right, _power_tail(table, heights, total))
     impossible = (table.logs[:, -1] <= NOTHING) & (table.widths[:, -1] > 0)  # the counts have an end
     right = torch.where(impossible, torch.zeros_like(right), right)
     below = heights[:, first] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ssla._checks import in_plain_torch
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.quadrature import Regions
 from ssla.predictive.law import Law
+from ssla.predictive.predictive import vector_targets
 from ssla.priors import EXACT
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
@@ -29,11 +30,15 @@ class Ellipsoid(NamedTuple):
     squared_radius: float
 
     @in_plain_torch
-    def contains(self, y: Tensor) -> Tensor:
-        """(N, D) -> (N,) bool."""
-        r = (y.to(self.centre) - self.centre).unsqueeze(-1)
-        white: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(self.covariance), r, upper=False)
-        return (white**2).sum((-2, -1)) <= self.squared_radius
+    def contains(self, y: Any) -> Tensor:
+        """(N, D) -> (N,) bool; (N, k, D) -> (N, k)."""
+        rows, size = self.centre.shape
+        value = vector_targets(y, rows, size).to(self.centre.device)
+        several = value if value.dim() == 3 else value.unsqueeze(1)
+        r = (several - self.centre.double().unsqueeze(1)).mT
+        white: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(self.covariance.double()), r, upper=False)
+        inside = (white**2).sum(1) <= self.squared_radius
+        return inside if value.dim() == 3 else inside.squeeze(1)
 
 
 @final

@@ -69,8 +69,9 @@ class GridLaw(PointwiseLaw):
         return self.support.from_real(gathered(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces]))
 
     def hdr(self, level: float) -> Regions:
-        """A union of intervals. On a transformed support, the smallest in the transform."""
-        lower, upper = gathered_regions(self.pieces, [p.grid.hdr(level) for p in self.pieces])
+        """A union of intervals, the smallest in y."""
+        slope = None if isinstance(self.support, Real) else self.support.log_slope
+        lower, upper = gathered_regions(self.pieces, [p.grid.hdr(level, slope) for p in self.pieces])
         return Regions(self.support.from_real(lower), self.support.from_real(upper))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:

@@ -88,6 +88,9 @@ class JoinedLaw(Law):
     def cdf(self, y: Tensor) -> Tensor:
         return self.at(y, lambda law, own: law.cdf(own))
 
+    def below(self, y: Tensor) -> Tensor:
+        return self.at(y, lambda law, own: law.below(own))
+
     def icdf(self, q: Tensor) -> Tensor:
         return self._each(lambda law: law.icdf(q))
 

@@ -93,6 +93,11 @@ class Law(ABC):
         """P(Y ≤ y), of y's shape; for D targets each by itself."""
         self.lacks("cdf")
 
+    def below(self, y: Tensor) -> Tensor:
+        """P(Y < y), for one continuous target. Less than the cdf at an atom: a value that has a
+        probability of its own."""
+        return self.cdf(y)
+
     def icdf(self, q: Tensor) -> Tensor:
         """(k,) -> (N, k) or (N, D, k)."""
         self.lacks("icdf")

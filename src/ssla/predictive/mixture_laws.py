@@ -19,12 +19,16 @@ from torch import Tensor
 
 from ssla.numerics.quadrature import Regions, bracketed_root
 from ssla.predictive.classes import check_classes, draw_classes, most_probable, smallest_set
-from ssla.predictive.law import Law, ends_of_runs, highest
+from ssla.predictive.counts import densest_runs
+from ssla.predictive.law import Law, ends_of_runs
 from ssla.predictive.predictive import vector_targets
 from ssla.refit.increments import Increments
 
 NODES = 385  # over all members together
 REACH = 5.2  # in normal scores: quantiles from 1e-7 to 1 − 1e-7
+FARTHEST_REACH = 8.1  # beyond, 1 − q is less than the rounding error of q
+DEEPEST = 700.0  # log p below the peak at which a density counts as zero
+COUNT_REACH = 6.2  # in normal scores, for quantiles of counts: 3e-10
 BISECTIONS = 50
 MOST_COUNTS = 4096
 REGION_DRAWS = 4096
@@ -128,6 +132,9 @@ class ScalarMixtureLaw(MixtureLaw):
     def cdf(self, y: Tensor) -> Tensor:
         return self.average(lambda m: m.cdf(y))
 
+    def below(self, y: Tensor) -> Tensor:
+        return self.average(lambda m: m.below(y))
+
     def icdf(self, q: Tensor) -> Tensor:
         """Between the members' own quantiles."""
         ends = self.each(lambda m: m.icdf(q))
@@ -138,11 +145,13 @@ class ScalarMixtureLaw(MixtureLaw):
     @cached_property
     def _nodes(self) -> tuple[Tensor, Tensor]:
         """Places (N, F) in order and log densities there: quantiles of every member, staggered; or the counts between them."""
-        if self.kind == "count":
-            return self._counts
+        return self._counts if self.kind == "count" else self._nodes_to(REACH)
+
+    def _nodes_to(self, reach: float) -> tuple[Tensor, Tensor]:
+        """The nodes of a continuous mixture, between quantiles at ± reach normal scores."""
         count = len(self.laws)
         per_member = max(NODES // count, 33)
-        steps = torch.linspace(-REACH, REACH, per_member * count, dtype=torch.float64)
+        steps = torch.linspace(-reach, reach, per_member * count, dtype=torch.float64)
         parts = [m.icdf(torch.special.ndtr(steps[i::count])) for i, m in enumerate(self.laws)]
         places = torch.cat(parts, 1).sort(1).values
         return places, self.log_prob(places)
@@ -164,16 +173,26 @@ class ScalarMixtureLaw(MixtureLaw):
         """{y: p(y) ≥ c} with that probability: a union of intervals.
 
         c is found by bisection on the exact probability of the set; between nodes log p is taken as linear.
+        An atom at the lowest value has no length, so it is always inside. Where no interval begins
+        there, it is an interval by itself.
         """
         if self.kind == "count":
             return self._runs(level)
-        places, logs = self._nodes
+        reach = _reach_of(level)
+        places, logs = self._nodes if reach == REACH else self._nodes_to(reach)
+        lowest = places[:, :1]
+        atom = (self.cdf(lowest) - self.below(lowest)).squeeze(1)
+        needed = level - atom
         low, high = torch.maximum(logs[:, 0], logs[:, -1]), logs.amax(1)
+        # a density that is high at an end, as of positive numbers at zero, needs a lower threshold
+        short = self._probability(_above(places, logs, low)) < needed
+        low = torch.where(short, torch.maximum(logs.amin(1), high - DEEPEST), low)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            enough = self._probability(_above(places, logs, middle)) >= level
+            enough = self._probability(_above(places, logs, middle)) >= needed
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-        return _above(places, logs, low)
+        region = _above(places, logs, torch.where(needed > 0, low, torch.inf))
+        return _with_atom(region, lowest, (atom > 0)[:, None])
 
     @cached_property
     def _counts(self) -> tuple[Tensor, Tensor]:
@@ -187,12 +206,29 @@ class ScalarMixtureLaw(MixtureLaw):
 
     def _runs(self, level: float) -> Regions:
         """The smallest set of counts with at least that probability, as runs lower … upper."""
-        places, logs = self._counts
-        step = (places[:, 1:2] - places[:, :1]) if places.shape[1] > 1 else torch.ones_like(places)
-        share = self.cdf(places + step - 1) - self.cdf(places - 1)
-        lower, upper = ends_of_runs(highest(logs, share, level))
-        first, last = (torch.where(at < 0, math.nan, places.gather(1, at.clamp_min(0))) for at in (lower, upper))
-        return Regions(first, last + step - 1)
+        edges = self._count_edges
+        first, last = edges[:, :-1], edges[:, 1:] - 1
+        share = self.cdf(last) - self.cdf(first - 1)
+        heights = torch.where(last >= first, self.log_prob(((first + last) / 2).floor().clamp_min(0)), -torch.inf)
+        return densest_runs(edges, heights, share, level)
+
+    @property
+    def _count_edges(self) -> Tensor:
+        """Ends of blocks of counts (N, k + 1): single counts, or blocks between quantiles where the
+        counts are more than MOST_COUNTS."""
+        places, _ = self._counts
+        step = places[:, 1:2] - places[:, :1] if places.shape[1] > 1 else torch.ones_like(places)
+        edges = torch.cat([places, places[:, -1:] + 1], 1)
+        if not bool((step > 1).any()):
+            return edges
+        count = len(self.laws)
+        per_member = MOST_COUNTS // (2 * count)
+        scores = torch.linspace(-COUNT_REACH, COUNT_REACH, per_member * count, dtype=torch.float64)
+        starts = torch.cat([m.icdf(torch.special.ndtr(scores[i::count])) for i, m in enumerate(self.laws)], 1)
+        blocks = torch.cat([starts, starts + 1], 1).sort(1).values
+        size = max(blocks.shape[1], edges.shape[1])
+        blocks, edges = (torch.cat([e, e[:, -1:].expand(-1, size - e.shape[1])], 1) for e in (blocks, edges))
+        return torch.where(step > 1, blocks, edges)
 
     def _probability(self, region: Regions) -> Tensor:
         ends = torch.cat([region.lower, region.upper], 1)
@@ -301,6 +337,22 @@ def _first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor
         enough = function(middle) >= -1e-14
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     return high
+
+
+def _reach_of(level: float) -> float:
+    """Normal scores between which nodes must lie for a region of that probability."""
+    tail = torch.tensor((1 - level) / 8, dtype=torch.float64)
+    return max(REACH, min(-float(torch.special.ndtri(tail)), FARTHEST_REACH))
+
+
+def _with_atom(region: Regions, place: Tensor, wanted: Tensor) -> Regions:
+    """Add the lowest value (N, 1) in the rows where it is wanted (N, 1) and not inside yet."""
+    alone = wanted & ~(region.lower[:, :1] <= place)
+    if not bool(alone.any()):
+        return region
+    nothing = torch.full_like(place, math.nan)
+    ends = (torch.where(alone, torch.cat([place, end], 1), torch.cat([end, nothing], 1)) for end in region)
+    return Regions(*ends)
 
 
 def _above(places: Tensor, logs: Tensor, threshold: Tensor) -> Regions:

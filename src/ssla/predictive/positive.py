@@ -31,6 +31,7 @@ class Positive:
     high: float
     closed: bool = True
     support: ClassVar[str] = "zero or positive"
+    atom: ClassVar[float | None] = 0.0
 
     @property
     def zero(self) -> float:
@@ -68,6 +69,7 @@ class Censored:
     """y = max(z, 0), for a model of y itself: what it has below zero is the probability of zero."""
 
     support: ClassVar[str] = "zero or positive"
+    atom: ClassVar[float | None] = 0.0
 
     def out(self, z: Tensor) -> Tensor:
         return z.clamp_min(0.0)

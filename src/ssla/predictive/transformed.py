@@ -41,6 +41,7 @@ class Transform(Protocol):
     """A rising function T of the real line onto its support; or one that is constant at one end, which then has an atom."""
 
     support: ClassVar[str]
+    atom: ClassVar[float | None]  # the value at the constant end
 
     def out(self, z: Tensor) -> Tensor:
         """T(z)."""
@@ -65,6 +66,7 @@ class Exponential:
     """y = exp(z) > 0."""
 
     support: ClassVar[str] = "positive"
+    atom: ClassVar[float | None] = None
 
     def out(self, z: Tensor) -> Tensor:
         return z.exp()
@@ -85,6 +87,7 @@ class Logistic:
     """y = 1/(1 + exp(−z)), between 0 and 1."""
 
     support: ClassVar[str] = "strictly between 0 and 1"
+    atom: ClassVar[float | None] = None
 
     def out(self, z: Tensor) -> Tensor:
         return z.sigmoid()
@@ -202,6 +205,11 @@ class TransformedLaw(Law):
 
     def cdf(self, y: Tensor) -> Tensor:
         return self.base.cdf(self.transform.into(y))
+
+    def below(self, y: Tensor) -> Tensor:
+        """Nothing is below the atom, which is the lowest value."""
+        atom = self.transform.atom
+        return self.cdf(y) if atom is None else torch.where(y <= atom, 0.0, self.cdf(y))
 
     def icdf(self, q: Tensor) -> Tensor:
         return self.transform.out(self.base.icdf(q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from ssla.numerics.constants import constant
 
 OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
 LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: a smaller difference is rounding error
+TAIL_RATIO, TAIL_PLACES = 2.0**0.25, 240  # of the places beyond the last node, for regions
 RELEVANT = 25.0  # log p below the peak at which the density is negligible
 
 
@@ -284,12 +286,34 @@ class Grid:
         z = torch.where(q <= 0, -math.inf, z)
         return torch.where(self._total[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z))
 
-    def hdr(self, level: float) -> Regions:
+    def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
         """{z: p(z) ≥ c} with c such that its probability is `level`: the smallest such set.
 
         c is found by bisection on the exact (spline) probability of the set, so several modes
-        give several intervals.
+        give several intervals. log_slope: of a scale y(z). The set is then the smallest in y:
+        {z: p(z) / y′(z) ≥ c}.
         """
+        fine, place = self._fine()
+        if log_slope is not None:
+            there = fine - log_slope(self.centre[:, None] + self.scale[:, None] * place)
+            # −700 stands for no density, on every scale
+            fine = torch.where(fine > -700.0, there, -math.inf)
+        low = torch.maximum(fine[:, 0], fine[:, -1])
+        short = self._probability(self._above(fine, place, low)) < level
+        # the density is high at an end, or the tails beyond the nodes are needed
+        if bool(short.any()):
+            if log_slope is None:
+                fine, place = self._with_tails(fine, place)
+            low = torch.where(short, torch.where(fine.isneginf(), math.inf, fine).amin(1), low)
+        high = fine.max(1).values
+        for _ in range(45):
+            middle = (low + high) / 2
+            enough = self._probability(self._above(fine, place, middle)) >= level
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        return self._above(fine, place, low)
+
+    def _fine(self) -> tuple[Tensor, Tensor]:
+        """Log p relative to its peak (m, F), and places (F,) in units of the scale: eight in a panel."""
         x = self.pattern
         count = x.numel() - 1
         parts = torch.arange(8, dtype=x.dtype) / 8
@@ -297,17 +321,22 @@ class Grid:
         part = parts.repeat(count).expand_as(panel)
         fine = torch.cat([_spline_value(self._panel_ends(panel), part), self._logs[:, -1:]], 1)
         place = torch.cat([(x[:-1, None] + parts * (x[1:] - x[:-1])[:, None]).flatten(), x[-1:]])
-        low = torch.maximum(fine[:, 0], fine[:, -1])
-        high = fine.max(1).values
-        for _ in range(45):
-            middle = (low + high) / 2
-            regions = self._above(fine, place, middle)
-            ends = torch.cat([regions.lower, regions.upper], 1)
-            sums = torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=0.0)).where(~ends.isnan(), ends.new_zeros(())))
-            half = regions.lower.shape[1]
-            enough = (sums[:, half:] - sums[:, :half]).sum(1) >= level
-            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-        return self._above(fine, place, low)
+        return fine, place
+
+    def _with_tails(self, fine: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with places beyond the last nodes."""
+        x = self.pattern
+        ratios = TAIL_RATIO ** torch.arange(1, TAIL_PLACES + 1, dtype=x.dtype)
+        left, right = ((t.log_end - self.peak)[:, None] - t.power[:, None] * ratios.log() for t in self.tails)
+        fine = torch.cat([left.flip(1), fine, right], 1).clamp_min(-700.0)
+        return fine, torch.cat([x[0] * ratios.flip(0), place, x[-1] * ratios])
+
+    def _probability(self, regions: Regions) -> Tensor:
+        """Of unions of intervals (m,)."""
+        ends = torch.cat([regions.lower, regions.upper], 1)
+        sums = torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=0.0)).where(~ends.isnan(), ends.new_zeros(())))
+        half = regions.lower.shape[1]
+        return (sums[:, half:] - sums[:, :half]).sum(1)
 
     def _above(self, fine: Tensor, place: Tensor, threshold: Tensor) -> Regions:
         regions = regions_above(fine, place, threshold)
