@@ -20,7 +20,10 @@ from ssla.likelihoods.likelihood import (
     need_outputs,
     softplus_difference,
 )
-from ssla.likelihoods.support import Counts, Support
+from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
+
+MANY = 1e6  # counts from which log y! is not formed: its rounding is 3e-9 there
+SERIES = 1e-2  # of d = log λ/y, up to which e^d − 1 − d is a series: its error is d⁷/5040
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Poisson:
 
     @property
     def support(self) -> Support:
-        return Counts()
+        return Counts(LARGEST_COUNT)
 
     @property
     def predictive(self) -> Likelihood:
@@ -56,7 +59,7 @@ class Poisson:
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate")
-        return Counts()
+        return Counts(LARGEST_COUNT)
 
     def check_outputs(self, f: Tensor) -> None:
         if not self.linear_domain and bool((f <= 0).any()):
@@ -68,8 +71,9 @@ class Poisson:
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f).to(f.dtype), f[..., 0]
         if self.linear_domain:
-            return y * a - capped_exp(a) - torch.lgamma(y + 1)
+            return torch.where(y < MANY, y * a - capped_exp(a) - torch.lgamma(y + 1), _of_many(y, a))
         value = torch.xlogy(y, a.clamp_min(0)) - a - torch.lgamma(y + 1)
+        value = torch.where(y < MANY, value, _of_many(y, a.clamp_min(torch.finfo(a.dtype).tiny).log()))
         return torch.where(a > 0, value, torch.full_like(value, -math.inf))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
@@ -132,6 +136,31 @@ class Poisson:
         return torch.poisson(rate.expand(n, *rate.shape).contiguous(), generator=generator)
 
 
+def _of_many(y: Tensor, log_rate: Tensor) -> Tensor:
+    """log P(y) of a Poisson law for y ≥ MANY: −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ − log y.
+
+    y log λ − λ − log y! is a difference of numbers of size y log y, which rounding decides from y = 1e13 on.
+    """
+    y = y.clamp_min(MANY)
+    d = log_rate - y.log()
+    near = d.clamp(-SERIES, SERIES)
+    series = near * near * (1 / 2 + near * (1 / 6 + near * (1 / 24 + near * (1 / 120 + near / 720))))
+    excess = torch.where(d.abs() <= SERIES, series, torch.special.expm1(d.clamp_max(_most(d))) - d)
+    return -y * excess - 0.5 * torch.log(2 * math.pi * y) - 1 / (12 * y)
+
+
+def _most(d: Tensor) -> float:
+    """The exponent at which `capped_exp` stops."""
+    return math.log(torch.finfo(d.dtype).max) / 4
+
+
+def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
+    """log Γ(y + r)/Γ(y + 1) for y ≥ MANY, by Stirling's formula with the difference taken first."""
+    low = y.clamp_min(MANY) + 1
+    high = low + (r - 1)
+    return (low - 0.5) * torch.log1p((r - 1) / low) + (r - 1) * (high.log() - 1) + 1 / (12 * high) - 1 / (12 * low)
+
+
 @dataclass(frozen=True)
 class NegativeBinomial:
     """Counts with mean μ = e^f and variance μ + dispersion·μ²; one output, the log mean.
@@ -148,7 +177,7 @@ class NegativeBinomial:
 
     @property
     def support(self) -> Support:
-        return Counts()
+        return Counts(LARGEST_COUNT)
 
     @property
     def predictive(self) -> Likelihood:
@@ -158,7 +187,7 @@ class NegativeBinomial:
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("NegativeBinomial", outputs, 1, "the log mean")
-        return Counts()
+        return Counts(LARGEST_COUNT)
 
     def check_outputs(self, f: Tensor) -> None:
         """Every f is allowed."""
@@ -169,7 +198,9 @@ class NegativeBinomial:
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, z, r = event(y, f).to(f.dtype), self._logit(f), 1 / self.dispersion
-        return torch.lgamma(y + r) - math.lgamma(r) - torch.lgamma(y + 1) - r * softplus(z) - y * softplus(-z)
+        few = torch.lgamma(y + r) - math.lgamma(r) - torch.lgamma(y + 1) - r * softplus(z) - y * softplus(-z)
+        many = _log_gamma_ratio(y, r) - math.lgamma(r) - r * softplus(z) - y * softplus(-z)
+        return torch.where(y < MANY, few, many)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         y, z, d = event(y, f_new).to(f_new.dtype), self._logit(f_old), (f_new - f_old)[..., 0]

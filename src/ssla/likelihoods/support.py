@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -127,7 +128,13 @@ class RealVector:
 
 @dataclass(frozen=True)
 class Counts:
-    """0, 1, 2, …"""
+    """0, 1, 2, …, for a fit up to `most`.
+
+    Beyond 1e9 a Poisson law has a relative noise below 3e-5, so that its log likelihood has curvatures beyond what fits in double
+    precision can factorise, and rounding of the network decides the fit.
+    """
+
+    most: float = math.inf
 
     kind = "count"
 
@@ -135,6 +142,15 @@ class Counts:
         _scalar(y)
         _finite(y)
         _refuse((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
+        if bool((y > self.most).any()):
+            raise ValueError(
+                f"y must hold counts up to {self.most:g}, but the largest is {float(y.max()):g}. Such counts are in effect "
+                "continuous: use a Gaussian likelihood for log y, or 'heteroscedastic' or 'positive' in the estimators, or "
+                "give y in a larger unit."
+            )
+
+
+LARGEST_COUNT = 1e9  # of the targets of a fit
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ssla.refit import LogDensity
 TAIL = 1e-8
 BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
 FINEST = 256  # times as many, where those do not resolve a peak
+RESOLVED = 1e15  # the largest mean of counts for which smaller blocks are tried; from 9e15 on, doubles skip whole numbers
 ROUGH = 1e-6  # the mean square of the blocks' relative corrections above which they do not
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
@@ -27,6 +28,7 @@ WIDER = 1.6  # the factor from one reach to the next
 LARGEST_COUNT = 1e30
 SMALL_DOUBT = 0.25
 SINGLE_COUNTS = 128  # every window has these, so that a probability that rises again is seen
+WIDE, UNEVEN = 64, 0.1  # counts in a block, and the logarithm of the ratio of two neighbours' widths, beyond rounding
 NOTHING = -1e300  # log of no probability, finite so that sums of it are
 MODE_ROUNDS = 12
 TASKS_AT_ONCE = 1 << 18
@@ -222,8 +224,12 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
         return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
     def resolved(table: Table, reach: float) -> list[Table]:
-        """With smaller blocks in the rows that need them: a peak may be narrow beside the scale, as of zeros and large counts."""
-        found, finer = [table], 1
+        """With smaller blocks in the rows that need them: a peak may be narrow beside the scale, as of zeros and large counts.
+
+        Rows with means beyond `RESOLVED` stay as they are: there rounding is what is rough, and smaller blocks do not help.
+        """
+        beyond = mean[table.rows] > RESOLVED
+        found, finer = [_some(table, beyond), _some(table, ~beyond)] if bool(beyond.any()) else [table], 1
         while finer < FINEST and not bool(found[-1].accurate.all()):
             rough, finer = found.pop(), 4 * finer
             found.append(_some(rough, rough.accurate))
@@ -350,6 +356,19 @@ def _power_tail(table: Table, heights: Tensor, total: Tensor) -> Tensor:
     return torch.where(known, torch.where(power > 1, tail, torch.inf), 0.0)
 
 
+def _falls_by(table: Table) -> Tensor:
+    """Log of the ratio of the last block's total to that of the block before.
+
+    Blocks of two interleaved patterns of edges are of different widths. There it is the ratio for a step from one middle to the
+    next, as if widths grew with the count.
+    """
+    before, last = table.widths[:, -2].clamp_min(1), table.widths[:, -1].clamp_min(1)
+    by_totals = table.logs[:, -1] - table.logs[:, -2]
+    uneven = (torch.minimum(before, last) >= WIDE) & ((last / before).log().abs() > UNEVEN)
+    by_heights = by_totals - (last / before).log() + (table.middles[:, -1] / table.middles[:, -2].clamp_min(1)).log()
+    return torch.where(uneven, by_heights, by_totals)
+
+
 def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left.
 
@@ -357,7 +376,7 @@ def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     """
     total = table.logs.logsumexp(1)
     heights = _heights(table)
-    ratio = (table.logs[:, -1] - table.logs[:, -2]).exp()
+    ratio = _falls_by(table).exp()
     tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
     right = torch.maximum(right, _power_tail(table, heights, total))

@@ -14,6 +14,7 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla._checks import level as checked_level
 from ssla.fitting.mode import NoModeError
+from ssla.likelihoods.support import LARGEST_COUNT, Counts
 from ssla.predictive import Predictive
 from ssla.predictive.positive import Positive
 from ssla.predictive.predictive import probabilities
@@ -263,6 +264,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 f"likelihood='poisson'{chosen} needs counts 0, 1, 2, …, but y has negative or fractional values. Use "
                 "'heteroscedastic', or leave out these rows."
             )
+        if likelihood == POISSON:  # before the networks are trained
+            Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
 
     def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
         whole_or_real(self, "calibration_fraction", float, 0, strict=True)
