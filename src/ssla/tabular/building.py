@@ -43,11 +43,6 @@ ENOUGH_NEGATIVE = 7.0  # rows that a model expects below zero: that none is ther
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
 MOST_FITTED = 200_000  # rows of last layers that need several passes: with more they would predict the same
-NO_NETWORK = (
-    "All {} networks predict their held-out rows worse than the mean of y does, so none is used. The predictive is "
-    "that of a constant with the spread of y, mixed with decision trees where these are better. Use fewer columns or more "
-    "rows, or give likelihood='gaussian'."
-)
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
 """Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
@@ -109,7 +104,11 @@ def fit_ensemble(
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
         found_by_member = work.all_posteriors()
         if not found_by_member:
-            warn(NO_NETWORK.format(members))
+            warn(
+                f"All {members} networks predict their held-out rows worse than the mean of y does, so none is used. The "
+                "predictive is that of a constant with the spread of y, mixed with decision trees where these are better. Use "
+                "fewer columns or more rows, or give likelihood='gaussian'."
+            )
             work = work.of_constants(start)
             found_by_member = work.all_posteriors()
     kept = work.kept
