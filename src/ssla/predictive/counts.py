@@ -341,31 +341,40 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     return table._replace(logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate))
 
 
-def _power_tail(table: Table, heights: Tensor, total: Tensor) -> Tensor:
+def _last_two(table: Table) -> Tensor:
+    """The numbers of the last two blocks that have counts (m, 2)."""
+    place = torch.where(table.widths > 0, torch.arange(table.widths.shape[1]), -1)
+    last = place.amax(1, keepdim=True)
+    before = torch.where(place < last, place, -1).amax(1, keepdim=True)
+    return torch.cat([before, last], 1).clamp_min(0)
+
+
+def _power_tail(table: Table, heights: Tensor, total: Tensor, ends: Tensor) -> Tensor:
     """Mass beyond the last block by a power of the count through the last two, as a share of all.
 
     It needs no regular widths: a narrow block after a wide one has a small total, but a long tail.
     """
-    before, last = heights[:, -2:].unbind(1)
-    places = table.middles[:, -2:].clamp_min(0.5).log()
+    before, last = heights.gather(1, ends).unbind(1)
+    places = table.middles.gather(1, ends).clamp_min(0.5).log()
     power = (before - last) / (places[:, 1] - places[:, 0])
     end = table.edges[:, -1].clamp_min(1)
     at_end = last - power * (end.log() - places[:, 1])
     tail = (at_end - total).exp() * end / (power - 1)
-    known = (table.widths[:, -2:] > 0).all(1) & power.isfinite()
+    known = power.isfinite()
     return torch.where(known, torch.where(power > 1, tail, torch.inf), 0.0)
 
 
-def _falls_by(table: Table) -> Tensor:
-    """Log of the ratio of the last block's total to that of the block before.
+def _falls_by(table: Table, ends: Tensor) -> Tensor:
+    """Log of the ratio of the last block's total to that of the block before; `ends` are their numbers (m, 2).
 
     Blocks of two interleaved patterns of edges are of different widths. There it is the ratio for a step from one middle to the
     next, as if widths grew with the count.
     """
-    before, last = table.widths[:, -2].clamp_min(1), table.widths[:, -1].clamp_min(1)
-    by_totals = table.logs[:, -1] - table.logs[:, -2]
+    before, last = table.widths.gather(1, ends).clamp_min(1).unbind(1)
+    by_totals = table.logs.gather(1, ends).diff(dim=1)[:, 0]
     uneven = (torch.minimum(before, last) >= WIDE) & ((last / before).log().abs() > UNEVEN)
-    by_heights = by_totals - (last / before).log() + (table.middles[:, -1] / table.middles[:, -2].clamp_min(1)).log()
+    first, second = table.middles.gather(1, ends).unbind(1)
+    by_heights = by_totals - (last / before).log() + (second / first.clamp_min(1)).log()
     return torch.where(uneven, by_heights, by_totals)
 
 
@@ -376,11 +385,13 @@ def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     """
     total = table.logs.logsumexp(1)
     heights = _heights(table)
-    ratio = _falls_by(table).exp()
-    tail = (table.logs[:, -1] - total).exp() * ratio / (1 - ratio)
+    ends = _last_two(table)
+    last = table.logs.gather(1, ends)[:, 1]
+    ratio = _falls_by(table, ends).exp()
+    tail = (last - total).exp() * ratio / (1 - ratio)
     right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
-    right = torch.maximum(right, _power_tail(table, heights, total))
-    impossible = (table.logs[:, -1] <= NOTHING) & (table.widths[:, -1] > 0)  # the counts have an end
+    right = torch.maximum(right, _power_tail(table, heights, total, ends))
+    impossible = last <= NOTHING  # the counts have an end
     right = torch.where(impossible, torch.zeros_like(right), right)
     below = heights[:, first] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
     left = torch.where(table.edges[:, 0] > 0, below.exp(), torch.zeros_like(below))

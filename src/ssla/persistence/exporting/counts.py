@@ -147,7 +147,7 @@ def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
     last = edges[:, -1:]
     low, far = mean - scale * math.sinh(reach) < SINGLE_COUNTS, mean > SINGLE_COUNTS
     none = torch.where(low, 0.0, edges[:, :1])
-    small = torch.where(low, torch.minimum(single, last), none)
+    small = torch.where(low & (single < last), single, none)
     large = torch.where(low & far & (growing < last), growing, none)
     return torch.cat([edges, small, large], 1).sort(1).values
 

@@ -151,9 +151,12 @@ class Features:
         """Some rows after others, so that L⁻¹Jᵀ of them stays in the processor's cache."""
         C, F = self.outputs, self.width
         columns = W.view(-1, C, F).permute(2, 1, 0).reshape(F, -1)
+        phi = self.with_ones()
+        # An exported graph takes any number of rows, so it cannot be cut into parts.
+        rows = (phi,) if torch.compiler.is_compiling() else phi.split(max(CACHED // (C * C * F), 1))
         parts = []
-        for phi in self.with_ones().split(max(CACHED // (C * C * F), 1)):
-            white = (phi @ columns).view(len(phi), C, -1)
+        for some in rows:
+            white = (some @ columns).view(some.shape[0], C, -1)
             parts.append(symmetric_product(white, white))
         return torch.cat(parts)
 
