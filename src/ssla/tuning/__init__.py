@@ -319,7 +319,7 @@ def _climb_evidence(space: Space) -> Maximum:
     best = maximise(function, start, low, high, space.scale, tolerance=1e-10, level=level)
     tuned = space.free < len(space.labels)
     if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach > REACH:
-        starts = start + SCAN[:, None] * tuned.double()
+        starts = space.middle(float(SCAN.max())) + SCAN[:, None] * tuned.double()
         heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
         first = starts[int(heights.argmax())]
         other = maximise(function, first, low, high, space.scale, tolerance=1e-10, level=level)
@@ -345,7 +345,8 @@ def _climb_scores(space: Space, held: HeldOut | LeftOut) -> Maximum:
 
     tuned = (space.free < len(space.labels)).double()
     scan = SCAN[:, None] * min(1.0, space.reach / float(SCAN.max()))
-    starts = torch.cat([start[None], start + scan * tuned]) if bool(tuned.any()) else start[None]
+    middle = space.middle(float(SCAN.max()))
+    starts = torch.cat([start[None], middle + scan * tuned]) if bool(tuned.any()) else start[None]
     heights = torch.tensor([score(point.clamp(low, high)) for point in starts])
     best = maximise(function, starts[int(heights.argmax())], low, high, tolerance=1e-6, noise=SCORE_ERROR, rounds=100)
     if not torch.equal(best.points[0], start.clamp(low, high)):

@@ -102,6 +102,13 @@ class Space:
         """Log precisions now, the mean of each group (G,)."""
         return torch.stack([self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))])
 
+    def middle(self, scanned: float) -> Tensor:
+        """The point (d,) to scan around: here, or the trained weights' scale where no scan reaches it from here."""
+        away = (self.usual / self.pattern).log()
+        means = [away[self.groups == g].mean() for g in range(len(self.labels))]
+        found = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
+        return torch.where(found.abs() > scanned, found, 0.0)
+
     def expected(self, point: Tensor) -> float:
         """The log density of the precisions at a point, less its maximum, where some are expected."""
         if self.home is None:
