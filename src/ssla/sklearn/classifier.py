@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.tables.frames import is_gap
 
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
@@ -70,6 +71,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
         _check_labels(y)

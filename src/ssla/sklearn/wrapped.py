@@ -31,6 +31,7 @@ from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
 from ssla.sklearn.bases import column_scaling, fitted, is_fitted, labels_of, numbers_of, predicted
 from ssla.sklearn.saving import save_wrapped
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
 
 FOLDS, ALL = "folds", "all"
@@ -274,6 +275,7 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingRegressor(random_state=seed) if self.base is None else self.base
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveRegressor:
         """Grow the models and fit the last layer. X (n, d), y (n,), sample_weight (n,): a row of weight 2 counts as two rows."""
         X = self._rows(X, reset=True)
@@ -337,6 +339,7 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingClassifier(random_state=seed) if self.base is None else self.base
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveClassifier:
         """Grow the models and fit the last layer. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
         X = self._rows(X, reset=True)
