@@ -21,6 +21,7 @@ FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 LARGEST_MANIFEST = 256 << 20
 MOST_TRIES = 20
+COPIES = 4  # of the tensors that are in memory at once while they are written or read
 
 
 class FileError(ValueError):
@@ -31,9 +32,8 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
     """Write the directory beside the target, then move it there. The old one stays until the new one is complete."""
     target = Path(path)
     check_target(target)
-    data = _safetensors().save(
-        {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-    )
+    with enough_memory(COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"):
+        data = _serialized(tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -52,6 +52,25 @@ def write(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any], t
             f"{target} cannot be written ({error}). Nothing was changed. Give a folder with write permission."
         ) from error
     return target
+
+
+def _serialized(tensors: Mapping[str, Tensor]) -> bytes:
+    copies = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    data: bytes = _safetensors().save(copies)
+    return data
+
+
+@contextlib.contextmanager
+def enough_memory(size: int, what: str) -> Iterator[None]:
+    """MemoryError where `size` bytes cannot be allocated: safetensors would end the process there."""
+    try:
+        bytearray(size)
+        yield
+    except MemoryError as error:
+        raise MemoryError(
+            f"{what} needs about {size / 2**20:,.0f} MiB of memory, which this process cannot have. Nothing was changed. "
+            "Free memory, or raise its limit (ulimit -v)."
+        ) from error
 
 
 def check_target(target: Path) -> None:
@@ -168,7 +187,8 @@ def _tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
     if size != stated["bytes"]:
         word = "truncated" if size < stated["bytes"] else "too long"
         raise FileError(f"{file} is {word}: {size:,} of {stated['bytes']:,} bytes. Copy it again.")
-    data = file.read_bytes()
+    with enough_memory(COPIES * size, f"Reading {file}"):
+        data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != stated["sha256"]:
         raise FileError(f"{file} is damaged: its checksum does not match. Copy it again.")
     tensors: dict[str, Tensor] = _safetensors().load(data)
@@ -182,7 +202,7 @@ def guarded(source: Path) -> Iterator[None]:
         yield
     except FileError:
         raise
-    except ImportError:
+    except (ImportError, MemoryError):
         raise
     except Exception as error:
         raise FileError(f"{source} does not hold a usable model ({type(error).__name__}: {str(error)[:200]}).") from error

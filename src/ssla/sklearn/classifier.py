@@ -15,6 +15,7 @@ from ssla.sklearn.estimator import AUTO, TableEstimator, numbers
 from ssla.sklearn.related import Related
 from ssla.sklearn.row_weights import factor_of
 from ssla.sklearn.targets import check_given
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.tables.frames import is_gap
 
 BALANCED = "balanced"
@@ -78,6 +79,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
         """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
         check_given(y)

@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 
 from ssla.sklearn.inputs import column_names, of_tables, plan_of, read_inputs
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.tables import Encoded, Plan
 from ssla.tables.frames import table_of
 
@@ -35,6 +36,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     plan_: Plan
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any = None) -> TableEncoder:
         """X: a data frame of pandas or polars, or an array (n, d). y is ignored."""
         self.plan_ = plan_of(self, read_inputs(self, X, reset=True))

@@ -24,6 +24,7 @@ from ssla.sklearn.estimator import AUTO, TableEstimator, flag, numbers, whole_or
 from ssla.sklearn.inputs import check_target_size
 from ssla.sklearn.related import Related
 from ssla.sklearn.targets import check_numeric
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.structures.structure import NoFactorError
 from ssla.tabular import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tabular.counts import POISSON, may_be_poisson, prefer_counts, worth_counting
@@ -145,6 +146,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLARegressor:
         """Train, fit and tune. X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows.
 

@@ -33,6 +33,7 @@ from ssla.sklearn.bases import check_methods, column_scaling, fitted, is_fitted,
 from ssla.sklearn.inputs import check_target_size
 from ssla.sklearn.row_weights import AUTO, MEANINGS, checked_weights, decided, factor_of
 from ssla.sklearn.saving import save_wrapped
+from ssla.sklearn.whole_fits import all_or_nothing
 from ssla.tables.frames import with_gaps
 from ssla.tabular.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers, log_squares
 
@@ -298,6 +299,7 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingRegressor(random_state=seed) if self.base is None else self.base
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveRegressor:
         """Grow the models and fit the last layer. X (n, d), y (n,), sample_weight (n,): a row of weight 2 counts as two rows."""
         X = self._rows(X, reset=True)
@@ -364,6 +366,7 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
     def _base(self, seed: int | None) -> Any:
         return HistGradientBoostingClassifier(random_state=seed) if self.base is None else self.base
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveClassifier:
         """Grow the models and fit the last layer. X (n, d), y (n,) labels of any kind, sample_weight (n,)."""
         X = self._rows(X, reset=True)
