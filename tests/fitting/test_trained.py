@@ -207,7 +207,7 @@ def test_data_that_can_be_read_once_are_judged_in_that_pass() -> None:
             head(x, y, "trained"),
             iter(list(zip(x.split(40), y.split(40), strict=True))),
             likelihood=Categorical(),
-            memory_budget=9000,
+            memory_budget=15000,
         )
     assert tight.report.mode == "tilt"
     assert tight.report.passes == 1

@@ -32,7 +32,7 @@ def test_the_estimate_is_what_the_report_says(weights, structure):
 def test_kfac_grows_with_widths_and_not_with_parameters():
     wide = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
     cost = ssla.estimate_cost(wide, 10**6, weights="all", structure="kfac")
-    assert cost.statistics == 4 * 8 * (2 * 1001**2 + 1000**2 + 10**2) + 8 * (1001 * 1000 + 1001 * 10)
+    assert cost.statistics == 7 * 8 * (2 * 1001**2 + 1000**2 + 10**2) + 8 * (1001 * 1000 + 1001 * 10)
     assert cost.fits
 
 

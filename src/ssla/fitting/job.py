@@ -36,6 +36,7 @@ from ssla.state import (
     Variational,
 )
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
+from ssla.structures.dense import DenseOperator
 from ssla.structures.kfac import MANY_CLASSES
 
 STRAIGHT = (
@@ -125,7 +126,13 @@ class Job:
             network, self.likelihood, self._prior, theta, sums.statistics, mode, report, self.budget, self.data.source
         )
         _ = posterior.operator  # factorise now: an indefinite curvature is an error of fit, not of predict
-        return posterior if self.prior is None else self.averaged(posterior)
+        if self.prior is None:
+            return posterior
+        # Matrices (P, P) that are not needed any more: the sums before polish, and H⁻¹ where another Gaussian follows.
+        del _, sums, start, start_fit
+        if self.averages:
+            posterior = replace(posterior)
+        return self.averaged(posterior)
 
     # --- the variational Gaussian ----------------------------------------------------------
 
@@ -187,6 +194,8 @@ class Job:
             around = Around(mean - theta, covariance, fisher, moves)
             found = self.data.read(Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)).sums
             assert found is not None
+            if isinstance(covariance, DenseOperator):
+                covariance.forget()  # the next pass has another Gaussian
             return found
 
         return average
@@ -197,7 +206,7 @@ class Job:
         if concave(self.likelihood) or not isinstance(structure, Dense | LowRank):
             return structure, False
         whole = Dense(dual=False)
-        fits = isinstance(structure, Dense) and whole.memory(extent_of(self._network)) <= self.budget
+        fits = isinstance(structure, Dense) and whole.memory(extent_of(self._network, averages=True)) <= self.budget
         return (whole, False) if fits else (structure, True)
 
     def _without_averages(self, posterior: State) -> State:
@@ -360,7 +369,7 @@ class Job:
             steps=steps,
             output_shift=shift,
             passes=self.data.passes,
-            memory=self._structure.memory(extent_of(self._network, sums.statistics.n)),
+            memory=self._structure.memory(extent_of(self._network, sums.statistics.n, self.averages)),
             notes=tuple(self.notes),
             prior=describe(self._prior),
             output=output_words(self._network),

@@ -24,9 +24,13 @@ from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
-NEWTON_SHARE = (
-    4  # with Kronecker factors of classes, the dense curvature for steps of the mean takes at most this part of the budget
-)
+# Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker factors of classes, whose own
+# steps converge too, and otherwise. It is held three times: at the start, now, and at the next step.
+NEWTON_SHARE, NEWTON_SHARE_OF_OTHERS = 4, 2
+# Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay within 1.5 budgets
+# (tests/fitting/test_memory.py).
+CHUNK_SHARE = 8  # intermediate results of one chunk
+KEPT_SHARE = 4  # features, or outputs and Jacobians, that are kept for further passes
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
 
 
@@ -60,9 +64,12 @@ class Order:
         """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it."""
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
-        factors = isinstance(self.structure, Kfac) and of_classes(self.likelihood)  # their steps converge too
-        room = budget // NEWTON_SHARE if factors else budget
-        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= room
+        share = NEWTON_SHARE_OF_OTHERS
+        if of_classes(self.likelihood) and isinstance(self.structure, Dense):
+            share = 1  # it is the same matrix as that of the statistics
+        elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
+            share = NEWTON_SHARE
+        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= budget // share
 
     def again(self, network: Network, budget: int) -> bool:
         """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
@@ -160,7 +167,7 @@ class Reader:
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:
-        """Chunks with θ, f and J. Passes for averages share one θ: f and J are kept while they take at most half the budget."""
+        """Chunks with θ, f and J. Passes for averages share one θ: f and J are kept while they take little memory."""
         if order.around is not None and self.linearised:
             yield from ((row, None, self.network.theta, f, J) for row, f, J in self.linearised)
             return
@@ -171,7 +178,7 @@ class Reader:
             f, J = self._linearise(row, theta)
             size += bytes_of(J)
             if kept is not None:
-                kept = None if size > self.budget // 2 else [*kept, (row, f, J)]
+                kept = None if size > self.budget // KEPT_SHARE else [*kept, (row, f, J)]
             yield row, seen, theta, f, J
         self.linearised = kept
 
@@ -207,7 +214,7 @@ class Reader:
             lambda batch: self._rows_at_once(batch, order),
             lambda part: self._prepare(part, order),
             lambda row: self._bytes_to_keep(row, order),
-            self.budget // 2,
+            self.budget // KEPT_SHARE,
         )
         yield from rows.read()
         self.kept = rows.kept
@@ -215,7 +222,7 @@ class Reader:
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
         if self.opened is None:
             self.opened = self._open(batch, order)
-        return rows_within(self.budget, bytes_per_row(self.opened, order, self.budget))
+        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, order, self.budget))
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
@@ -241,8 +248,8 @@ class Reader:
         return 8 * (row.features.phi.numel() + row.y.numel())
 
 
-def extent_of(network: Network, rows: int | None = None) -> Extent:
-    return Extent(network.layout.size, network.outputs, network.layer_shapes, rows)
+def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
+    return Extent(network.layout.size, network.outputs, network.layer_shapes, rows, averages)
 
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
@@ -263,7 +270,8 @@ def open_within(
     """The network, unless what it asks for is beyond the budget."""
     network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
     order.likelihood.support_for(network.outputs)
-    refuse_beyond_budget(order.structure_for(network), extent_of(network, rows), bytes_per_row(network, order, budget), budget)
+    extent = extent_of(network, rows, order.averages)
+    refuse_beyond_budget(order.structure_for(network), extent, bytes_per_row(network, order, budget), budget)
     return network
 
 

@@ -70,6 +70,7 @@ class Sums:
         return climbing(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Sums:
+        """The sums with more rows. Matrices are changed in place: these sums must not be used afterwards."""
         finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
         likelihood.check_outputs(f)
         pool = self._pool(f, J, weights)
@@ -92,9 +93,9 @@ class Sums:
             squares = (r if weights is None else r * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         s, newton = self.statistics, self.newton
-        curvature = s.curvature.add(J, precision, weights)
+        curvature = _accumulated(s.curvature, J, precision, weights)
         if newton is not None and observed is not None:
-            newton = newton.add(J, observed)
+            newton = _accumulated(newton, J, observed)
         elif newton is not None and isinstance(curvature, Dense):
             newton = Dense(False, curvature.as_matrix(), (), curvature.size)
         return Sums(
@@ -120,7 +121,10 @@ class Sums:
         likelihood: Likelihood,
         around: Around,
     ) -> Sums:
-        """With averages over a Gaussian of θ in place of values. Where they do not exist the log likelihood is −∞."""
+        """As `add`, with averages over a Gaussian of θ in place of values.
+
+        Where they do not exist the log likelihood is −∞.
+        """
         pool = self._pool(f, J, weights) if self.newton is None else None
         diagonal = pool is not None and self._diagonal
         mean, root = f + J.push(around.shift), root_of(around.covariance, J)
@@ -138,9 +142,9 @@ class Sums:
             s.weight + (f.shape[0] if weights is None else float(weights.sum())),
             s.log_likelihood + total,
             s.gradient + J.pull(score),
-            s.curvature.add(J, precision, weights),
+            _accumulated(s.curvature, J, precision, weights),
         )
-        newton = None if self.newton is None else self.newton.add(J, precision)
+        newton = None if self.newton is None else _accumulated(self.newton, J, precision)
         return replace(self, statistics=statistics, newton=newton)
 
     def _pool(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
@@ -194,6 +198,13 @@ class Sums:
     def moved(self, step: Tensor) -> Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
+
+
+def _accumulated(structure: Structure, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
+    """The structure with more rows; matrices are changed in place."""
+    if isinstance(structure, Dense | Kfac):
+        return structure.accumulate(J, precision, weights)
+    return structure.add(J, precision, weights)
 
 
 def root_of(covariance: Operator, J: Jacobian) -> Root:

@@ -96,7 +96,7 @@ def estimate_cost(
     names = _names(model, weights, linears[-1])
     own = dict(model.named_parameters())
     parameters = sum(own[name].numel() for name in names)
-    extent = Extent(parameters, outputs, _layers(model, names), n)
+    extent = Extent(parameters, outputs, _layers(model, names), n, averages=not gaussian)
     head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
     if head and not gaussian and outputs > MANY_CLASSES and isinstance(kind, Kfac) and kind.output_factor is None:
         kind = replace(kind, output_factor=DIAGONAL)

@@ -29,13 +29,20 @@ class DenseOperator:
     @cached_property
     def _whitener(self) -> Tensor:
         """L⁻¹, computed once, so that each batch needs a product and not a solve."""
-        eye = torch.eye(self.factor.shape[0], dtype=torch.float64)
-        inverse: Tensor = torch.linalg.solve_triangular(self.factor, eye, upper=False)
+        inverse = torch.eye(self.factor.shape[0], dtype=torch.float64).mT  # by columns, as LAPACK needs it: no copy is made
+        torch.linalg.solve_triangular(self.factor, inverse, upper=False, out=inverse)
         return inverse
 
     @cached_property
     def _single_whitener(self) -> Tensor:
         return self._whitener.float()
+
+    def forget(self) -> None:
+        """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances. The others are computed again where they are needed."""
+        if "_inverse" in self.__dict__ or not self._benign:
+            _ = self._variances
+        for name in ("_whitener", "_single_whitener", "_inverse"):
+            self.__dict__.pop(name, None)
 
     def covariance(self, J: Jacobian) -> Tensor:
         return J.quadratic(self._single_whitener if J.dtype == torch.float32 else self._whitener)
@@ -75,7 +82,14 @@ class DenseOperator:
         return torch.cholesky_solve(V, self.factor)
 
     def variances(self) -> Tensor:
-        return self._inverse.diagonal() if self._benign else (self._whitener**2).sum(0)
+        return self._variances
+
+    @cached_property
+    def _variances(self) -> Tensor:
+        if not self._benign:
+            return (self._whitener**2).sum(0)
+        inverse = self.__dict__.get("_inverse")  # not kept for this: it is as large as L
+        return (torch.cholesky_inverse(self.factor) if inverse is None else inverse).diagonal().clone()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         white = torch.randn(n, self.factor.shape[0], dtype=torch.float64, generator=generator)
@@ -119,10 +133,29 @@ class Dense:
         return torch.cat(self.rows) if self.rows else torch.zeros(0, self.size, dtype=torch.float64)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
-        if self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size:
+        if self._stays_in_rows(J, precision):
             W = (_root(precision) @ J.dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
         return Dense(self.dual, J.gram(precision).add_(self.as_matrix()), (), self.size)
+
+    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
+        """As `add`, but a matrix is changed in place: for a sum that belongs to the caller alone."""
+        if self.matrix is not None:
+            J.add_gram(self.matrix, precision)
+            return self
+        if self._stays_in_rows(J, precision):
+            return self.add(J, precision, weights)
+        rows = self._stacked
+        # the rows as they came are not needed any more: without them the matrix takes their place in memory
+        object.__setattr__(self, "rows", ())
+        del self.__dict__["_stacked"]
+        total = rows.mT @ rows
+        del rows
+        return Dense(self.dual, J.add_gram(total, precision), (), self.size)
+
+    def _stays_in_rows(self, J: Jacobian, precision: Tensor) -> bool:
+        """Whether the rows of another batch are fewer than the parameters, together with those kept."""
+        return self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size
 
     def merge(self, other: Structure) -> Dense:
         if not isinstance(other, Dense) or other.size != self.size:
@@ -156,7 +189,7 @@ class Dense:
     def scaled(self, factors: Tensor) -> Dense:
         if self.matrix is None:
             return replace(self, rows=(self._stacked * factors,))
-        return replace(self, matrix=self.matrix * factors[:, None] * factors[None, :])
+        return replace(self, matrix=(self.matrix * factors[:, None]).mul_(factors[None, :]))
 
     def push(self, direction: Tensor) -> Tensor:
         return self._stacked.mT @ (self._stacked @ direction) if self.matrix is None else self.matrix @ direction
@@ -170,11 +203,12 @@ class Dense:
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
             return woodbury(self._stacked, precision)
-        H = self.as_matrix().clone()
+        S = self.as_matrix()
+        H = torch.empty_like(S).mT.copy_(S)  # by columns, as LAPACK needs it: H is factorised in place
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
-        factor, info = torch.linalg.cholesky_ex(H)
-        pivots = factor.diagonal()
         scale = H.diagonal().sqrt()
+        factor, info = torch.linalg.cholesky_ex(H, out=(H, torch.empty((), dtype=torch.int32)))
+        pivots = factor.diagonal()
         improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding error
         if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
             which = int(info) or int((pivots / scale).argmin()) + 1
@@ -185,7 +219,10 @@ class Dense:
         width = extent.size
         if self.dual and extent.rows is not None:
             width = min(width, extent.rows * extent.outputs)
-        return 4 * 8 * width * extent.size
+        # Counted in fits (tests/fitting/test_memory.py): sums before and after a step and their factor; for averages the sums
+        # at the mode, and of two Gaussians each the precision, its factor and inverse, and the sums.
+        copies = 8 if extent.averages else 4
+        return copies * 8 * width * extent.size
 
 
 def _root(precision: Tensor) -> Tensor:

@@ -47,6 +47,10 @@ class LayerFactors:
     def merge(self, other: LayerFactors) -> LayerFactors:
         return replace(self, A=self.A + other.A, G=self.G + other.G, count=self.count + other.count)
 
+    def absorb(self, other: LayerFactors) -> LayerFactors:
+        """As `merge`, in place."""
+        return replace(self, A=self.A.add_(other.A), G=self.G.add_(other.G), count=self.count + other.count)
+
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
@@ -222,6 +226,14 @@ class Kfac:
         squares = (rest.values * (precision @ rest.values)).sum((0, 1))
         return self.merge(replace(found, rest_positions=rest.positions, rest=squares))
 
+    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
+        """As `add`, but the factors are changed in place: for a sum that belongs to the caller alone."""
+        batch = self.zero(J.size).add(J, precision, weights)
+        if self.empty:
+            return batch
+        layers = tuple(layer.absorb(more) for layer, more in zip(self.layers, batch.layers, strict=True))
+        return replace(self, layers=layers, rest=self.rest + batch.rest)
+
     def _outputs(self, precision: Tensor) -> Tensor:
         """The output factor of a last layer: the sum over rows, or its diagonal."""
         if self.diagonal:
@@ -327,7 +339,9 @@ class Kfac:
     def memory(self, extent: Extent) -> int:
         """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size of θ."""
         factors = sum(inside * inside + (out if self.diagonal else out * out) for inside, out in extent.layers)
-        return 4 * 8 * (factors + extent.rest) + 8 * extent.size
+        # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
+        copies = 8 if extent.averages else 7
+        return copies * 8 * (factors + extent.rest) + 8 * extent.size
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:

@@ -24,6 +24,7 @@ class Extent:
     outputs: int  # C
     layers: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of each layer with a Kronecker form
     rows: int | None = None  # n, if known
+    averages: bool = False  # whether a variational Gaussian is found: its rounds hold two Gaussians and the sums of each
 
     @property
     def rest(self) -> int:

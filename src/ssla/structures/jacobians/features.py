@@ -95,39 +95,52 @@ class Features:
             phi = Features(self.phi[rows], self.outputs, self.bias).double().phi.mT.contiguous()
             yield rows, phi[i].mul_(phi[j])
 
-    def _gram_by_pairs(self, precision: Tensor) -> Tensor:
-        a, b, outputs = pairs(self.outputs)
+    def _blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """The blocks a ≥ b of `gram`, from sums over pairs of features."""
+        a, b, _ = pairs(self.outputs)
         i, _, features = pairs(self.width)
         of_rows = precision[:, a, b].mT.double()
         total = torch.zeros(len(a), len(i), dtype=torch.float64)
         for rows, products in self._products():
             total.addmm_(of_rows[:, rows], products.mT)
-        blocks = total[:, features.flatten()].view(-1, self.width, self.width)
-        return blocks[outputs].movedim(1, 2).reshape(self.size, self.size)
+        for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+            yield first, second, total[number, features]
+
+    def _blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """The blocks a ≥ b of `gram`: a, b, Σ Λ_ab φφᵀ (F, F)."""
+        if self.by_pairs:
+            yield from self._blocks_by_pairs(precision)
+            return
+        phi = self.double().phi
+        for a in range(self.outputs):
+            for b in range(a + 1):
+                yield a, b, (phi * precision[:, a, b, None]).mT @ phi
 
     def form(self, S: Tensor) -> Tensor:
         """J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
         C, F = self.outputs, self.width
         a, b, outputs = pairs(C)
         i, j, _ = pairs(F)
-        blocks = S.view(C, F, C, F)[a, :, b, :]  # (c, F, F)
-        both = (blocks + blocks.mT)[:, i, j]
+        both = torch.empty(len(a), len(i), dtype=S.dtype)
+        for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+            block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
+            both[number] = (block + block.mT)[i, j]
         both[:, i == j] /= 2
         K = torch.cat([both @ products for _, products in self._products()], 1)
         return K[outputs].movedim(2, 0).contiguous()
 
     def gram(self, precision: Tensor) -> Tensor:
-        if self.by_pairs:
-            return self._gram_by_pairs(precision)
-        phi = self.double().phi
+        return self.add_gram(torch.zeros(self.size, self.size, dtype=torch.float64), precision)
+
+    def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        """Block by block, so that no second matrix (P, P) is held."""
         C, F = self.outputs, self.width
-        out = torch.empty(C, F, C, F, dtype=phi.dtype)
-        for a in range(C):
-            for b in range(a + 1):
-                block = (phi * precision[:, a, b, None]).mT @ phi
-                out[a, :, b, :] = block
-                out[b, :, a, :] = block.mT
-        return out.reshape(C * F, C * F)
+        by_outputs = total.view(C, F, C, F)
+        for a, b, block in self._blocks(precision):
+            by_outputs[b, :, a, :] += block.mT
+            if a != b:
+                by_outputs[a, :, b, :] += block
+        return total
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         phi = self.double().phi

@@ -55,6 +55,10 @@ class Jacobian(Protocol):
         """Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
         ...
 
+    def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        """`gram` added to total (P, P) in place; returns total."""
+        ...
+
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         """The diagonal of `gram`.  (B, C, C) -> (P,)."""
         ...
@@ -107,6 +111,9 @@ class DenseJacobian:
     def gram(self, precision: Tensor) -> Tensor:
         weighted = precision @ self.values
         return self.values.flatten(0, 1).mT @ weighted.flatten(0, 1)
+
+    def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        return total.add_(self.gram(precision))
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         return (self.values * (precision @ self.values)).sum((0, 1))

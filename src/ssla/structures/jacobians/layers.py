@@ -187,6 +187,9 @@ class LayerJacobian:
     def gram(self, precision: Tensor) -> Tensor:
         return self.dense().gram(precision)
 
+    def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        return self.dense().add_gram(total, precision)
+
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         out = torch.zeros(self.size, dtype=self.dtype)
         for block in self.layers:
