@@ -141,6 +141,40 @@ def test_influence_ranks_rows_of_classes_as_refits_do(gaussian):
         assert each.min() >= 0.95
 
 
+@pytest.mark.parametrize(
+    ("columns", "law", "outputs", "errors"),
+    [
+        (4, L.Categorical(), 3, {0.0: 0.137, 0.5: 0.125, 1.0: 0.136}),
+        (10, L.Categorical(), 3, {0.0: 0.283, 0.5: 0.203, 1.0: 0.166}),
+        (4, L.Poisson(), 1, {0.0: 0.071, 0.5: 0.063, 1.0: 0.071}),
+        (12, L.Poisson(), 1, {0.0: 0.103, 0.5: 0.081, 1.0: 0.086}),
+    ],
+)
+def test_the_share_of_the_own_term_has_the_stated_error_beside_refits(columns, law, outputs, errors, monkeypatch):
+    """By brute force: 60 refits without a row each. The figures are those of the docstring of `explanations`."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    x, weights = draw(60, columns), draw(columns, outputs)
+    f = x @ weights
+    y = (f + draw(60, outputs)).argmax(1) if outputs > 1 else torch.poisson((0.4 * f[:, 0]).exp(), generator=generator)
+    net, new = nn.Linear(columns, outputs).double().eval(), draw(4, columns)
+
+    def refit(rows):
+        prior = ssla.priors.Gaussian(1.0)
+        return ssla.fit(net, (x[rows], y[rows]), likelihood=law, prior=prior, mode="polish", gaussian="laplace")
+
+    def spread(posterior):
+        return posterior.marginal(new).covariance.diagonal(dim1=-2, dim2=-1)
+
+    posterior, rows = refit(slice(None)), torch.arange(60)
+    expected = torch.stack([spread(posterior) - spread(refit(rows != row)) for row in rows], 1)
+    for share, error in errors.items():
+        monkeypatch.setattr("ssla.predictive.explanations.OWN", share)
+        found = ssla.explain(posterior, new, top=None).influence
+        gap = (by_row(found, found.variance) - expected).abs().mean() / expected.abs().mean()
+        assert float(gap) == pytest.approx(error, abs=0.001)
+
+
 def test_the_top_rows_are_the_first_of_all_rows_in_any_chunks():
     posterior = gaussian(outputs=2)
     everything = ssla.explain(posterior, NEW, top=None).influence

@@ -8,9 +8,20 @@ outputs at another input x, with X = J_x S J_iᵀ (C, C), K = J_i S J_iᵀ = R R
 
 The row also moves the outputs of every other row j, by J_j S J_iᵀa, and with them Λ_j, unless the noise is Gaussian. To first
 order this adds −aᵀJ_i S v to a variance cᵀSc (c a row of J_x), with v = Σ_j J_jᵀt_j and t_j the gradient in f of
-(J_j S c)ᵀΛ_j(f)(J_j S c): one more pass for all i. For classes it is as large as the first term. The row's own term (j = i)
-leaves with the row, but without the row J_j S c is larger for its neighbours, by a sum that would need all pairs of rows. Half of
-the own term stands for that sum: in the refits below this is nearer than all or none of it.
+(J_j S c)ᵀΛ_j(f)(J_j S c): one more pass for all i. For classes it is as large as the first term.
+
+The next order has two parts of opposite sign. The row's own term (j = i) leaves with the row. And without the row S is
+S₀ = S + S J_iᵀW J_i S, so that J_j S c of its neighbours is larger by (J_j S J_iᵀ)W(J_i S c): a sum over all pairs of rows, which
+is not made. No constant can replace it: for one parameter and n equal rows both parts together are −1 times the own term, for
+rows that share no parameter the pairs vanish and they are +1 times. `OWN` takes a half out, which is an approximation and not a
+derived value: it is nearer to refits than none of it, and in most cases than all of it. Mean error of the variance relative to
+refits without each row (Laplace, 60 rows, linear, prior precision 1; the first three columns are a test):
+
+    columns, likelihood     none     half     all      with the sum over pairs
+    4, three classes        .137     .125     .136     .108
+    10, three classes       .283     .203     .166     .139
+    4, counts               .071     .063     .071     .033
+    12, counts              .103     .081     .086     .026
 
 Labelling a row adds a site with the Fisher information Λ = L Lᵀ, for whatever y is observed, and takes X Q Xᵀ from K_x, with
 Q = L(I + LᵀKL)⁻¹Lᵀ. Mean, variance and label gains are exact for a linear model with Gaussian noise.
@@ -50,7 +61,7 @@ PURPOSE = Purpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={
 MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
 STEP = 0.01  # of a standard deviation of f: for central differences of what autograd cannot follow
-OWN = 0.5  # of a row's own term that is taken out: see above
+OWN = 0.5  # of a row's own term that is taken out: no derived value, see above and tests/predictive/test_explanations.py
 ROWS_AT_ONCE = 1024  # training rows that meet several queries: fewer rows leave room for more queries in a pass
 VARIANTS = 4096  # inputs with one changed column that are evaluated together
 
