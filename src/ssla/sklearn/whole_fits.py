@@ -21,7 +21,7 @@ def all_or_nothing(
     """
 
     @wraps(fit)
-    def whole(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def whole(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before, done = dict(vars(self)), False
         try:
             result = fit(self, *args, **kwargs)
