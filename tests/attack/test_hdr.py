@@ -108,19 +108,23 @@ def test_a_region_of_numbers_has_its_level_and_the_least_length(name):
 
 
 COUNTS = {
-    "poisson": (lambda: counts(3.0), 400, 0),
-    "poisson in blocks": (lambda: counts(300.0), 3000, 2),
-    "large poisson": (lambda: counts(2e4, 1e-6), 40_000, 12),
-    "negative binomial": (lambda: from_marginal(L.NegativeBinomial(dispersion=2.0), numbers([2.5]), numbers([[0.3]])), 9000, 2),
-    "mixture": (lambda: mixture([counts(3.0), counts(9.0)], [0.4, 0.6]), 900, 0),
-    "mixture of zeros and thousands": (lambda: mixture([counts(0.1), counts(3e4)], [0.4, 0.6]), 200_000, 100),
+    "poisson": (lambda: counts(3.0), 400, False),
+    "poisson in blocks": (lambda: counts(300.0), 3000, True),
+    "large poisson": (lambda: counts(2e4, 1e-6), 40_000, True),
+    "negative binomial": (
+        lambda: from_marginal(L.NegativeBinomial(dispersion=2.0), numbers([2.5]), numbers([[0.3]])),
+        9000,
+        True,
+    ),
+    "mixture": (lambda: mixture([counts(3.0), counts(9.0)], [0.4, 0.6]), 900, False),
+    "mixture of zeros and thousands": (lambda: mixture([counts(0.1), counts(3e4)], [0.4, 0.6]), 200_000, True),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_set_of_counts_has_its_level_and_the_fewest_counts(name):
-    """extra: the counts that blocks may add. Whole blocks gave 743 counts where one was enough."""
-    make, top, extra = COUNTS[name]
+    """Blocks may add three counts and 0.2%. Whole blocks gave 743 counts where one was enough."""
+    make, top, blocks = COUNTS[name]
     p = make()
     chances = p.law.log_prob(torch.arange(top, dtype=F64)[None])[0].exp()
     best = chances.sort(descending=True).values.cumsum(0)
@@ -129,7 +133,8 @@ def test_a_set_of_counts_has_its_level_and_the_fewest_counts(name):
         known = ~region.lower[0].isnan()
         runs = [(int(a), int(b)) for a, b in zip(region.lower[0][known], region.upper[0][known], strict=True)]
         assert sum(float(chances[a : b + 1].sum()) for a, b in runs) >= level - 1e-7
-        assert sum(b + 1 - a for a, b in runs) <= int((best < level).sum()) + 1 + extra
+        fewest = int((best < level).sum()) + 1
+        assert sum(b + 1 - a for a, b in runs) <= (1.002 * fewest + 3 if blocks else fewest)
 
 
 @pytest.mark.parametrize("rate", [500.0, 1000.0])

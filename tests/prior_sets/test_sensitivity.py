@@ -237,6 +237,32 @@ def test_few_rows_count_their_rank_and_other_structures_agree():
     assert len(s.conflicts()) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_statistic_of_all_weights_is_that_of_their_jacobian(dtype):
+    """Against the Jacobian by autograd. kfac gave 132 where 18.5 is right: a conflict that is not there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype).eval()
+    x, y = X.to(dtype), Y.to(dtype)
+    free = {name: value.detach() for name, value in model.named_parameters()}
+    slopes = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)).squeeze(1))(free)
+    J = torch.cat([slopes[name].flatten(1) for name in free], 1).double()
+    theta = torch.cat([value.flatten() for value in free.values()]).double()
+    residual = (y - model(x).detach().squeeze(1)).double() + J @ (theta - 0.1)
+    whole = float(residual @ torch.linalg.solve(0.25 * torch.eye(50) + J @ J.mT / 2.0, residual))
+    left = residual - J @ torch.linalg.lstsq(J, residual[:, None]).solution.squeeze(1)
+
+    def fitted(structure):
+        prior = priors.Gaussian(2.0, 0.1)
+        return ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=0.5), prior=prior, weights="all", structure=structure)
+
+    found = ssla.conflict(fitted("dense"))
+    assert found.statistic == pytest.approx(whole - float(left @ left) / 0.25, rel=1e-5)
+    assert found.df == 21
+    for structure in ("kfac", "diag", "low_rank"):
+        with pytest.raises(ValueError, match="A conflict check needs dense curvature"):
+            ssla.conflict(fitted(structure))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

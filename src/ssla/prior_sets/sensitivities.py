@@ -332,13 +332,22 @@ def conflict(posterior: Posterior) -> Conflict:
     """The prior-predictive tail probability of the data, through the sufficient statistic of the linear model.
 
     Under θ ~ N(m, T⁻¹) the score vector r = S(θ̂ − m) + ∇ℓ is N(0, S + S T⁻¹ S), so rᵀ(S + S T⁻¹ S)⁺ r is χ² with rank(S)
-    degrees of freedom. Exact for Gaussian noise and a network linear in its free parameters with dense curvature; by the normal
-    approximation of the likelihood otherwise. Noise estimated from the same data is taken as known.
+    degrees of freedom. Exact for Gaussian noise and a network linear in its free parameters; by the normal approximation of the
+    likelihood otherwise. Noise estimated from the same data is taken as known.
+
+    Needs dense curvature (or kfac of a last layer with Gaussian noise, which is as exact). Another
+    structure leaves out correlations that r has, and would report conflicts that are not there.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
         raise ValueError("A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…)).")
     tau, curvature = bound.scale_precision, posterior.state.sums.curvature
+    if not isinstance(curvature, Dense) and not posterior.state.quadratic:
+        raise ValueError(
+            f"A conflict check needs dense curvature, but this posterior has structure={posterior.report.structure!r}, which "
+            "leaves out correlations: it would report conflicts that are not there. Fit with structure='dense', for example of "
+            "the last layer."
+        )
     r = curvature.push(posterior.state.mean - bound.mean) + posterior.state.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
