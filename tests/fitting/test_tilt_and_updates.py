@@ -229,3 +229,20 @@ def test_another_prior_says_how_the_mean_was_moved(structure: str) -> None:
     assert moved < (stays if approximate else 0.1 * stays) + 0.01
     again = post.with_prior(ssla.priors.Gaussian(1.3), data=(x, y))
     assert distance(again, truth, x)[0] < 0.02
+
+
+@pytest.mark.parametrize("structure", ["dense", "kfac"])
+@pytest.mark.parametrize("likelihood", [Categorical(), HeteroscedasticGaussian(), StudentT(4.0, 0.5)], ids=repr)
+@pytest.mark.filterwarnings("ignore:The network is not at the mode")
+def test_local_sensitivity_of_a_tilted_gaussian_is_that_of_other_priors(likelihood: Likelihood, structure: str) -> None:
+    """The mean moved in `with_prior`, while the derivative took it as fixed: off by as much as the slope."""
+    torch.manual_seed(0)
+    outputs = {"Categorical": 3, "HeteroscedasticGaussian": 2}.get(type(likelihood).__name__, 1)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
+    x = torch.randn(40, 2, dtype=torch.float64)
+    y = likelihood.sample(model(x).detach(), 1, torch.Generator().manual_seed(0))[0].reshape(40)
+    post = ssla.fit(model, (x, y), likelihood=likelihood, prior=UNIT, weights="all", structure=structure)
+    h = 1e-3
+    above, below = (post.with_prior(ssla.priors.Gaussian(math.exp(k * h))).predict(x[:6]).log_prob(y[:6]) for k in (1, -1))
+    found = ssla.local_sensitivity(post, x[:6], y[:6])
+    torch.testing.assert_close(found.log_prob, (above - below) / (2 * h), rtol=1e-3, atol=1e-5)
