@@ -176,8 +176,10 @@ def test_tuning_follows_the_unit_of_the_targets(case, objective):
         return posterior.tune(objective, data=data)
 
     expected = answers(case, 1.0, tune=tune)
+    # A search by a score ends where a step gains less than 1e-9: within about its root of the maximum.
+    tolerance = 1e-5 if objective == "evidence" else 1e-4
     for c in (1e-12, 1e12):
-        assert_same(answers(case, c, tune=tune), expected, 1e-5)
+        assert_same(answers(case, c, tune=tune), expected, tolerance)
 
 
 def test_the_evidence_finds_the_same_precision_from_a_prior_that_ignores_the_unit():

@@ -158,7 +158,7 @@ def test_other_rungs_and_conventions_evaluate_every_class():
 
 def test_memory_is_bounded(monkeypatch):
     """300 classes under a budget of a few rows: no array is larger than one row's, or than the budget."""
-    budget = 4 << 20
+    budget = 6 << 20  # eight copies of the factors
     post = posterior(300, "kfac", rows=10, memory_budget=budget)
     sizes = []
 

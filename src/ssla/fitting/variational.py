@@ -110,7 +110,8 @@ class Climb:
         while rounds < self.most and not converged:
             there = self._next(here, share)
             rounds += there is not None
-            impossible = there is None
+            # A tilted Gaussian has no mean by whose next step to judge a precision that cannot be improved.
+            stuck = there is None and not self.moves
             if there is None or not there.bound >= here.bound - 1e-12 * abs(here.bound):
                 share /= 2
                 if share >= SHORTEST:
@@ -122,7 +123,7 @@ class Climb:
             if gain <= COARSE and self.choose is not None:
                 here = self._under_another_prior(here, self.choose)
             elif gain <= self.tolerance:
-                converged = not impossible and self._length(here) <= CLOSE * len(here.mean)
+                converged = not stuck and self._length(here) <= CLOSE * len(here.mean)
                 if gain == 0:
                     break
         return self._finished(here, rounds, converged)

@@ -30,7 +30,7 @@ from ssla.persistence.container import FileError, guarded, read, write
 from ssla.persistence.encoding import NAMES, Decoder, Encoder, NotStorableError
 from ssla.priors import CONVENTIONS, Prior
 from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, Report, State, Statistics, Variational
-from ssla.structures import Operator
+from ssla.structures import Kfac, Operator
 from ssla.structures.memory import DEFAULT_BUDGET
 
 KIND = "posterior"
@@ -178,9 +178,12 @@ def _check(posterior: State) -> None:
     prior = posterior.bound_prior
     if not all(bool(torch.isfinite(part(posterior.theta)).all()) for part in (prior.log_prob, prior.gradient, prior.precision)):
         raise ValueError("the prior has no density at θ̂")
-    _check_sums(posterior.statistics, posterior.operator, size)
-    if posterior.variational is not None:
-        _check_sums(posterior.sums, posterior.covariance, size)
+    for sums, operator in ((posterior.statistics, posterior.operator), (posterior.sums, posterior.covariance)):
+        _check_sums(sums, operator, size)
+        if isinstance(sums.curvature, Kfac):
+            shapes = tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in sums.curvature.layers)
+            if shapes != posterior.network.layer_shapes:
+                raise ValueError("its Kronecker factors are not those of the network's layers")
 
 
 def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:

@@ -452,7 +452,7 @@ class _Work:
         return rows.bincount()[rows]
 
     def _tuned(self, posterior: Posterior) -> Posterior:
-        """The posterior with the prior precision of the highest evidence."""
+        """The posterior with the prior precision of the highest evidence; no warning where columns do not help."""
         if not self.settings.tune:
             return posterior
-        return posterior.tune(objective="evidence", over=("prior",), per_layer=False)
+        return Posterior(tune(posterior.state, "evidence", None, ("prior",), False, None, quiet=True))
