@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 LARGEST_MANIFEST = 256 << 20
 MOST_TRIES = 20
+CHECKS, PAUSE = 10, 0.03  # seconds: a rename takes less, also on a busy machine
 COPIES = 4  # of the tensors that are in memory at once while they are written or read
 
 
@@ -112,7 +114,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
             if after == before and not (after is None and being_saved(Path(path))):  # between two renames there is none
                 break
             continue
-        if interrupted and surviving(Path(path)) != (source, True):  # the writer was alive, and has gone on
+        if interrupted and not _stays(Path(path), source):  # a writer was alive, and has gone on
             fault = FileError(f"{path} is replaced all the time. Try again later.")
             continue
         if interrupted:
@@ -122,6 +124,15 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[
             )
         return found
     raise fault
+
+
+def _stays(path: Path, source: Path) -> bool:
+    """Whether the model of an interrupted save stays where it is for a while: another writer may be about to replace it."""
+    for _ in range(CHECKS):
+        if surviving(path) != (source, True):
+            return False
+        time.sleep(PAUSE)
+    return surviving(path) == (source, True)
 
 
 def _generation(source: Path) -> tuple[Path, int, int] | None:
