@@ -69,3 +69,10 @@ def test_the_cost_of_refits_is_known_before_the_work():
     assert "refits" not in str(ssla.estimate_cost(mlp(), 300, weights="all"))
     with pytest.raises(ValueError, match="whole number from 0, but is -1"):
         ssla.estimate_cost(mlp(), 300, refits=-1)
+
+
+def test_a_refusal_names_the_most_accurate_structure_that_fits_first():
+    model = nn.Sequential(nn.Linear(600, 10)).eval()
+    batches = [(torch.randn(10, 600), torch.arange(10))]  # the number of rows is not announced
+    with pytest.raises(ValueError, match=r"Use structure='kfac' \(.*\) or structure='low_rank' .* or structure='diag'"):
+        ssla.fit(model, batches, likelihood=L.Categorical(), memory_budget=2**26)

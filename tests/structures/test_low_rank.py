@@ -112,7 +112,7 @@ def test_a_network_too_wide_for_a_matrix_is_fitted_by_its_rows_within_the_budget
     assert post.report.memory < 8 << 20
     batches = [(x, x[:, 0])]  # the number of rows is not announced
     with pytest.raises(
-        ValueError, match=r"structure='dense' with 3,001 .* needs 275 MiB.*Use structure='diag'.* or structure='low_rank'"
+        ValueError, match=r"structure='dense' with 3,001 .* needs 275 MiB.*Use structure='low_rank'.* or structure='diag'"
     ):
         ssla.fit(wide, batches, **options)
 

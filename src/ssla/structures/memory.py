@@ -11,6 +11,7 @@ from ssla.structures import STRUCTURES, Extent, Kfac, Structure
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 
 DEFAULT_BUDGET = 1 << 30
+BY_ACCURACY = ("dense", "kfac", "low_rank", "diag")  # as in docs/choosing.md
 
 
 def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: int, budget: int) -> None:
@@ -38,11 +39,11 @@ def bytes_of(value: Any) -> int:
 
 
 def alternatives(name: str, extent: Extent, budget: int) -> str:
-    """The other structures that fit, with their memory."""
+    """The other structures that fit, with their memory; the most accurate first."""
     known: dict[str, Structure] = dict(STRUCTURES)
     if _last_layer(extent) and extent.outputs > MANY_CLASSES:
         known["kfac"] = Kfac(output_factor=DIAGONAL)
-    sizes = {other: structure.memory(extent) for other, structure in known.items() if other != name}
+    sizes = {other: known[other].memory(extent) for other in BY_ACCURACY if other != name}
     good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
     return " or ".join(good) or "fewer weights, such as weights='last_layer'"
 
