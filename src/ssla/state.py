@@ -498,11 +498,7 @@ class State:
             return self
         stats, outputs = self.statistics, self.network.outputs
         squares = residual_squares(stats, old, outputs)
-        if old.covariance is not None:
-            new = Gaussian(covariance=old.covariance * factor**2)
-        else:
-            assert isinstance(old.noise, float | Tensor)
-            new = Gaussian(noise=old.noise * factor)
+        new = old.dispersed(factor)
         log_likelihood = stats.log_likelihood + 0.5 * squares * (1 - factor**-2) - stats.weight * outputs * math.log(factor)
         return replace(self, likelihood=new, statistics=stats.at_noise(factor, log_likelihood))
 

@@ -52,6 +52,10 @@ EXACT = {
     "bernoulli": lambda y, f: -_softplus((1 - 2 * y[0]) * f[0]),
     "custom bernoulli": lambda y, f: -_softplus((1 - 2 * y[0]) * f[0]),
     "categorical": _categorical,
+    "hot bernoulli": lambda y, f: -_softplus((1 - 2 * y[0]) * f[0] / D(2.5)),
+    "hot categorical": lambda y, f: _categorical(y, [v / D(2.5) for v in f]),
+    "scaled heteroscedastic": lambda y, f: _normal(y[0], f[0], f[1].exp() * D(1.7) ** 2),
+    "scaled natural": lambda y, f: _normal(y[0], -f[0] / (2 * f[1]), -(D(1.7) ** 2) / (2 * f[1])),
     "custom gamma": lambda y, f: -3 * f[0] - 3 * y[0] * (-f[0]).exp(),
 }
 

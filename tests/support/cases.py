@@ -53,6 +53,18 @@ CASES = {
     "negative binomial": (L.NegativeBinomial(dispersion=0.4), T([-3.0], [0.0], [2.5]), COUNTS),
     "bernoulli": (L.Bernoulli(), T([-30.0], [-1.0], [0.0], [3.0]), T(0.0, 1.0)),
     "categorical": (L.Categorical(), T([0.0, 0.0, 0.0], [5.0, -3.0, 1.0], [-20.0, 0.0, 9.0]), T(0.0, 1.0, 2.0)),
+    "hot bernoulli": (L.Bernoulli(temperature=2.5), T([-30.0], [-1.0], [0.0], [3.0]), T(0.0, 1.0)),
+    "hot categorical": (L.Categorical(temperature=2.5), T([0.0, 0.0, 0.0], [5.0, -3.0, 1.0]), T(0.0, 1.0, 2.0)),
+    "scaled heteroscedastic": (
+        L.HeteroscedasticGaussian(scale=1.7),
+        T([0.0, 0.0], [1.0, -6.0], [-1.0, 5.0], [0.3, -1.0]),
+        T(-3.0, 0.0, 0.2, 1.0, 5.0),
+    ),
+    "scaled natural": (
+        L.HeteroscedasticGaussian(parameters="natural", scale=1.7),
+        T([0.0, -0.5], [1.0, -4.0], [-3.0, -0.01]),
+        T(-3.0, 0.0, 0.2, 5.0),
+    ),
     "tempered": (L.Tempered(L.Poisson(), beta=0.3), T([-3.0], [0.0], [2.5]), COUNTS),
     "custom gamma": (L.custom(_gamma_log_prob, support="positive", outputs=1), T([-1.0], [0.5]), T(0.1, 1.0, 6.0)),
     "custom heteroscedastic": (L.custom(_heteroscedastic_log_prob, outputs=2), T([0.0, 0.0], [1.0, -2.0]), T(-3.0, 0.5, 2.0)),

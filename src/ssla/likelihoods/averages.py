@@ -64,10 +64,10 @@ def averages(
 def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
     """Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C)."""
     if of_classes(likelihood):
-        p = torch.softmax(f, -1)
+        p, weight = likelihood.mean(f), _weight(likelihood)
         if diagonal:
-            return (pool @ (p * (1 - p))).mul_(_beta(likelihood)).unsqueeze(0)
-        return _from_outer((p * pool[:, None]).mT @ p).mul_(_beta(likelihood)).unsqueeze(0)
+            return (pool @ (p * (1 - p))).mul_(weight).unsqueeze(0)
+        return _from_outer((p * pool[:, None]).mT @ p).mul_(weight).unsqueeze(0)
     size = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     blocks = [slice(start, start + size) for start in range(0, max(len(f), 1), size)]
     total = torch.stack([torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]).sum(0, keepdim=True)
@@ -87,6 +87,18 @@ def of_classes(likelihood: Likelihood) -> bool:
 
 def _beta(likelihood: Likelihood) -> float:
     return likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+
+
+def _temperature(likelihood: Likelihood) -> float:
+    """Of classes."""
+    law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
+    assert isinstance(law, Categorical)
+    return law.temperature
+
+
+def _weight(likelihood: Likelihood) -> float:
+    """The factor on diag(p) − ppᵀ of classes."""
+    return _beta(likelihood) / _temperature(likelihood) ** 2
 
 
 def _of_nodes(
@@ -113,7 +125,7 @@ def _closed_form(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fishe
     known = isinstance(law, HeteroscedasticGaussian | Poisson) and law.linear_domain
     if not known:
         return None
-    K = _covariance(f, root)
+    K, f = _covariance(f, root), law.scaled(f) if isinstance(law, HeteroscedasticGaussian) else f
     exponent = 0.5 * K[:, -1, -1] + (f[:, -1] if isinstance(law, Poisson) else -f[:, -1])
     if bool((exponent > LARGEST_EXPONENT).any()):
         return None
@@ -150,7 +162,9 @@ def _of_classes(
     likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
 ) -> Derivatives:
     """E Λ = diag(E p) − E p pᵀ, without a matrix for each node. f is overwritten."""
-    beta = _beta(likelihood)
+    beta, temperature = _beta(likelihood), _temperature(likelihood)
+    if temperature != 1:
+        f /= temperature
     hit = y.long()[:, None, None].expand(-1, 1, f.shape[2])
     f -= f.amax(1, keepdim=True)
     own = f.gather(1, hit)
@@ -163,15 +177,15 @@ def _of_classes(
         even = bool((weights == weights[0]).all())
         outer = (p @ p.mT).mul_(weights[0]) if even else (p * weights) @ p.mT
         score = hits - outer.sum(-1)  # Σ p = 1 at each node
-        return Derivatives(beta * log_prob, beta * score, _from_outer(outer).mul_(beta))
+        return Derivatives(beta * log_prob, beta / temperature * score, _from_outer(outer).mul_(_weight(likelihood)))
     score = hits - p @ weights
     if diagonal:
-        precision = beta * (pool @ ((1 - p).mul_(p) @ weights)).unsqueeze(0)
+        precision = _weight(likelihood) * (pool @ ((1 - p).mul_(p) @ weights)).unsqueeze(0)
     else:  # one product over all rows and nodes
         flat = p.movedim(1, 0).flatten(1)
         outer = (flat * (pool[:, None] * weights).flatten()) @ flat.mT
-        precision = _from_outer(outer).mul_(beta).unsqueeze(0)
-    return Derivatives(beta * log_prob, beta * score, precision)
+        precision = _from_outer(outer).mul_(_weight(likelihood)).unsqueeze(0)
+    return Derivatives(beta * log_prob, beta / temperature * score, precision)
 
 
 def _from_outer(outer: Tensor) -> Tensor:

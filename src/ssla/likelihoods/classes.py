@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ssla._checks import in_plain_torch, positive
 from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
 
 
-@dataclass(frozen=True)
-class Bernoulli:
-    """y ∈ {0, 1}, one output f = logit P(y = 1).  With p = σ(f): g = y − p, Λ = p(1−p) (= fisher)."""
+@dataclass(frozen=True, repr=False)
+class _Classes:
+    """What likelihoods of classes share: the outputs are logits times a temperature T.
+
+    T > 1 says that the network is over-confident, T < 1 that it is too timid.
+    """
+
+    temperature: float = 1.0
+
+    @in_plain_torch
+    def __post_init__(self) -> None:
+        positive(f"{type(self).__name__} temperature", torch.tensor(float(self.temperature)))
+
+    def logits(self, f: Tensor) -> Tensor:
+        """The outputs at temperature 1: f/T."""
+        return f if self.temperature == 1 else f / self.temperature
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.temperature == 1 else f'temperature={self.temperature:.4g}'})"
+
+
+@dataclass(frozen=True, repr=False)
+class Bernoulli(_Classes):
+    """y ∈ {0, 1}, one output f = T · logit P(y = 1).
+
+    With p = σ(f/T) and temperature T: g = (y − p)/T, Λ = p(1−p)/T² (= fisher).
+    """
 
     @property
     def support(self) -> Support:
@@ -25,6 +50,10 @@ class Bernoulli:
         return self
 
     linear_domain = True
+
+    def dispersed(self, factor: float) -> Bernoulli:
+        """At that many times the temperature."""
+        return replace(self, temperature=self.temperature * factor)
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical")
@@ -34,42 +63,47 @@ class Bernoulli:
         """Every f is allowed."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y, a = event(y, f).to(f.dtype), f[..., 0]
+        y, a = event(y, f).to(f.dtype), self.logits(f)[..., 0]
         return logsigmoid((2 * y - 1) * a)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         sign = 2 * event(y, f_new).to(f_new.dtype) - 1
-        return -softplus_difference(-sign * f_old[..., 0], -sign * (f_new - f_old)[..., 0])
+        return -softplus_difference(-sign * self.logits(f_old)[..., 0], -sign * self.logits(f_new - f_old)[..., 0])
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         sign = 2 * event(y, f).to(f.dtype) - 1
-        return (sign * torch.sigmoid(-sign * f[..., 0])).unsqueeze(-1)
+        slope = sign * torch.sigmoid(-sign * self.logits(f)[..., 0])
+        return self.logits(slope.unsqueeze(-1))
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        y, a = event(y, f), f[..., 0]
-        value = torch.sigmoid(a) * torch.sigmoid(-a)
-        return value.expand(common_shape(y, a))[..., None, None]
+        value = self.fisher(f)[..., 0, 0]
+        return value.expand(common_shape(event(y, f), value))[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
-        return (torch.sigmoid(f) * torch.sigmoid(-f)).unsqueeze(-1)
+        a = self.logits(f)
+        return self.logits(self.logits(torch.sigmoid(a) * torch.sigmoid(-a))).unsqueeze(-1)
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
 
     def mean(self, f: Tensor) -> Tensor:
-        return torch.sigmoid(f[..., 0])
+        return torch.sigmoid(self.logits(f)[..., 0])
 
     def variance(self, f: Tensor) -> Tensor:
-        return torch.sigmoid(f[..., 0]) * torch.sigmoid(-f[..., 0])
+        a = self.logits(f)[..., 0]
+        return torch.sigmoid(a) * torch.sigmoid(-a)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         p = self.mean(f)
         return torch.bernoulli(p.expand(n, *p.shape), generator=generator).long()
 
 
-@dataclass(frozen=True)
-class Categorical:
-    """y ∈ {0 … C−1}, C ≥ 2 outputs f = logits.  With p = softmax(f): g = e_y − p, Λ = diag(p) − ppᵀ (= fisher)."""
+@dataclass(frozen=True, repr=False)
+class Categorical(_Classes):
+    """y ∈ {0 … C−1}, C ≥ 2 outputs f = T · logits.
+
+    With p = softmax(f/T) and temperature T: g = (e_y − p)/T, Λ = (diag(p) − ppᵀ)/T² (= fisher).
+    """
 
     @property
     def support(self) -> Support:
@@ -80,6 +114,10 @@ class Categorical:
         return self
 
     linear_domain = True
+
+    def dispersed(self, factor: float) -> Categorical:
+        """At that many times the temperature."""
+        return replace(self, temperature=self.temperature * factor)
 
     def support_for(self, outputs: int) -> Support:
         if outputs < 2:
@@ -93,7 +131,7 @@ class Categorical:
         """Every f is allowed."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        logs = torch.log_softmax(f, -1)
+        logs = torch.log_softmax(self.logits(f), -1)
         y = y.long()
         shape = common_shape(y, f[..., 0])
         return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
@@ -102,23 +140,23 @@ class Categorical:
         """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y exceeds one."""
         y = y.long()
         shape = common_shape(y, f_new[..., 0], f_old[..., 0])
-        d = (f_new - f_old).expand(*shape, -1)
+        d = self.logits(f_new - f_old).expand(*shape, -1)
         d = d - d.gather(-1, y.expand(shape).unsqueeze(-1))
-        close = -torch.log1p((torch.softmax(f_old, -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
+        close = -torch.log1p((torch.softmax(self.logits(f_old), -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
         return torch.where(d.abs().amax(-1) <= 1, close, self.log_prob(y, f_new) - self.log_prob(y, f_old))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         # column y as Σ_{c≠y} p_c: 1 − p_y would cancel for p_y near 1
         hit = torch.nn.functional.one_hot(y.long(), f.shape[-1]).to(f.dtype)
-        others = _softmax(f) * (1 - hit)
-        return hit * others.sum(-1, keepdim=True) - others
+        others = _softmax(self.logits(f)) * (1 - hit)
+        return self.logits(hit * others.sum(-1, keepdim=True) - others)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         shape = common_shape(y, f[..., 0])
         return self.fisher(f).expand(*shape, -1, -1)
 
     def fisher(self, f: Tensor) -> Tensor:
-        p = _softmax(f)
+        p = _softmax(self.logits(f))
         if f.stride(-1) == 1:
             outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
         else:  # component-major as f: products over many rows read it fastest
@@ -127,20 +165,20 @@ class Categorical:
         diagonal = outer.diagonal(dim1=-2, dim2=-1)
         others = -(outer.sum(-1) - diagonal)
         diagonal.copy_(others)  # rows sum to zero exactly
-        return outer
+        return self.logits(self.logits(outer))
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
 
     def mean(self, f: Tensor) -> Tensor:
-        return _softmax(f)
+        return _softmax(self.logits(f))
 
     def variance(self, f: Tensor) -> Tensor:
-        p = torch.softmax(f, -1)
+        p = self.mean(f)
         return p * (1 - p)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-        p = torch.softmax(f, -1)
+        p = self.mean(f)
         draws = torch.multinomial(p.reshape(-1, p.shape[-1]), n, replacement=True, generator=generator)
         return draws.mT.reshape(n, *f.shape[:-1])
 

@@ -57,6 +57,10 @@ class Poisson:
     def linear_domain(self) -> bool:
         return self.link == "log"
 
+    def dispersed(self, factor: float) -> Likelihood:
+        """With that many times the variance at a mean of 1, if that is more and the link is the logarithm."""
+        return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
+
     def support_for(self, outputs: int) -> Support:
         need_outputs("Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate")
         return Counts(LARGEST_COUNT)
@@ -174,6 +178,10 @@ class NegativeBinomial:
     @in_plain_torch
     def __post_init__(self) -> None:
         positive("NegativeBinomial dispersion", torch.tensor(float(self.dispersion)), "For no extra spread use Poisson().")
+
+    def dispersed(self, factor: float) -> NegativeBinomial:
+        """With that many times the dispersion."""
+        return NegativeBinomial(self.dispersion * factor)
 
     @property
     def support(self) -> Support:

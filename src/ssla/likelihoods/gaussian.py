@@ -152,6 +152,13 @@ class Gaussian:
         factor = torch.linalg.cholesky(self.covariance_for(f))
         return self.mean(f + noise @ factor.mT)
 
+    def dispersed(self, factor: float) -> Gaussian:
+        """With that many times the standard deviation."""
+        if self.covariance is not None:
+            return Gaussian(covariance=self.covariance * factor**2)
+        assert isinstance(self.noise, float | Tensor), "the noise is still to be estimated"
+        return Gaussian(noise=self.noise * factor)
+
     def __repr__(self) -> str:
         if self.covariance is not None:
             return f"Gaussian(covariance={self.covariance.tolist()})"

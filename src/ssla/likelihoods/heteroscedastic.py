@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, one_of
+from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
 from ssla.likelihoods.support import Real, Support
 from ssla.numerics.linalg import stack_last, stack_square
@@ -28,13 +29,33 @@ class HeteroscedasticGaussian:
 
     parameters = "natural": f = (η₁, η₂) = (μ/σ², −1/(2σ²)), η₂ < 0. The log likelihood is concave,
     so the observed precision does not depend on y and equals the Fisher information.
+
+    scale: a factor on σ for all rows. Outputs are then those of σ/scale: s − 2 log scale, or η · scale².
     """
 
     parameters: str = MEAN_LOG_VARIANCE
+    scale: float = 1.0
 
     @in_plain_torch
     def __post_init__(self) -> None:
         one_of("parameters", self.parameters, (MEAN_LOG_VARIANCE, NATURAL))
+        positive("HeteroscedasticGaussian scale", torch.tensor(float(self.scale)))
+
+    def __repr__(self) -> str:
+        scale = "" if self.scale == 1 else f", scale={self.scale:.4g}"
+        return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
+
+    def scaled(self, f: Tensor) -> Tensor:
+        """The outputs at scale 1, with the same mean."""
+        if self.scale == 1:
+            return f
+        if self.linear_domain:
+            return torch.stack([f[..., 0], f[..., 1] + 2 * math.log(self.scale)], -1)
+        return f / self.scale**2
+
+    def dispersed(self, factor: float) -> HeteroscedasticGaussian:
+        """With that many times the standard deviation."""
+        return replace(self, scale=self.scale * factor)
 
     @property
     def support(self) -> Support:
@@ -62,7 +83,7 @@ class HeteroscedasticGaussian:
             )
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y = event(y, f)
+        y, f = event(y, f), self.scaled(f)
         a, b = f[..., 0], f[..., 1]
         if self.linear_domain:
             r = y - a
@@ -77,8 +98,9 @@ class HeteroscedasticGaussian:
 
         Natural, w = −2η₂ = 1/σ² and m = η₁/w: ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], m̃ − m = (Δη₁ − mΔw)/w̃.
         """
-        y = event(y, f_new)
-        d, e = (f_new - f_old).unbind(-1)
+        y, step = event(y, f_new), f_new - f_old
+        d, e = (step if self.linear_domain else self.scaled(step)).unbind(-1)
+        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
         if self.linear_domain:
             new, old = y - f_new[..., 0], y - f_old[..., 0]
             close = capped_exp(-f_old[..., 1]) * (new * new * torch.expm1(-e.clamp(-1, 1)) - d * (new + old))
@@ -96,18 +118,17 @@ class HeteroscedasticGaussian:
         if not self.linear_domain:
             return self.derivatives(y, f).score
         r = event(y, f) - f[..., 0]
-        rw = r * capped_exp(-f[..., 1])
+        rw = r * capped_exp(-self.scaled(f)[..., 1])
         return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        y = event(y, f)
-        a, b = f[..., 0], f[..., 1]
+        y, (a, b) = event(y, f), self.scaled(f).unbind(-1)
         if not self.linear_domain:
             m, v = -a / (2 * b), -1 / (2 * b)
-            score = stack_last([y - m, (y - m) * (y + m) - v])
+            score = stack_last([y - m, (y - m) * (y + m) - v]) / self.scale**2
             return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
         r = y - a
         w = capped_exp(-b)
@@ -120,25 +141,27 @@ class HeteroscedasticGaussian:
         )
 
     def fisher(self, f: Tensor) -> Tensor:
+        inside = self.scaled(f)
         if self.linear_domain:
-            w = capped_exp(-f[..., 1])
+            w = capped_exp(-inside[..., 1])
             zero = torch.zeros_like(w)
             return stack_square([[w, zero], [zero, torch.full_like(w, 0.5)]])
-        v, m = -1 / (2 * f[..., 1]), self.mean(f)
+        v, m = -1 / (2 * inside[..., 1]), self.mean(f)
         cross = 2 * m * v
-        return stack_square([[v, cross], [cross, 2 * v * v + 4 * m * m * v]])
+        return stack_square([[v, cross], [cross, 2 * v * v + 4 * m * m * v]]) / self.scale**4
 
     def mean(self, f: Tensor) -> Tensor:
         return f[..., 0] if self.linear_domain else -f[..., 0] / (2 * f[..., 1])
 
     def variance(self, f: Tensor) -> Tensor:
-        return capped_exp(f[..., 1]) if self.linear_domain else -1 / (2 * f[..., 1])
+        inside = self.scaled(f)[..., 1]
+        return capped_exp(inside) if self.linear_domain else -1 / (2 * inside)
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         if self.linear_domain:
             return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
         m, v = self.mean(f), self.variance(f)
-        slope = stack_last([v, 2 * m * v])  # ∂μ/∂η
+        slope = stack_last([v, 2 * m * v]) / self.scale**2  # ∂μ/∂η
         return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
@@ -156,7 +179,7 @@ class HeteroscedasticGaussian:
         if not self.linear_domain:
             return []
         # In units of the noise e^(ŝ/2), where ŝ is zero: single precision holds no squares of y in every unit.
-        unit = torch.exp(-0.5 * f[..., 1])
+        unit = torch.exp(-0.5 * self.scaled(f)[..., 1])
         a, b, low = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
         r, s = (event(y, f) - f[..., 0]) * unit, torch.zeros_like(f[..., 1])
         c = torch.addcmul(b * b, low, low)

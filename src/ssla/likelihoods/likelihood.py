@@ -137,6 +137,20 @@ class Bounded(Protocol):
         ...
 
 
+@runtime_checkable
+class Dispersed(Protocol):
+    """A likelihood with a spread that can be changed: a noise, a temperature, an overdispersion."""
+
+    def dispersed(self, factor: float) -> Likelihood:
+        """With that many times the spread."""
+        ...
+
+
+def dispersed(likelihood: Likelihood, factor: float) -> Likelihood:
+    """With that many times the spread; as it is where it has none that can be changed."""
+    return likelihood.dispersed(factor) if isinstance(likelihood, Dispersed) else likelihood
+
+
 def event(y: Tensor, f: Tensor) -> Tensor:
     """y with shape (N,), also if it was given as a column (N, 1) for f (N, 1)."""
     if y.dim() == f.dim() and y.shape == f.shape and f.shape[-1] == 1:

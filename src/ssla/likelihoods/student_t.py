@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class StudentT:
         return self
 
     linear_domain = True
+
+    def dispersed(self, factor: float) -> StudentT:
+        """With that many times the scale."""
+        return replace(self, scale=self.scale * factor)
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("StudentT", outputs, 1, "the location")

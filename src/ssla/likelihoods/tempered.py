@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, dispersed
 from ssla.likelihoods.support import Support
 
 
@@ -38,6 +38,10 @@ class Tempered:
     @property
     def linear_domain(self) -> bool:
         return self.base.linear_domain
+
+    def dispersed(self, factor: float) -> Likelihood:
+        """With the base that the base's `dispersed` gives; as it is where that has none."""
+        return replace(self, base=dispersed(self.base, factor))
 
     def support_for(self, outputs: int) -> Support:
         return self.base.support_for(outputs)

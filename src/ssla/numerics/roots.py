@@ -30,6 +30,10 @@ class Root(Protocol):
         """Of some rows only."""
         ...
 
+    def scaled(self, factor: float) -> Root:
+        """factor · R."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class FullRoot:
@@ -49,6 +53,9 @@ class FullRoot:
 
     def take(self, rows: slice) -> FullRoot:
         return FullRoot(self.values[rows])
+
+    def scaled(self, factor: float) -> FullRoot:
+        return FullRoot(factor * self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +81,9 @@ class ScaledRoot:
 
     def take(self, rows: slice) -> ScaledRoot:
         return ScaledRoot(self.scale[rows], self.basis)
+
+    def scaled(self, factor: float) -> ScaledRoot:
+        return ScaledRoot(factor * self.scale, self.basis)
 
 
 def full_root(K: Tensor) -> FullRoot:

@@ -17,7 +17,7 @@ from ssla.numerics.quadrature import Regions
 from ssla.numerics.roots import Root, full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
-from ssla.predictive.class_integrals import has_integral, integrate_classes
+from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_classes
 from ssla.predictive.classes import class_predictive, integrated_predictive
 from ssla.predictive.counts import count_predictive
 from ssla.predictive.differentiable import differentiable_predictive
@@ -91,7 +91,7 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differen
     if isinstance(rung, OutputRefit) and _integrates(rung, posterior.likelihood.predictive, posterior.convention):
         whole = ByChunks(rung, posterior, as_inputs(x))
         extreme: list[Tensor] = []
-        parts = _watched(posterior.roots_at(x), extreme)
+        parts = at_temperature_one(posterior.likelihood.predictive, _watched(posterior.roots_at(x), extreme))
         integrals = integrate_classes(parts, posterior.network.outputs, posterior.memory_budget)
         found = integrated_predictive(whole, integrals, rung.name)
         return _flagged(found, torch.cat(extreme)) if extreme else found
@@ -167,7 +167,8 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
         )
     if isinstance(log_density, OutputLogDensity) and _integrates(rung, likelihood, convention):
-        integrals = integrate_classes([(f, full_root(log_density.marginal.covariance))], f.shape[1], DEFAULT_BUDGET)
+        parts = at_temperature_one(likelihood, [(f, full_root(log_density.marginal.covariance))])
+        integrals = integrate_classes(parts, f.shape[1], DEFAULT_BUDGET)
         found = integrated_predictive(log_density, integrals, rung.name)
     elif isinstance(support, Classes):
         found = class_predictive(log_density, support.count, rung.name)

@@ -19,7 +19,7 @@ Other sets of nodes (lattices, Halton, radial) and other roots of K (eigenvector
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,13 @@ def deviations(root: Root, z: Tensor) -> Tensor:
         factor = torch.where(seen > 0, root.variances() / seen, 1.0).sqrt()
         return moved * factor.unsqueeze(-1) if moved.requires_grad else moved.mul_(factor.unsqueeze(-1))
     return moved
+
+
+def at_temperature_one(likelihood: Likelihood, parts: Iterable[tuple[Tensor, Root]]) -> Iterator[tuple[Tensor, Root]]:
+    """f̂ and a root of K in units of the temperature, in which the integrals are those of temperature 1."""
+    assert isinstance(likelihood, Bernoulli | Categorical)
+    for f, root in parts:
+        yield likelihood.logits(f), root if likelihood.temperature == 1 else root.scaled(1 / likelihood.temperature)
 
 
 def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:

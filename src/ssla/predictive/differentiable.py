@@ -19,7 +19,7 @@ from ssla._checks import batched
 from ssla.data import Inputs
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.numerics.roots import FullRoot, Root
-from ssla.predictive.class_integrals import has_integral, integrate_with_graph
+from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_with_graph
 from ssla.predictive.classes import integrated_predictive
 from ssla.predictive.gaussian import GaussianLaw
 from ssla.predictive.implicit import POINTWISE, pointwise_predictive
@@ -81,7 +81,7 @@ def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predi
     R = torch.cat([torch.empty(0, outputs, outputs, dtype=torch.float64), *(r.times(eye.to(r.dtype)).double() for _, r in parts)])
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(likelihood, marginal, True, posterior.like(marginal))
-    integrals = integrate_with_graph(parts, outputs)
+    integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
     return integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 

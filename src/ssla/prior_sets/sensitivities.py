@@ -7,6 +7,7 @@ derivative from autograd. The probabilities of three or more classes are sums ov
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
 from ssla.data import Inputs, as_tensor
-from ssla.likelihoods import Bounded, Likelihood
+from ssla.likelihoods import Bernoulli, Bounded, Categorical, Likelihood
 from ssla.likelihoods.averages import concave
 from ssla.numerics.linalg import root
 from ssla.posterior import Posterior
 from ssla.predictive import GaussianLaw, Predictive
-from ssla.predictive.class_integrals import class_slopes, has_integral
+from ssla.predictive.class_integrals import class_slopes
 from ssla.predictive.expectation import Event, expect, nodes_of, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
@@ -238,9 +239,11 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     vector = predictive.kind == "vector"
     grid = value if value.dim() == (3 if vector else 2) else value.unsqueeze(1)
     shape = grid.shape[:2] if grid is value else grid.shape[:1]
-    if has_integral(likelihood):
+    if isinstance(likelihood, Bernoulli | Categorical):
         predictive.law.check(grid)
-        slope = class_slopes(*marginal, *change).gather(1, grid.long())
+        unit = likelihood.temperature
+        pairs = ((f / unit, K / unit**2) for f, K in (marginal, change))
+        slope = class_slopes(*itertools.chain(*pairs)).gather(1, grid.long())
         return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
     slope, exact = _slope(likelihood, grid, marginal, change)
     if not isinstance(predictive.law, GaussianLaw):  # the mass changes too: d log ∫ = E of the slope

@@ -18,6 +18,7 @@ class Contrasts:
     """Qᵀf with Q (C, C − 1) orthonormal and orthogonal to (1, …, 1)."""
 
     classes: int
+    temperature: float = 1.0
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -43,9 +44,9 @@ class Contrasts:
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
     def pairs(self, f: Tensor) -> Tensor:
-        """Of QᵀΛQ with Λ = diag(p) − ppᵀ, p = softmax(f), the pairs a ≤ b: f (C, …) -> (pairs, …)."""
+        """Of QᵀΛQ with Λ = (diag(p) − ppᵀ)/T², p = softmax(f/T), the pairs a ≤ b: f (C, …) -> (pairs, …)."""
         a, b = self._pairs
-        Q, p = self.matrix.to(f.dtype), f.softmax(0).flatten(1)
+        Q, p = self.matrix.to(f.dtype) / self.temperature, (f / self.temperature).softmax(0).flatten(1)
         along = Q.mT @ p
         found = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(along[a], along[b], value=-1)
         return found.reshape(len(a), *f.shape[1:])

@@ -156,13 +156,13 @@ class LastLayerRefit:
     @cached_property
     def contrasts(self) -> Base | None:
         """The curvature in contrasts of classes, in which determinants are smaller; None where it is not the same."""
-        prior, base = self.prior, self.bases[0]
-        if not (isinstance(self.posterior.likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
+        prior, base, likelihood = self.prior, self.bases[0], self.posterior.likelihood
+        if not (isinstance(likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
-        contrasts = Contrasts(self.outputs)
+        contrasts = Contrasts(self.outputs, likelihood.temperature)
         return Base(base.kind, torch.linalg.cholesky(contrasts.of_blocks(base.matrix)), self.outputs - 1, contrasts)
 
     # --- one group of tasks ----------------------------------------------------------------

@@ -151,7 +151,7 @@ class Group:
         outside = torch.zeros(m, dtype=torch.bool)
         for _, block, f in self._blocks(point):
             if isinstance(likelihood, Categorical):  # y cancels
-                score = likelihood.mean(block.f).unsqueeze(1) - likelihood.mean(f)
+                score = likelihood.logits(likelihood.mean(block.f).unsqueeze(1) - likelihood.mean(f))
             else:
                 score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
             if not likelihood.linear_domain:

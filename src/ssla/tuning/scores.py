@@ -128,8 +128,8 @@ class HeldOut:
             return curvature.positive_part().with_prior(precision)
 
     def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        if self.score is negative_log_density and likelihood == HeteroscedasticGaussian():
-            return -averaged_log_density(y, f, K)
+        if self.score is negative_log_density and isinstance(likelihood, HeteroscedasticGaussian) and likelihood.linear_domain:
+            return -averaged_log_density(y, likelihood.scaled(f), K)
         with warnings.catch_warnings():  # far from the optimum predictives may be rough; the last one is asked again
             warnings.simplefilter("ignore", UserWarning)
             return self.score(predictive_of_outputs(likelihood, f, K), y)

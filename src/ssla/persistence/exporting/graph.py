@@ -114,9 +114,11 @@ class _Moments:
     operator: Operator
 
     def probabilities(self) -> Tensor:
-        if self.f.shape[1] <= 2:
-            return binary_probabilities(self.f, self.operator.covariance(self.J))
-        return softmax_probabilities(self.f, root_of(self.operator, self.J))
+        assert isinstance(self.likelihood, Bernoulli | Categorical)
+        f, unit = self.likelihood.logits(self.f), self.likelihood.temperature
+        if f.shape[1] <= 2:
+            return binary_probabilities(f, self.operator.covariance(self.J) / unit**2)
+        return softmax_probabilities(f, root_of(self.operator, self.J).scaled(1 / unit))
 
     def law(self) -> Numbers:
         K, likelihood = self.operator.covariance(self.J), self.likelihood
