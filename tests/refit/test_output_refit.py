@@ -52,7 +52,9 @@ def kl(name, sd, refit):
     return float(kl_on_grid(truth, predictive.log_prob(y), weights).mean())
 
 
-INTEGRABLE = [n for n in CASES if n not in ("gaussian vector", "gaussian full", "categorical", "hot categorical", "custom heteroscedastic")]
+INTEGRABLE = [
+    n for n in CASES if n not in ("gaussian vector", "gaussian full", "categorical", "hot categorical", "custom heteroscedastic")
+]
 
 
 @pytest.mark.parametrize("sd", SD)
