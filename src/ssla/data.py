@@ -10,6 +10,7 @@ Rows are counted while they are read. The length of a loader is used only for a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.masked import MaskedTensor
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
 from ssla._checks import batched, callers_device, layers_of, outside_transforms, recorded, refuse_masked
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 TARGET_KEYS = ("y", "labels", "target", "targets")
 WEIGHT_KEYS = ("weights", "weight", "sample_weight")
 ARRAY_ROWS = 8192
+GOLDEN = (5**0.5 - 1) / 2
 MASKED = (
     "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The estimators of ssla.sklearn accept "
     "masked inputs as gaps."
@@ -85,6 +87,54 @@ def open_source(data: Any) -> Source:
         length = None
     iterate = _by_index(data) or (lambda: (as_batch(item) for item in _items(data)))
     return Source(iterate, not isinstance(data, Iterator), length, _announced(data))
+
+
+def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
+    """The training rows, and the validation rows (None without any).
+
+    validation: rows, or a share of the data: then every row is in one of both, evenly spread over the
+    order in which the data are read.
+    """
+    source = open_source(data)
+    if validation is None:
+        return source, None
+    if not isinstance(validation, float):
+        if isinstance(validation, bool | int):
+            raise TypeError(
+                f"validation must be rows, (X, y) or a loader, or a share of the data such as 0.2, but is {validation!r}."
+            )
+        return source, open_source(validation)
+    if not 0 < validation < 1:
+        raise ValueError(f"validation as a share of the data must lie between 0 and 1, for example 0.2, but is {validation!r}.")
+    sampler = getattr(data, "sampler", None)
+    if not source.repeatable or isinstance(sampler, RandomSampler):
+        why = "they can be read only once" if not source.repeatable else "the loader shuffles them in each pass"
+        raise ValueError(
+            f"validation={validation} holds out a share of the data, which must come in the same order each time, but {why}. "
+            "Give arrays, a loader with shuffle=False, or the validation rows themselves."
+        )
+    return _share(source, validation, False), _share(source, validation, True)
+
+
+def pick_rows(batch: Batch, rows: Tensor) -> Batch:
+    """Some rows of a batch, by their numbers."""
+    weights = None if batch.weights is None else batch.weights[rows]
+    return Batch(map_inputs(lambda part: part[rows], batch.x), batch.y[rows], weights)
+
+
+def _share(source: Source, share: float, wanted: bool) -> Source:
+    """The rows of a share (or the others). Multiples of the golden ratio are spread evenly."""
+
+    def batches() -> Iterator[Batch]:
+        start = 1
+        for batch in source:
+            count = batch.y.shape[0]
+            places = torch.arange(start, start + count, dtype=torch.float64) * GOLDEN
+            start += count
+            yield pick_rows(batch, (((places % 1) < share) == wanted).nonzero().squeeze(1))
+
+    rows = None if source.rows is None else math.ceil(source.rows * (share if wanted else 1 - share))
+    return Source(batches, True, source.length, rows)
 
 
 def _announced(data: Any) -> int | None:

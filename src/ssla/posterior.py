@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 
 from ssla import fitting, persistence, predictive, tuning
 from ssla._checks import all_in_plain_torch, in_plain_torch
-from ssla.data import Inputs, Source, open_source
+from ssla.data import Inputs, Source, held_out
 from ssla.fitting import prior_change
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
@@ -289,6 +289,7 @@ def fit(
     *,
     likelihood: Likelihood,
     prior: Prior | Distribution | None = None,
+    validation: Any = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
@@ -313,6 +314,11 @@ def fit(
         Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions distribution. If not given, a
         Gaussian with one precision for each layer, by the evidence and the scale of the trained weights; biases are centred on
         their trained values.
+    validation:
+        Rows that the network has not seen, in any form that `data` has, or a share of `data` to hold out (0.2), which says less
+        if the network was trained on them. They choose the dispersion of the likelihood (noise, temperature of classes,
+        overdispersion of counts; a given value is where the search starts), and what is not given of prior, mode and gaussian.
+        Training rows cannot show that a network is over-confident. `posterior.report` says what these rows found.
     weights:
         "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
         where all are frozen, all are taken), a module's name, or a list of parameter names.
@@ -343,10 +349,10 @@ def fit(
     """
     with fitting.announced():
         budget, part = fitting.checked_budget(memory_budget), checked_output(output)
-        reader = fitting.Reader(open_source(data), model, fitting.checked_weights(weights), budget, progress, output=part)
+        training, unseen = held_out(data, validation)
+        reader = fitting.Reader(training, model, fitting.checked_weights(weights), budget, progress, output=part)
         job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget)
-    found = job.run()
-    return Posterior(tuning.choose_prior(found, job) if prior is None else found)
+    return Posterior(tuning.fitted(job, unseen, isinstance(validation, float)))
 
 
 @in_plain_torch

@@ -30,6 +30,9 @@ POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 LAPLACE, VARIATIONAL = "laplace", "variational"
 # subjects of notes
 FIT, DATA, MOVED, ADDED, PRIOR, CONCAVITY, RANK, TUNING = "fit", "data", "moved", "added", "prior", "concavity", "rank", "tuning"
+NO_VALIDATION = (
+    "validation   none: training rows cannot show over-confidence; give rows that the network has not seen as validation="
+)
 COARSE = 0.1  # standard deviations: a dtype whose steps are larger cannot hold the answers
 
 
@@ -101,6 +104,40 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """What rows that the network has not seen say, and what they chose. Log densities are means a row, in nats."""
+
+    rows: int
+    plug_in: float  # negative log density of the network itself
+    scaled_plug_in: float  # the same with the dispersion that is best for these rows
+    predictive: float  # of the predictive: each half of the rows under the setting that the other half chose
+    gain: float  # plug_in − predictive
+    gain_error: float  # its standard error
+    network_spread: float  # factor on the dispersion (noise, temperature, …) that is best without doubt
+    words: str  # what that says of the network
+    spread: float  # factor on the dispersion that was chosen beside the doubt
+    precision: float  # factor on the prior precisions of the trained weights' scale that was chosen
+    settings: int  # how many were compared
+    coverage: dict[str, float]  # level -> share of rows inside the intervals or sets of that level
+    held_out: bool = False  # whether the rows were a share of the training data
+
+    def lines(self) -> list[str]:
+        """For a report."""
+        seen = "; the network may have seen them in its training, then they are too optimistic" if self.held_out else ""
+        words = f"{self.words}" if self.words else "the likelihood has no dispersion to choose"
+        found = [
+            f"validation   {self.rows:,} rows chose between {self.settings} settings{seen}",
+            f"             negative log density a row: network {self.plug_in:.4g}, rescaled {self.scaled_plug_in:.4g}, "
+            f"predictive {self.predictive:.4g} (cross-fitted; gain {self.gain:.3g} ± {self.gain_error:.1g})",
+            f"             {words}; beside the doubt a factor of {self.spread:.3g} was chosen",
+        ]
+        if self.coverage:
+            shares = ", ".join(f"{share:.1%} at {float(level):.0%}" for level, share in self.coverage.items())
+            found.append(f"             coverage: {shares}")
+        return found
+
+
+@dataclass(frozen=True)
 class Report:
     """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
 
@@ -125,6 +162,7 @@ class Report:
     output: str = ""  # the part of the network's answer that is f, if it is a part
     gaussian: str = LAPLACE  # which Gaussian over θ
     rounds: int = 0  # of a variational Gaussian: passes over the data or their stored features
+    validation: Validation | None = None  # None: no rows that the network has not seen were given
 
     @property
     def residual_per_parameter(self) -> float:
@@ -157,6 +195,7 @@ class Report:
             f"gaussian     {self._gaussian}",
             f"memory       {self.memory / 2**20:.1f} MiB",
             *([f"output       {self.output} of the network's answer"] if self.output else []),
+            *(self.validation.lines() if self.validation is not None else [NO_VALIDATION]),
             *(f"note         {note}" for note in self.notes),
         ]
         return "\n".join(lines)

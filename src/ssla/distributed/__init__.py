@@ -31,7 +31,7 @@ from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of,
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 from ssla.structures import Structure
-from ssla.tuning import choose_prior
+from ssla.tuning import fitted
 
 __all__ = ["alone", "fit"]
 
@@ -46,6 +46,7 @@ def fit(
     client: Any,
     likelihood: Likelihood,
     prior: Prior | None = None,
+    validation: Any = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
     structure: str | Structure = "dense",
     mode: str | None = None,
@@ -57,7 +58,8 @@ def fit(
     """`ssla.fit` on shards of data that workers read.
 
     client: a `dask.distributed.Client`, the module `ray` (initialised), or a `concurrent.futures.Executor`. memory_budget is that
-    of each worker. Everything else as in `ssla.fit`.
+    of each worker. validation: rows that the network has not seen, which this process reads; a share of the shards is not taken.
+    Everything else as in `ssla.fit`.
 
     >>> with Client("tcp://scheduler:8786") as client:                              # doctest: +SKIP
     ...     shards = [partial(read_rows, path) for path in paths]
@@ -70,8 +72,7 @@ def fit(
     part = checked_output(output)
     cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
     job = checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget)
-    found = job.run()
-    return Posterior(choose_prior(found, job) if prior is None else found)
+    return Posterior(fitted(job, None if validation is None else open_source(validation)))
 
 
 # --- on the workers ------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Job:
     gaussian: str | None = None
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     tolerance: float | None = None  # of the variational Gaussian; None: its own default
+    validated: bool = False  # whether validation rows choose: further jobs will read the same data
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
@@ -296,7 +297,9 @@ class Job:
         return theta, sums, steps
 
     def _compare_fit(self, start: Sums, end: Sums, theta: Tensor, trained: Tensor) -> None:
-        """Warn where the prior pulled the mode away from what the network had learned."""
+        """Warn where the prior pulled the mode away from what the network had learned, unless validation rows chose it."""
+        if self.validated:
+            return
         before, after = start.statistics, end.statistics
         if isinstance(self.likelihood, Gaussian):
             spread = (end.squares / start.squares.clamp_min(1e-300)).sqrt()
@@ -398,7 +401,15 @@ class Job:
         return Polish(self._collect, self._network.linear, isinstance(self.likelihood, Gaussian), self.notes)
 
     def _order(self, theta: Tensor | None) -> Order:
-        return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational)
+        return Order(
+            theta,
+            self.likelihood,
+            self.structure,
+            self.mode,
+            self.marks,
+            averages=self._variational,
+            rereads=self.validated,
+        )
 
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
         found = self.data.read(self._order(theta))

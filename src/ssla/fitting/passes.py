@@ -45,6 +45,7 @@ class Order:
     marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
     averages: bool = False  # whether passes for averages over a Gaussian will follow
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
+    rereads: bool = False  # whether passes in other settings will follow
 
     def mode_for(self, network: Network) -> str:
         """As asked for; by default polish for a last layer, tilt otherwise. See `trained` for the last layer of a classifier."""
@@ -74,7 +75,7 @@ class Order:
     def again(self, network: Network, budget: int) -> bool:
         """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
         whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self.newton(network, budget))
-        return self.averages or (self.polishes(network) and not whole)
+        return self.rereads or self.averages or (self.polishes(network) and not whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,3 +282,29 @@ def links_of(likelihood: Likelihood) -> tuple[str, ...]:
     if isinstance(law, Bernoulli | Categorical):
         return (SIGMOID, SOFTMAX)
     return (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()
+
+
+def thinned(reader: Reader, most: int) -> Reader:
+    """About `most` of the rows whose features a reader keeps, evenly spread; each counts for those left out.
+
+    The reader itself where it keeps none, or few enough.
+    """
+    chunks = [chunk for chunk in reader.kept or () if chunk.features is not None]
+    rows = sum(len(chunk.y) for chunk in chunks)
+    stride = -(-rows // most)
+    if stride <= 1:
+        return reader
+    picked = []
+    first = 0
+    for chunk in chunks:
+        assert chunk.features is not None
+        own = slice(-first % stride, None, stride)
+        first += len(chunk.y)
+        y = chunk.y[own]
+        weights = torch.ones(len(y), dtype=torch.float64) if chunk.weights is None else chunk.weights[own]
+        features = replace(chunk.features, phi=chunk.features.phi[own].contiguous())
+        some = replace(chunk, y=y, weights=weights * stride, features=features)
+        if len(some.y):
+            picked.append(some)
+    nothing_more = Source(lambda: iter(()), True, 0)
+    return Reader(nothing_more, None, reader.weights, reader.budget, opened=reader.opened, kept=picked)

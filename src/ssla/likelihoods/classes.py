@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import CLOSE, Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
+from ssla.numerics.quadrature.logistic import logistic_normal
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +30,13 @@ class _Classes:
     def logits(self, f: Tensor) -> Tensor:
         """The outputs at temperature 1: f/T."""
         return f if self.temperature == 1 else f / self.temperature
+
+    def dispersion_in_words(self, factor: float) -> str:
+        if factor > CLOSE:
+            return f"the network is over-confident: its logits are {factor:.2g} times too large"
+        if factor < 1 / CLOSE:
+            return f"the network is under-confident: its logits should be {1 / factor:.2g} times as large"
+        return "the network's confidence is right: no other temperature is clearly better"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.temperature == 1 else f'temperature={self.temperature:.4g}'})"
@@ -54,6 +62,12 @@ class Bernoulli(_Classes):
     def dispersed(self, factor: float) -> Bernoulli:
         """At that many times the temperature."""
         return replace(self, temperature=self.temperature * factor)
+
+    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+        """log ∫ σ(±f/T) N(f; f̂, K) df, to about 1e-8."""
+        sd = K[:, 0, 0].clamp_min(0).sqrt() / self.temperature
+        found = logistic_normal(self.logits(f)[:, 0], sd)
+        return torch.where(event(y, f) > 0, found.log_one, found.log_zero)
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical")
@@ -135,6 +149,13 @@ class Categorical(_Classes):
         y = y.long()
         shape = common_shape(y, f[..., 0])
         return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
+
+    def log_prob_at_nodes(self, y: Tensor, f: Tensor) -> Tensor:
+        """log p(y|f) (B, J) at f (B, C, J), in place: of each node only the sum of its exponentials is needed."""
+        f -= f.amax(1, keepdim=True)
+        f /= self.temperature
+        own = f.gather(1, y.long()[:, None, None].expand(-1, 1, f.shape[2])).squeeze(1)
+        return own - f.exp_().sum(1).log()
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y exceeds one."""

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import (
+    CLOSE,
     BoundaryRefit,
     Derivatives,
     Likelihood,
@@ -60,6 +61,11 @@ class Poisson:
     def dispersed(self, factor: float) -> Likelihood:
         """With that many times the variance at a mean of 1, if that is more and the link is the logarithm."""
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
+
+    def dispersion_in_words(self, factor: float) -> str:
+        if factor > CLOSE and self.linear_domain:
+            return f"counts vary more than Poisson's: their overdispersion is {factor - 1:.3g}"
+        return "counts vary as Poisson's do, or less"
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate")
@@ -182,6 +188,9 @@ class NegativeBinomial:
     def dispersed(self, factor: float) -> NegativeBinomial:
         """With that many times the dispersion."""
         return NegativeBinomial(self.dispersion * factor)
+
+    def dispersion_in_words(self, factor: float) -> str:
+        return f"the overdispersion of the counts is {factor:.3g} times that of the likelihood"
 
     @property
     def support(self) -> Support:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive, recorded
-from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
+from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event, residuals_in_words
 from ssla.likelihoods.support import Real, RealVector, Support
 
 ESTIMATE = "estimate"
@@ -152,12 +152,24 @@ class Gaussian:
         factor = torch.linalg.cholesky(self.covariance_for(f))
         return self.mean(f + noise @ factor.mT)
 
+    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+        """log N(y; f̂, Σ + K)."""
+        r = self._residual(y, f)
+        factor = torch.linalg.cholesky(self.covariance_for(f) + K)
+        white = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
+        logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        value: Tensor = -0.5 * (white * white).sum(-1) - logdet - 0.5 * f.shape[-1] * LOG_2PI
+        return value
+
     def dispersed(self, factor: float) -> Gaussian:
         """With that many times the standard deviation."""
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)
         assert isinstance(self.noise, float | Tensor), "the noise is still to be estimated"
         return Gaussian(noise=self.noise * factor)
+
+    def dispersion_in_words(self, factor: float) -> str:
+        return residuals_in_words(factor)
 
     def __repr__(self) -> str:
         if self.covariance is not None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, one_of, positive
-from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs
+from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs, residuals_in_words
 from ssla.likelihoods.support import Real, Support
 from ssla.numerics.linalg import stack_last, stack_square
+from ssla.numerics.quadrature.normal import normal_nodes
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
@@ -53,9 +54,28 @@ class HeteroscedasticGaussian:
             return torch.stack([f[..., 0], f[..., 1] + 2 * math.log(self.scale)], -1)
         return f / self.scale**2
 
+    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+        """log ∫ N(y; μ, eˢ) N((μ, s); f̂, K): closed in μ, Gauss–Hermite in s. For mean and log variance.
+
+        Refits in the outputs need many steps where Var s is large, which a search over priors meets.
+        """
+        assert self.linear_domain, "natural parameters have no density for every output"
+        nodes, weights = normal_nodes(1)
+        centre, level = self.scaled(f).unbind(-1)
+        c = K[:, 1, 1].clamp_min(1e-300)
+        s = level[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (n, J)
+        slope = (K[:, 0, 1] / c)[:, None]
+        mean = centre[:, None] + slope * (s - level[:, None])
+        variance = s.exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
+        log = -0.5 * (LOG_2PI + variance.log() + (event(y, f)[:, None] - mean) ** 2 / variance)
+        return torch.logsumexp(log + weights.log(), 1)
+
     def dispersed(self, factor: float) -> HeteroscedasticGaussian:
         """With that many times the standard deviation."""
         return replace(self, scale=self.scale * factor)
+
+    def dispersion_in_words(self, factor: float) -> str:
+        return residuals_in_words(factor)
 
     @property
     def support(self) -> Support:

@@ -142,13 +142,34 @@ class Dispersed(Protocol):
     """A likelihood with a spread that can be changed: a noise, a temperature, an overdispersion."""
 
     def dispersed(self, factor: float) -> Likelihood:
-        """With that many times the spread."""
+        """The same law with that many times the spread."""
+        ...
+
+    def dispersion_in_words(self, factor: float) -> str:
+        """What it says of the network that unseen rows want `factor` times the spread."""
         ...
 
 
 def dispersed(likelihood: Likelihood, factor: float) -> Likelihood:
     """With that many times the spread; as it is where it has none that can be changed."""
     return likelihood.dispersed(factor) if isinstance(likelihood, Dispersed) else likelihood
+
+
+def dispersion_in_words(likelihood: Likelihood, factor: float) -> str:
+    """What it says of the network that unseen rows want `factor` times the spread; empty without one."""
+    return likelihood.dispersion_in_words(factor) if isinstance(likelihood, Dispersed) else ""
+
+
+CLOSE = 1.05  # factors on a spread that are nearer to one than this count as one in words
+
+
+def residuals_in_words(factor: float) -> str:
+    """What a factor on a standard deviation says, for numbers."""
+    if factor > CLOSE:
+        return f"its residuals on these rows are {factor:.3g} times as large as its noise says"
+    if factor < 1 / CLOSE:
+        return f"its residuals on these rows are only {factor:.3g} times as large as its noise says"
+    return "its noise is right: no other is clearly better"
 
 
 def event(y: Tensor, f: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, residuals_in_words
 from ssla.likelihoods.support import Real, Support
 
 
@@ -44,6 +44,9 @@ class StudentT:
     def dispersed(self, factor: float) -> StudentT:
         """With that many times the scale."""
         return replace(self, scale=self.scale * factor)
+
+    def dispersion_in_words(self, factor: float) -> str:
+        return residuals_in_words(factor)
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("StudentT", outputs, 1, "the location")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, dispersed
+from ssla.likelihoods.likelihood import Derivatives, Likelihood, dispersed, dispersion_in_words
 from ssla.likelihoods.support import Support
 
 
@@ -42,6 +42,9 @@ class Tempered:
     def dispersed(self, factor: float) -> Likelihood:
         """With the base that the base's `dispersed` gives; as it is where that has none."""
         return replace(self, base=dispersed(self.base, factor))
+
+    def dispersion_in_words(self, factor: float) -> str:
+        return dispersion_in_words(self.base, factor)
 
     def support_for(self, outputs: int) -> Support:
         return self.base.support_for(outputs)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of, warn
+from ssla.data import Source
 from ssla.fitting import again
 from ssla.fitting.job import Job, outputs_apart
 from ssla.fitting.prior_change import described
@@ -34,8 +35,9 @@ from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
 from ssla.tuning.space import NOISE, PRIOR, Space
+from ssla.tuning.validation import choose_by_validation
 
-__all__ = ["choose_prior", "tune"]
+__all__ = ["choose_prior", "fitted", "tune"]
 
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)  # log factors on all precisions from which an ascent may start
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
@@ -52,6 +54,17 @@ REACH = 3.0  # by which a logarithm may change while averages are kept
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as converged
 SCORE_ERROR = 1e-9  # of a score: quadrature, and rounding errors of covariances under weak priors
+
+
+def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State:
+    """The posterior of a fit: what nobody gave is chosen by validation rows, or without any by the evidence.
+
+    held_out: whether the validation rows are a share of the training data.
+    """
+    if validation is not None:
+        return choose_by_validation(job, validation, held_out)
+    found = job.run()
+    return choose_prior(found, job) if job.prior is None else found
 
 
 def tune(

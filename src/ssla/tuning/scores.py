@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.special import ndtr
 
 from ssla import metrics
-from ssla.data import Batch, Inputs, column, leaves, map_inputs, open_source
+from ssla.data import Batch, column, leaves, open_source, pick_rows
 from ssla.fitting import collect
 from ssla.likelihoods import HeteroscedasticGaussian, Likelihood
-from ssla.likelihoods.likelihood import LOG_2PI
-from ssla.numerics.quadrature.normal import normal_nodes
 from ssla.predictive import GaussianLaw, Predictive, predictive_of_outputs
 from ssla.predictive.leave_one_out import Sites
 from ssla.predictive.leave_one_out import collect as collect_sites
@@ -81,7 +79,7 @@ class HeldOut:
         # a refit of each fold by one Newton step: exact for a quadratic, first order for other likelihoods of a last layer
         moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
-        pieces = [_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
+        pieces = [pick_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
         sums = [collect(posterior, tuple(p for p in piece if p is not None)) for piece in pieces]
         parts = []
         for k, piece in enumerate(pieces):
@@ -129,25 +127,10 @@ class HeldOut:
 
     def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
         if self.score is negative_log_density and isinstance(likelihood, HeteroscedasticGaussian) and likelihood.linear_domain:
-            return -averaged_log_density(y, likelihood.scaled(f), K)
+            return -likelihood.log_average(y, f, K)
         with warnings.catch_warnings():  # far from the optimum predictives may be rough; the last one is asked again
             warnings.simplefilter("ignore", UserWarning)
             return self.score(predictive_of_outputs(likelihood, f, K), y)
-
-
-def averaged_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """log ∫ N(y; μ, eˢ) N((μ, s); f, K) for mean and log variance (n, 2): closed in μ, Gauss–Hermite in s.
-
-    Refits in the outputs need many steps where Var s is large, which a search over priors meets.
-    """
-    nodes, weights = normal_nodes(1)
-    c = K[:, 1, 1].clamp_min(1e-300)
-    s = f[:, 1:] + c.sqrt()[:, None] * nodes[:, 0]  # (n, J)
-    slope = (K[:, 0, 1] / c)[:, None]
-    mean = f[:, :1] + slope * (s - f[:, 1:])
-    variance = s.exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
-    log = -0.5 * (LOG_2PI + variance.log() + (y[:, None] - mean) ** 2 / variance)
-    return torch.logsumexp(log + weights.log(), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,11 +192,6 @@ def _whole(data: Any) -> Batch:
         x = tuple(torch.cat([leaves(batch.x)[i] for batch in batches]) for i in range(len(x)))
     weights = [batch.weights for batch in batches if batch.weights is not None]
     return Batch(x, torch.cat([batch.y for batch in batches]), torch.cat(weights) if weights else None)
-
-
-def _rows(batch: Batch, index: Tensor) -> Batch:
-    x: Inputs = map_inputs(lambda part: part[index], batch.x)
-    return Batch(x, batch.y[index], None if batch.weights is None else batch.weights[index])
 
 
 def _targets(y: Tensor) -> Tensor:
