@@ -75,7 +75,11 @@ def one(case: str, seed: int) -> Record:
     noise = LEVEL
     for _ in range(20):  # noise and mode in turn
         posterior = ssla.fit(
-            model, (x, y / scale), likelihood=ssla.likelihoods.Gaussian(noise=noise), prior=ssla.priors.Gaussian()
+            model,
+            (x, y / scale),
+            likelihood=ssla.likelihoods.Gaussian(noise=noise),
+            prior=ssla.priors.Gaussian(),
+            mode="polish",
         )
         residuals = posterior.state.outputs_at(x).mean[:, 0] - y / scale
         noise = float(residuals.square().mean().sqrt())

@@ -246,4 +246,4 @@ class Linear:
 def _fit(model: nn.Module, x: Tensor, y: Tensor, likelihood: likelihoods.Likelihood, prior: priors.Prior) -> ssla.Posterior:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The residuals are")  # priors in conflict with the data are part of the study
-        return ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace")
+        return ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, mode="polish", gaussian="laplace")

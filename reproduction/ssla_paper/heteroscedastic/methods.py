@@ -124,6 +124,7 @@ def ours(seed: int, fresh: int, every: bool = True) -> Record:
             gaussian="laplace",
             weights=weights,
             structure=structure,
+            mode="polish" if weights == "last_layer" else None,
         ).tune()
 
     def asked(of: ssla.Posterior, refit: str) -> Ask:

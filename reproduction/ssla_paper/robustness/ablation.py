@@ -92,7 +92,7 @@ class Case:
             gaussian="laplace",
             weights=variant.weights,
             structure=variant.structure,
-            mode=variant.mode,
+            mode=variant.mode or ("polish" if variant.weights == "last_layer" else None),
         )
         if variant.tuned == EVIDENCE:
             return posterior.tune(over=("prior",), per_layer=False)

@@ -102,7 +102,12 @@ class Methods:
         """The Gaussian at the mode: a last layer, dense, polished, the prior by the evidence."""
         with quiet():
             return ssla.fit(
-                self.modules[member], (self.x, self.y), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+                self.modules[member],
+                (self.x, self.y),
+                likelihood=Categorical(),
+                prior=ssla.priors.Gaussian(),
+                mode="polish",
+                gaussian="laplace",
             ).tune()
 
     @cached_property
@@ -115,11 +120,21 @@ class Methods:
         out, module = self.held_out[0], self.modules[0]
         with quiet():
             part = ssla.fit(
-                module, (self.x[~out], self.y[~out]), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+                module,
+                (self.x[~out], self.y[~out]),
+                likelihood=Categorical(),
+                prior=ssla.priors.Gaussian(),
+                mode="polish",
+                gaussian="laplace",
             )
             prior = part.tune(objective="nll", data=(self.x[out], self.y[out]), per_layer=False).prior
             return ssla.fit(
-                module, (self.x, self.y), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+                module,
+                (self.x, self.y),
+                likelihood=Categorical(),
+                prior=ssla.priors.Gaussian(),
+                mode="polish",
+                gaussian="laplace",
             ).with_prior(prior)
 
     @cached_property

@@ -144,12 +144,18 @@ def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = F
 
 
 def fit_roughly(
-    model: nn.Module, data: Any, likelihood: Likelihood, prior: Prior, weights: str, structure: str | Structure
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: Prior,
+    weights: str,
+    structure: str | Structure,
+    mode: str | None,
 ) -> State:
     """As `fit`, with a variational Gaussian of a lower accuracy: enough to choose a prior."""
     with announced():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
-        job = checked_job(shared(reader), likelihood, prior, structure, None, None, DEFAULT_BUDGET)
+        job = checked_job(shared(reader), likelihood, prior, structure, mode, None, DEFAULT_BUDGET)
     return replace(job, tolerance=ROUGH).run()
 
 

@@ -13,7 +13,7 @@ from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Around, Sums, residual
-from ssla.fitting.trained import judged
+from ssla.fitting.trained import Verdict, judged, judged_numbers
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
@@ -91,8 +91,8 @@ class Job:
         mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
-        if self.mode is None and self.prior is None and target.classes is not None:
-            verdict = judged(sums, target.classes, self.likelihood)
+        verdict = None if self.mode is not None else self._verdict(sums, target)
+        if verdict is not None and mode == POLISH:
             mode = verdict.mode
             self.notes.append(verdict.note)
         theta, steps = network.theta, 0
@@ -134,6 +134,14 @@ class Job:
         if self.averages:
             posterior = replace(posterior)
         return self.averaged(posterior)
+
+    def _verdict(self, sums: Sums, target: TargetRange) -> Verdict | None:
+        """Whether the last layer is trained, from its sums; None where that cannot be told."""
+        if target.classes is not None:
+            return judged(sums, target.classes, self.likelihood)
+        if target.numbers is not None:
+            return judged_numbers(sums, target.numbers, self.likelihood, self.estimated)
+        return None
 
     # --- the variational Gaussian ----------------------------------------------------------
 

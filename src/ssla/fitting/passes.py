@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Around, Sums
-from ssla.fitting.trained import Classes
+from ssla.fitting.trained import Classes, Numbers
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.likelihoods.averages import of_classes
@@ -164,7 +164,8 @@ class Reader:
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             classes = Classes.of(order.likelihood, row.y, network.outputs, row.features, row.weights)
-            target = target.see(row.y, seen, spread, classes, row.weights)
+            numbers = Numbers.of(order.likelihood, row.y, f, row.features, row.weights)
+            target = target.see(row.y, seen, spread, classes, numbers, row.weights)
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:

@@ -1,18 +1,21 @@
-"""Whether the last layer of a classifier is trained: what decides between "tilt" and "polish" without a prior and a mode.
+"""Whether a last layer is trained: what decides between "tilt" and "polish" where no mode is given.
 
-Polish continues where the training was stopped, on the same rows, and can make a trained classifier worse. Tilt keeps it, and
+Polish continues where the training was stopped, on the same rows, and can make a trained network worse. Tilt keeps it, and
 would also keep a last layer that was never trained. The sums of the first pass tell the two apart. In log likelihood:
 
-    learned   the network's, less that of the class frequencies
+    learned   the network's, less that of the best constant prediction (for classes: of their frequencies)
     missing   what a Newton step of the last layer would add, ½ gᵀ(S + τ)⁻¹g, less what such a step loses on new rows by fitting
               noise: the number of parameters that the rows determine, tr S(S + τ)⁻¹ (Akaike)
 
-The layer is trained if it has learned at least three quarters of both together. τ depends on the features only: under N(0, 1/τ)
-the logits have a standard deviation of 3. So neither the units of the features nor the scale of the weights matter.
+The layer is trained if it has learned at least three quarters of both together. τ depends on the features and on the unit of an
+output, not on the weights: under N(0, 1/τ) the outputs have a standard deviation of 3 units. Logits have the unit 1, other
+outputs that of one observation at the best constant, 1/√Λ. Where the noise is estimated, both log likelihoods are those with the
+noise that suits each.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +23,14 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.sums import Sums
-from ssla.likelihoods import Bernoulli, Categorical, Likelihood, Tempered
+from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
 from ssla.state import POLISH, TILT
+from ssla.structures import Kfac
 from ssla.structures.jacobians import Features
 
-LOGITS = 3.0  # their standard deviation under N(0, 1/τ)
+LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
+SAMPLE, SAMPLE_OF_CHUNK = 2048, 256  # rows for the best constant of likelihoods without a closed form
+CONSTANT_STEPS = 50
 SHARE = 0.75  # of what the features allow
 
 
@@ -59,11 +65,54 @@ class Classes:
         return self.squares / float(self.counts.sum()) / LOGITS**2
 
 
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Numbers or counts beside the outputs that predict them. Those of shards merge."""
+
+    weight: float
+    squares: float  # Σ w |φ|²
+    mean: Tensor  # of y (D,)
+    spread: Tensor  # Σ w (y − mean)² (D,)
+    y: Tensor  # of some rows (m,) or (m, D)
+    f: Tensor  # outputs there (m, C)
+
+    @staticmethod
+    def of(likelihood: Likelihood, y: Tensor, f: Tensor, features: Features | None, weights: Tensor | None) -> Numbers | None:
+        """None where the targets are classes, or the free weights no last layer."""
+        if features is None or likelihood.support_for(f.shape[1]).kind == "class":
+            return None
+        w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
+        columns = y.reshape(len(y), -1).double()
+        total = float(w.sum())
+        mean = w @ columns / max(total, 1e-300)
+        stride = -(-len(y) // SAMPLE_OF_CHUNK)
+        squares = float(w @ features.phi.double().square().sum(1))
+        return Numbers(total, squares, mean, w @ (columns - mean) ** 2, y[::stride], f[::stride])
+
+    def merge(self, other: Numbers) -> Numbers:
+        weight = self.weight + other.weight
+        step, share = other.mean - self.mean, other.weight / max(weight, 1e-300)
+        return Numbers(
+            weight,
+            self.squares + other.squares,
+            self.mean + share * step,
+            self.spread + other.spread + self.weight * share * step**2,
+            torch.cat([self.y, other.y])[:SAMPLE],
+            torch.cat([self.f, other.f])[:SAMPLE],
+        )
+
+    def precision(self, units: Tensor, size: int) -> Tensor:
+        """τ for each of `size` parameters of a last layer, from the units of the outputs (C,)."""
+        each = self.squares / max(self.weight, 1e-300) / (LOGITS * units) ** 2
+        return each.repeat_interleave(size // len(units))
+
+
 class Verdict(NamedTuple):
     """Log likelihoods that a last layer has learned, and that it misses."""
 
     learned: float
     missing: float
+    constant: str = "the class frequencies"
 
     @property
     def trained(self) -> bool:
@@ -76,12 +125,89 @@ class Verdict(NamedTuple):
     @property
     def note(self) -> str:
         if self.learned > 0:
-            learned = f"the network's log likelihood is {self.learned:.3g} above that of the class frequencies"
+            learned = f"the network's log likelihood is {self.learned:.3g} above that of {self.constant}"
         else:
-            learned = f"the network's log likelihood is {-self.learned:.3g} below that of the class frequencies"
+            learned = f"the network's log likelihood is {-self.learned:.3g} below that of {self.constant}"
         missing = f"a Newton step of the last layer would add {self.missing:.3g} beyond noise"
         trained = "trained" if self.trained else "not trained"
         return f"mode={self.mode!r} was chosen, because the last layer is {trained}: {learned}, and {missing}"
+
+
+CONSTANT = "the best constant prediction"
+
+
+def judged_numbers(sums: Sums, numbers: Numbers, likelihood: Likelihood, estimated: bool) -> Verdict | None:
+    """From the sums at the trained weights; None where no constant prediction is found to compare with.
+
+    estimated: whether the noise is: the sums are then those at a noise of one.
+    """
+    if not numbers.squares > 0 or not bool((numbers.spread > 0).all()):
+        return Verdict(math.inf, 0.0, CONSTANT)  # without features or differences there is nothing to learn
+    return _gaussian(sums, numbers, estimated) if isinstance(likelihood, Gaussian) else _other(sums, numbers, likelihood)
+
+
+def _gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
+    """With squared residuals for log likelihoods; each has its own noise where that is estimated."""
+    n, residuals = numbers.weight, sums.squares.clamp_min(1e-300)
+    size = len(sums.statistics.gradient)
+    noise = (residuals / n).sqrt() if estimated else sums.reference.expand_as(residuals)
+    if estimated:
+        sums = sums.at_noise(noise.repeat_interleave(size // len(noise)))
+    precision = numbers.precision((numbers.spread / n).sqrt(), size)
+    gain, determined = _newton_gain(sums, precision)
+    if not estimated:
+        return Verdict(float(((numbers.spread - residuals) / (2 * noise**2)).sum()), max(gain - determined, 0.0), CONSTANT)
+    learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
+    count = n * len(noise)  # the squared residuals, in units of the noise
+    missing = -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
+    return Verdict(learned, max(missing - determined, 0.0), CONSTANT)
+
+
+def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
+    """With log densities of some rows for all of them."""
+    constant = _best_constant(likelihood, numbers.y, numbers.f)
+    if constant is None:
+        return None
+    each = likelihood.log_prob(numbers.y, numbers.f) - likelihood.log_prob(numbers.y, constant.expand_as(numbers.f))
+    learned = numbers.weight * float(each.mean())
+    units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
+    power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+    gain, determined = _newton_gain(sums, numbers.precision(units, len(sums.statistics.gradient)))
+    return Verdict(learned, max(gain - power * determined, 0.0), CONSTANT)
+
+
+def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
+    """The outputs (C,) that predict all rows best, by scoring steps from the mean outputs; None where there are none."""
+
+    def height(outputs: Tensor) -> float:
+        return float(likelihood.log_prob(y, outputs.expand_as(f)).mean())
+
+    here = f.mean(0)
+    value = height(here)
+    for _ in range(CONSTANT_STEPS):
+        slope = likelihood.score(y, here.expand_as(f)).mean(0)
+        factor, info = torch.linalg.cholesky_ex(likelihood.fisher(here[None])[0])
+        if int(info) or not math.isfinite(value) or not bool(torch.isfinite(slope).all()):
+            return None
+        step = torch.cholesky_solve(slope[:, None], factor)[:, 0]
+        size = 1.0
+        while size > 1e-6 and not height(here + size * step) >= value:
+            size /= 2
+        gain = height(here + size * step) - value
+        if not gain > 1e-9:
+            return here
+        here, value = here + size * step, value + gain
+    return here
+
+
+def _newton_gain(sums: Sums, precision: Tensor) -> tuple[float, float]:
+    """What a Newton step under N(0, 1/τ) adds to the log likelihood, and how many parameters the rows determine."""
+    statistics, g = sums.statistics, sums.statistics.gradient
+    if isinstance(statistics.curvature, Kfac):  # it takes one precision
+        precision = torch.full_like(precision, float(precision.log().mean().exp()))
+    step = sums.newton_step(g, precision)
+    determined = float((1 - precision * statistics.curvature.with_prior(precision).variances()).sum())
+    return float(g @ step) - 0.5 * float(step @ sums.newton_curvature.push(step)), determined
 
 
 def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:

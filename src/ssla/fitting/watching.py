@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.data import Batch, Source
-from ssla.fitting.trained import Classes
+from ssla.fitting.trained import Classes, Numbers
 from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
@@ -98,18 +98,25 @@ class TargetRange:
     rows: int = 0
     spread: Spread | None = None
     classes: Classes | None = None
+    numbers: Numbers | None = None
     weighted: int = 0  # rows with a positive weight
     weight: float = 0.0  # of all rows
 
     def see(
-        self, y: Tensor, x: Any, spread: Spread | None, classes: Classes | None, weights: Tensor | None = None
+        self,
+        y: Tensor,
+        x: Any,
+        spread: Spread | None,
+        classes: Classes | None,
+        numbers: Numbers | None = None,
+        weights: Tensor | None = None,
     ) -> TargetRange:
         inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
         rows = y.shape[0]
         weighted, weight = (rows, float(rows)) if weights is None else (int((weights > 0).sum()), float(weights.sum()))
         return self.merge(
-            TargetRange(y.amin(0), y.amax(0), x_low, x_high, rows, spread, classes, weighted, weight),
+            TargetRange(y.amin(0), y.amax(0), x_low, x_high, rows, spread, classes, numbers, weighted, weight),
         )
 
     def merge(self, other: TargetRange) -> TargetRange:
@@ -121,6 +128,7 @@ class TargetRange:
             self.rows + other.rows,
             _either(Spread.merge, self.spread, other.spread),
             _either(Classes.merge, self.classes, other.classes),
+            _either(Numbers.merge, self.numbers, other.numbers),
             self.weighted + other.weighted,
             self.weight + other.weight,
         )

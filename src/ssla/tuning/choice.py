@@ -4,8 +4,9 @@ The best mean log density is uncertain, and rows from the training distribution 
 doubt is worth elsewhere. So: of all settings within one standard error of the best (paired, over
 rows), take the one with the smallest prior precision, then the dispersion that is best there. The
 price of the doubt is at most MOST_LOSS nats, which one standard error of few rows would exceed, and
-may be LEAST_LOSS even where many rows can tell smaller differences. Everything here is a function of the table of log densities alone, so that
-the choice of one half of the rows can be scored on the other half for nothing.
+may be LEAST_LOSS even where many rows can tell smaller differences. Everything here is a function of
+the table of log densities alone, so that the choice of one half of the rows can be scored on the
+other half for nothing.
 """
 
 from __future__ import annotations
