@@ -103,7 +103,7 @@ def again(posterior: State) -> Job | None:
     """Further passes over the data that a posterior was fitted on; None where it cannot read them again."""
     if posterior.source is None or not posterior.source.repeatable:
         return None
-    return _job(posterior, posterior.source)[0]
+    return replace(_job(posterior, posterior.source)[0], rows=posterior.statistics.n)
 
 
 def update(posterior: State, data: Any) -> State:

@@ -17,7 +17,7 @@ from ssla.fitting.trained import judged
 from ssla.fitting.variational import Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
-from ssla.likelihoods.averages import concave
+from ssla.likelihoods.averages import RowNodes, concave, of_classes
 from ssla.network import Network, output_words
 from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe, trained_scale
@@ -68,6 +68,8 @@ class Job:
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
     estimated: bool = False  # the noise
+    inputs: Kfac | None = None  # the input factors of a last layer, which all passes share
+    rows: int = 0  # that the first pass saw
     marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
 
     def __post_init__(self) -> None:
@@ -189,16 +191,34 @@ class Job:
     def average(self, theta: Tensor, moves: bool = True) -> Average:
         """Passes for averages over Gaussians, with the network linearised at θ; `moves`: whether their means move."""
         structure, fisher = self._averaged_structure()
+        row_nodes = self._row_nodes
 
         def average(mean: Tensor, covariance: Operator) -> Sums:
-            around = Around(mean - theta, covariance, fisher, moves)
-            found = self.data.read(Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)).sums
+            around = Around(mean - theta, covariance, fisher, moves, row_nodes)
+            order = Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)
+            found = self._with_inputs(self.data.read(replace(order, inputs=self.inputs is None)).sums)
             assert found is not None
             if isinstance(covariance, DenseOperator):
                 covariance.forget()  # the next pass has another Gaussian
             return found
 
         return average
+
+    @property
+    def _row_nodes(self) -> RowNodes | None:
+        """Nodes of their own for the rows of a last layer with Kronecker factors, where there are many."""
+        pooled = self._network.linear and isinstance(self.structure, Kfac) and of_classes(self.likelihood)
+        return RowNodes.for_rows(self.rows, self._network.outputs) if pooled else None
+
+    def _with_inputs(self, found: Sums | None) -> Sums | None:
+        """The sums of a pass, with the input factors of the first one."""
+        if found is None or not self._network.linear or not isinstance(found.statistics.curvature, Kfac):
+            return found
+        if found.inputs:
+            self.inputs, self.rows = found.statistics.curvature, found.statistics.n
+            return found
+        assert self.inputs is not None
+        return found.with_inputs_of(self.inputs)
 
     def _averaged_structure(self) -> tuple[Structure, bool]:
         """The structure for averages, and whether it takes the Fisher because averages may be indefinite."""
@@ -401,13 +421,14 @@ class Job:
         return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational)
 
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
-        found = self.data.read(self._order(theta))
+        found = self.data.read(replace(self._order(theta), inputs=self.inputs is None))
         self.repeatable = found.repeatable
-        if found.sums is None:
+        sums = self._with_inputs(found.sums)
+        if sums is None:
             raise ValueError(EMPTY)
-        if found.sums.statistics.weight <= 0:
+        if sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
-        return found.sums, found.target
+        return sums, found.target
 
 
 def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure) -> Tensor | None:
