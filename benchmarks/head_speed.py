@@ -50,6 +50,7 @@ def made(case: str, seed: int = 0) -> tuple[nn.Sequential, Tensor, Tensor, Tenso
     x_test, y_test = drawn(TEST_ROWS)
     model = nn.Sequential(nn.Identity(), nn.Linear(width, classes or 1))
     nn.init.zeros_(model[1].weight)
+    nn.init.zeros_(model[1].bias)
     loss_of = nn.functional.cross_entropy if classes else nn.functional.mse_loss
     optimiser = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=STEPS, history_size=10)
 

@@ -14,7 +14,7 @@ from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, Data, Order, extent_of
 from ssla.fitting.sums import Around, Sums, residual
 from ssla.fitting.trained import judged
-from ssla.fitting.variational import Average, Choose, Climb, from_there
+from ssla.fitting.variational import NEW, Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import RowNodes, concave, of_classes
@@ -173,10 +173,27 @@ class Job:
 
     def _climb(self, posterior: State, choose: Choose | None) -> Climb:
         """From the mode, or from the Gaussian of similar rows."""
-        if self.start is not None:
-            posterior = replace(posterior, variational=replace(self.start, tilted=posterior.tilted))
-        climb = Climb(posterior, self.average(posterior.theta, not posterior.tilted), choose)
+        start = self.start
+        if start is None and self._row_nodes is not None:
+            start = Variational(posterior.theta, self._narrow(posterior.statistics), posterior.tilted)
+        if start is not None:
+            posterior = replace(posterior, variational=replace(start, tilted=posterior.tilted))
+        # On the network of benchmarks/networks (clinc, 150 classes) half of the new averages took 18 rounds, all of them 32.
+        new = None if self._row_nodes is None else NEW
+        climb = Climb(posterior, self.average(posterior.theta, not posterior.tilted), choose, new=new)
         return climb if self.tolerance is None else replace(climb, tolerance=self.tolerance)
+
+    def _narrow(self, statistics: Statistics) -> Statistics:
+        """The sums with the curvature of outputs of zero (equal class probabilities) in every row.
+
+        A network that has learned its rows by heart has almost no curvature there: from that of its own outputs the rounds would
+        start at the prior's covariance, where averages say nothing about the outputs at hand.
+        """
+        curvature = statistics.curvature
+        assert isinstance(curvature, Kfac)
+        nowhere = torch.zeros(1, self._network.outputs, dtype=torch.float64)
+        of_row = self.likelihood.fisher(nowhere)[0] * statistics.weight
+        return replace(statistics, curvature=curvature.with_output_factor(of_row))
 
     def from_there(self, posterior: State) -> State:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or with their averages.

@@ -244,6 +244,11 @@ class Kfac:
         layers = tuple(theirs.with_outputs(mine.G) for mine, theirs in zip(self.layers, other.layers, strict=True))
         return replace(self, layers=layers)
 
+    def with_output_factor(self, G: Tensor) -> Kfac:
+        """A last layer with another output factor (C, C)."""
+        (layer,) = self.layers
+        return replace(self, layers=(layer.with_outputs(G.diagonal().clone() if self.diagonal else G),))
+
     def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True) -> Kfac:
         """As `add`, but the factors are changed in place: for a sum that belongs to the caller alone."""
         batch = self.zero(J.size).add(J, precision, weights, inputs)
