@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
-from ssla.fitting.passes import EMPTY, Data, Order, extent_of
+from ssla.fitting.passes import EMPTY, Data, Order, Unchosen, extent_of
 from ssla.fitting.sums import Around, Sums, residual
 from ssla.fitting.trained import judged
 from ssla.fitting.variational import NEW, Average, Choose, Climb, from_there
@@ -68,12 +68,15 @@ class Job:
     repeatable: bool = True
     raw_squares: Tensor | None = None  # squared residuals of the network as it came (C,)
     estimated: bool = False  # the noise
+    automatic: bool = False  # whether the structure is chosen once the network is open
+    reason: str = ""  # for the structure that was chosen
     inputs: Kfac | None = None  # the input factors of a last layer, which all passes share
     rows: int = 0  # that the first pass saw
     marks: dict[str, str] = field(init=False)  # of what was asked for: the noise may be estimated, the sketch widened
 
     def __post_init__(self) -> None:
         width = self.budget if isinstance(self.structure, LowRank) else None  # it decides how wide a sketch may grow
+        width = self.budget if self.automatic else width
         asked = {"likelihoods": self.likelihood, "priors": self.prior, "structures": (self.structure, width)}
         self.marks = {what: digest(value) for what, value in asked.items()}
 
@@ -410,6 +413,7 @@ class Job:
             notes=tuple(self.notes),
             prior=describe(self._prior),
             output=output_words(self._network),
+            choice=self.reason,
         )
 
     def _blocks(self) -> dict[str, str]:
@@ -435,11 +439,23 @@ class Job:
         return Polish(self._collect, self._network.linear, isinstance(self.likelihood, Gaussian), self.notes)
 
     def _order(self, theta: Tensor | None) -> Order:
-        return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational)
+        unchosen = self._unchosen
+        return Order(
+            theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational, unchosen=unchosen
+        )
+
+    @property
+    def _unchosen(self) -> Unchosen | None:
+        """What decides the structure. Ranks and workers know the rows of their own shards only, so that none is used."""
+        source = self.data.source
+        return Unchosen(None if source is None else source.rows, self.prior) if self.automatic else None
 
     def _read(self, theta: Tensor | None) -> tuple[Sums, TargetRange]:
         found = self.data.read(replace(self._order(theta), inputs=self.inputs is None))
         self.repeatable = found.repeatable
+        if found.sums is not None and self._unchosen is not None:
+            self.structure, self.reason = self._unchosen.choose(self._network, self.budget, self._variational)
+            self.automatic = False
         sums = self._with_inputs(found.sums)
         if sums is None:
             raise ValueError(EMPTY)

@@ -18,8 +18,10 @@ from ssla.likelihoods.averages import of_classes
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
+from ssla.priors import Prior
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Structure
+from ssla.structures.choice import Choice, choose
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
@@ -36,6 +38,30 @@ EMPTY = "The data are empty: no batch with a row came. Check the loader, its sam
 
 
 @dataclass(frozen=True, eq=False)
+class Unchosen:
+    """What decides the structure of a fit without one, before its first pass: the same on every rank and worker."""
+
+    rows: int | None  # of all data, if every process knows them
+    prior: Prior | None
+
+    def choose(self, network: Network, budget: int, averages: bool) -> Choice:
+        uneven = self.prior is not None and _uneven(self.prior, network)
+        return choose(extent_of(network, self.rows, averages), budget, uneven)
+
+
+def _uneven(prior: Prior, network: Network) -> bool:
+    """Whether a prior's precision varies inside a layer with a Kronecker form."""
+    precision = prior.bind(network.layout).precision(network.theta)
+    diagonal = precision if precision.dim() == 1 else precision.diagonal()
+    places = network.layout.positions
+    for names in network.layout.layers().values():
+        inside = [diagonal[places[name].flatten()] for name in names if name in network.kronecker]
+        if inside and bool((torch.cat(inside) != inside[0][0]).any()):
+            return True
+    return precision.dim() == 2
+
+
+@dataclass(frozen=True, eq=False)
 class Order:
     """What a pass is to sum."""
 
@@ -47,6 +73,14 @@ class Order:
     averages: bool = False  # whether passes for averages over a Gaussian will follow
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
+    unchosen: Unchosen | None = None  # the structure is still to be chosen, once the network is open
+
+    def chosen(self, network: Network, budget: int) -> Order:
+        """With the structure that is chosen for the network, where none was asked for."""
+        if self.unchosen is None:
+            return self
+        structure = self.unchosen.choose(network, budget, self.averages).structure
+        return replace(self, structure=structure, unchosen=None)
 
     def mode_for(self, network: Network) -> str:
         """As asked for; by default polish for a last layer, tilt otherwise. See `trained` for the last layer of a classifier."""
@@ -153,6 +187,7 @@ class Reader:
     passes: int = 0
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
+    decided: tuple[Order, Order] | None = None  # the last order without a structure, and the same with the one that was chosen
     linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = None  # at the θ of passes for averages, while it fits the budget
 
     @property
@@ -168,6 +203,7 @@ class Reader:
         for chunk, (row, seen, theta, f, J) in enumerate(self._linear_rows(order)):
             network = self.network
             if total is None:
+                order = self._chosen(order)
                 newton = order.newton(network, self.budget)
                 total = Sums.zero(network.layout.size, order.structure_for(network), newton, order.inputs)
             if order.around is not None:
@@ -237,7 +273,15 @@ class Reader:
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
         if self.opened is None:
             self.opened = self._open(batch, order)
-        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, order, self.budget))
+        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, self._chosen(order), self.budget))
+
+    def _chosen(self, order: Order) -> Order:
+        """The order with a structure, chosen once."""
+        if order.unchosen is None:
+            return order
+        if self.decided is None or self.decided[0] is not order:
+            self.decided = order, order.chosen(self.network, self.budget)
+        return self.decided[1]
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
@@ -258,7 +302,9 @@ class Reader:
 
     def _bytes_to_keep(self, row: Chunk, order: Order) -> int | None:
         """Of a chunk of features that the first pass keeps for further ones; None where there are none."""
-        if self.passes > 1 or row.features is None or not order.again(self.network, self.budget):
+        if self.passes > 1 or row.features is None:
+            return None
+        if not self._chosen(order).again(self.network, self.budget):
             return None
         return bytes_of(row.features.phi) + 8 * row.y.numel()
 
@@ -293,7 +339,11 @@ def open_within(
     output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
+    links = links_of(order.likelihood)
+    network = open_network(model, weights, x, order.structure.materialises, output, links)
+    materialised, order = order.structure.materialises, order.chosen(network, budget)
+    if materialised and not order.structure.materialises and not network.linear:
+        network = open_network(model, weights, x, False, output, links)
     order.likelihood.support_for(network.outputs)
     extent = extent_of(network, rows, order.averages)
     refuse_beyond_budget(order.structure_for(network), extent, bytes_per_row(network, order, budget), budget)
