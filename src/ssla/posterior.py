@@ -291,7 +291,7 @@ def fit(
     prior: Prior | Distribution | None = None,
     validation: Any = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str | Structure = "dense",
+    structure: str | Structure = "auto",
     mode: str | None = None,
     gaussian: str | None = None,
     output: Output = None,
@@ -323,7 +323,8 @@ def fit(
         "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
         where all are frozen, all are taken), a module's name, or a list of parameter names.
     structure:
-        "dense", "kfac", "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
+        "auto" (dense where it takes little time and memory, kfac otherwise; the report says which, and why), "dense", "kfac",
+        "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is". By default polish for a last
         layer, tilt otherwise. The last layer of a classifier without `prior` is polished only if it is not trained; the report

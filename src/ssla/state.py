@@ -163,6 +163,7 @@ class Report:
     gaussian: str = LAPLACE  # which Gaussian over θ
     rounds: int = 0  # of a variational Gaussian: passes over the data or their stored features
     validation: Validation | None = None  # None: no rows that the network has not seen were given
+    choice: str = ""  # why the structure was chosen, where none was asked for
 
     @property
     def residual_per_parameter(self) -> float:
@@ -188,7 +189,7 @@ class Report:
             f"n seen       {self.n:,} rows{weighted}, {self.passes} pass{'es' * (self.passes != 1)} over the data",
             f"parameters   {self.parameters:,} free ({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
             f"likelihood   {self.likelihood} on {self.outputs} output{'s' * (self.outputs != 1)}",
-            f"structure    {self.structure} ({blocks})",
+            f"structure    {self.structure} ({blocks}{f'; chosen: {self.choice}' if self.choice else ''})",
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",
             f"residual     {self.residual:.3g} posterior sd from the mode ({self.residual_per_parameter:.2g} per parameter)",
             f"mode         {done}",

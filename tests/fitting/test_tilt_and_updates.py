@@ -100,7 +100,7 @@ def test_the_covariance_of_a_tilted_fit_has_the_highest_bound(
     likelihood: Likelihood, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By SciPy over a Cholesky factor, with autograd: no formula of the library."""
-    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-12, 400, None))
+    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-12, 400, None, None))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 2, dtype=torch.float64, generator=generator)
     torch.manual_seed(3)

@@ -57,7 +57,7 @@ def _train(model: nn.Module, x: Tensor, y: Tensor, likelihood: Likelihood) -> No
 
 def tightly(monkeypatch: pytest.MonkeyPatch, tolerance: float = 1e-12) -> None:
     monkeypatch.setattr(Climb, "tolerance", tolerance, raising=True)
-    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, tolerance, 400, None))
+    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, tolerance, 400, None, None))
 
 
 def best_gaussian(log_joint: Any, size: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -137,7 +137,7 @@ def test_the_bound_never_falls_from_round_to_round(
     model, x, y = problem(likelihood)
     bounds = []
     for most in range(1, 9):
-        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 0.0, most, None))
+        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 0.0, most, None, None))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             post = ssla.fit(
@@ -410,7 +410,7 @@ class TestWithoutAPrior:
         assert "θ̂ was kept" not in notes
 
     def test_a_gaussian_that_never_comes_near_its_best_keeps_the_first_prior(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-4, 1, None))
+        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-4, 1, None, None))
         model, x, y = problem(Categorical(), n=100)
         with pytest.warns(RuntimeWarning, match="did not converge"):
             post = ssla.fit(model, (x, y), likelihood=Categorical())

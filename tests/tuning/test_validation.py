@@ -26,7 +26,7 @@ from ssla.priors import Gaussian
 from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL
 from ssla.structures.memory import DEFAULT_BUDGET
 from ssla.tuning.choice import MOST_LOSS
-from ssla.tuning.validation import Search, _trained_state
+from ssla.tuning.validation import Search, trained_state
 from ssla.tuning.validation_rows import ValidationRows
 
 TRAIN, UNSEEN = 150, 400
@@ -60,7 +60,7 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
     asked = {"prior": None, "structure": "dense", "mode": None, "gaussian": None} | options
     reader = Reader(open_source(given.train), given.model, "last_layer", DEFAULT_BUDGET)
     job = checked_job(reader, likelihood, asked["prior"], asked["structure"], asked["mode"], asked["gaussian"], DEFAULT_BUDGET)
-    start = _trained_state(job)
+    job, start = trained_state(job)
     search = Search(job, start, ValidationRows.read(start, open_source(given.unseen)))
     search.run()
     return search

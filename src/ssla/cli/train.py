@@ -86,7 +86,7 @@ def prepare(table: Table, request: Request) -> Prepared:
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
     """ValueError before training if the curvature of the last layer exceeds the memory budget: very many classes."""
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    cost = ssla.estimate_cost(architecture_of(ready.plan, outputs, hidden).build(), len(ready.y))
+    cost = ssla.estimate_cost(architecture_of(ready.plan, outputs, hidden).build(), len(ready.y), structure="dense")
     if not cost.fits:
         raise TableError(
             f"The target has {outputs:,} classes. Their curvature needs {cost.statistics / 2**30:.3g} GiB, more than the "

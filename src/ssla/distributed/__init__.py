@@ -48,7 +48,7 @@ def fit(
     prior: Prior | None = None,
     validation: Any = None,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str | Structure = "dense",
+    structure: str | Structure = "auto",
     mode: str | None = None,
     gaussian: str | None = None,
     output: Output = None,
@@ -146,6 +146,7 @@ class Cluster:
         if self.opened is None:
             self.opening = self._opening()
             self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None, self.output)
+        order = order.chosen(self.opened, self.budget)
         self.passes += 1
         # the private copy and its names: later changes to the user's module do not change the sums
         task = ShardTask(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)

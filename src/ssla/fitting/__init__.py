@@ -30,6 +30,7 @@ from ssla.network import LAST_LAYER
 from ssla.priors import Prior, as_prior
 from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics
 from ssla.structures import Structure, resolve
+from ssla.structures.choice import AUTO
 from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = [
@@ -76,6 +77,8 @@ def checked_job(
             "Use gaussian='laplace', or a likelihood on the logarithmic scale."
         )
     own = None if prior is None else as_prior(prior)
+    if isinstance(structure, str) and structure == AUTO:
+        return Job(data, likelihood, own, resolve("dense"), mode, budget, gaussian, automatic=True)
     return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian)
 
 
@@ -103,7 +106,7 @@ def again(posterior: State) -> Job | None:
     """Further passes over the data that a posterior was fitted on; None where it cannot read them again."""
     if posterior.source is None or not posterior.source.repeatable:
         return None
-    return _job(posterior, posterior.source)[0]
+    return replace(_job(posterior, posterior.source)[0], rows=posterior.statistics.n)
 
 
 def update(posterior: State, data: Any) -> State:

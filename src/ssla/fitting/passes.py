@@ -18,8 +18,10 @@ from ssla.likelihoods.averages import of_classes
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
+from ssla.priors import Prior
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Structure
+from ssla.structures.choice import Choice, choose
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import bytes_of, refuse_beyond_budget
@@ -30,8 +32,33 @@ NEWTON_SHARE, NEWTON_SHARE_OF_OTHERS = 4, 2
 # Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay within 1.5 budgets
 # (tests/fitting/test_memory.py).
 CHUNK_SHARE = 8  # intermediate results of one chunk
+POOLED_FEATURES, POOLED_OUTPUTS = 2, 8  # copies of them while a chunk of a last layer with Kronecker factors is summed
 KEPT_SHARE = 4  # features, or outputs and Jacobians, that are kept for further passes
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
+
+
+@dataclass(frozen=True, eq=False)
+class Unchosen:
+    """What decides the structure of a fit without one, before its first pass: the same on every rank and worker."""
+
+    rows: int | None  # of all data, if every process knows them
+    prior: Prior | None
+
+    def choose(self, network: Network, budget: int, averages: bool) -> Choice:
+        uneven = self.prior is not None and _uneven(self.prior, network)
+        return choose(extent_of(network, self.rows, averages), budget, uneven)
+
+
+def _uneven(prior: Prior, network: Network) -> bool:
+    """Whether a prior's precision varies inside a layer with a Kronecker form."""
+    precision = prior.bind(network.layout).precision(network.theta)
+    diagonal = precision if precision.dim() == 1 else precision.diagonal()
+    places = network.layout.positions
+    for names in network.layout.layers().values():
+        inside = [diagonal[places[name].flatten()] for name in names if name in network.kronecker]
+        if inside and bool((torch.cat(inside) != inside[0][0]).any()):
+            return True
+    return precision.dim() == 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +73,15 @@ class Order:
     averages: bool = False  # whether passes for averages over a Gaussian will follow
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
+    inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
+    unchosen: Unchosen | None = None  # the structure is still to be chosen, once the network is open
+
+    def chosen(self, network: Network, budget: int) -> Order:
+        """With the structure that is chosen for the network, where none was asked for."""
+        if self.unchosen is None:
+            return self
+        structure = self.unchosen.choose(network, budget, self.averages).structure
+        return replace(self, structure=structure, unchosen=None)
 
     def mode_for(self, network: Network) -> str:
         """As asked for; by default polish for a last layer, tilt otherwise. See `trained` for the last layer of a classifier."""
@@ -122,8 +158,21 @@ class Chunk:
     y: Tensor
     weights: Tensor | None
     grain: float  # ε of the dtype that y came in
-    features: Features | None
+    features: Features | None  # in the network's dtype, unless that has 16 bits
     offset: Tensor | None
+    outputs: tuple[Tensor, Tensor] | None = None  # the last θ of passes for averages, and f there
+
+    def linearised(self, theta: Tensor, rows_of_many: bool) -> tuple[Tensor, Features]:
+        """f in float64, and the features: in float64, too, unless the rows are of very many, whose f is then kept."""
+        assert self.features is not None
+        if not rows_of_many:
+            J = self.features.double()
+            f = J.push(theta)
+            return (f if self.offset is None else f + self.offset), J
+        if self.outputs is None or self.outputs[0] is not theta:
+            f = self.features.double().push(theta)
+            self.outputs = theta, (f if self.offset is None else f + self.offset)
+        return self.outputs[1], self.features
 
 
 @dataclass(eq=False)
@@ -139,6 +188,7 @@ class Reader:
     passes: int = 0
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
+    decided: tuple[Order, Order] | None = None  # the last order without a structure, and the same with the one that was chosen
     linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = None  # at the θ of passes for averages, while it fits the budget
 
     @property
@@ -151,12 +201,14 @@ class Reader:
         """One pass: the sums at order.theta."""
         total: Sums | None = None
         target = TargetRange()
-        for row, seen, theta, f, J in self._linear_rows(order):
+        for chunk, (row, seen, theta, f, J) in enumerate(self._linear_rows(order)):
             network = self.network
             if total is None:
-                total = Sums.zero(network.layout.size, order.structure_for(network), order.newton(network, self.budget))
+                order = self._chosen(order)
+                newton = order.newton(network, self.budget)
+                total = Sums.zero(network.layout.size, order.structure_for(network), newton, order.inputs)
             if order.around is not None:
-                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around)
+                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around, chunk)
                 continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None
@@ -177,17 +229,16 @@ class Reader:
         size = 0
         for row, seen in self._rows(order):
             theta = self.network.theta if order.theta is None else order.theta
-            f, J = self._linearise(row, theta)
+            f, J = self._linearise(row, theta, order)
             size += bytes_of(J)
             if kept is not None:
                 kept = None if size > self.budget // KEPT_SHARE else [*kept, (row, f, J)]
             yield row, seen, theta, f, J
         self.linearised = kept
 
-    def _linearise(self, row: Chunk, theta: Tensor) -> tuple[Tensor, Jacobian]:
+    def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
-            f = row.features.push(theta)
-            return (f if row.offset is None else f + row.offset), row.features
+            return row.linearised(theta, order.around is not None and order.around.row_nodes is not None)
         f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 
@@ -197,7 +248,7 @@ class Reader:
             return f.abs()
         layout = self.network.layout
         weight = layout.positions[layout.names[0]]
-        return row.features.phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
+        return row.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
     def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
         """Chunks of the data, checked and cast, with the inputs as they came (None: the chunk was kept from the first pass)."""
@@ -224,7 +275,15 @@ class Reader:
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
         if self.opened is None:
             self.opened = self._open(batch, order)
-        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, order, self.budget))
+        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, self._chosen(order), self.budget))
+
+    def _chosen(self, order: Order) -> Order:
+        """The order with a structure, chosen once."""
+        if order.unchosen is None:
+            return order
+        if self.decided is None or self.decided[0] is not order:
+            self.decided = order, order.chosen(self.network, self.budget)
+        return self.decided[1]
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
@@ -238,16 +297,25 @@ class Reader:
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features, offset = J.double(), network.offset
+            features, offset = _stored(J), network.offset
             x = None
         grain = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
         return Chunk(x, y, weights, grain, features, offset)
 
     def _bytes_to_keep(self, row: Chunk, order: Order) -> int | None:
         """Of a chunk of features that the first pass keeps for further ones; None where there are none."""
-        if self.passes > 1 or row.features is None or not order.again(self.network, self.budget):
+        if self.passes > 1 or row.features is None:
             return None
-        return 8 * (row.features.phi.numel() + row.y.numel())
+        if not self._chosen(order).again(self.network, self.budget):
+            return None
+        return bytes_of(row.features.phi) + 8 * row.y.numel()
+
+
+def _stored(J: Features) -> Features:
+    """Features as they are kept for further passes: single precision takes half of the memory, and is exact in double."""
+    if J.dtype == torch.float64:
+        return replace(J.double(), remembers=True)
+    return replace(J, phi=J.phi.float(), remembers=True)
 
 
 def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
@@ -255,9 +323,12 @@ def extent_of(network: Network, rows: int | None = None, averages: bool = False)
 
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
-    """Of intermediate results. A last layer with Kronecker factors needs no C×C matrices for each row."""
-    pooled = network.linear and isinstance(order.structure, Kfac) and not order.newton(network, budget)
-    return network.bytes_per_row - (PRECISIONS * 8 * network.outputs**2 if pooled else 0)
+    """Of intermediate results. A last layer with Kronecker factors needs no matrix for each row."""
+    if not network.linear or not isinstance(order.structure, Kfac) or order.newton(network, budget):
+        return network.bytes_per_row
+    width, outputs = network.layout.size // network.outputs, network.outputs
+    matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
+    return network.bytes_per_row - matrices + 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
 
 
 def open_within(
@@ -270,7 +341,11 @@ def open_within(
     output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    network = open_network(model, weights, x, order.structure.materialises, output, links_of(order.likelihood))
+    links = links_of(order.likelihood)
+    network = open_network(model, weights, x, order.structure.materialises, output, links)
+    materialised, order = order.structure.materialises, order.chosen(network, budget)
+    if materialised and not order.structure.materialises and not network.linear:
+        network = open_network(model, weights, x, False, output, links)
     order.likelihood.support_for(network.outputs)
     extent = extent_of(network, rows, order.averages)
     refuse_beyond_budget(order.structure_for(network), extent, bytes_per_row(network, order, budget), budget)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import averages, of_classes, pooled_fisher
+from ssla.likelihoods.averages import RowNodes, averages, of_classes, pooled_fisher
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
@@ -29,6 +29,7 @@ class Around(NamedTuple):
     covariance: Operator
     fisher: bool  # the expected Fisher information in place of the expected observed precision, which may be indefinite
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
+    row_nodes: RowNodes | None = None  # of many rows of classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +41,14 @@ class Sums:
     squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
     largest: Tensor  # |y| at its largest by output (C,): the unit in which residuals may be zero
     reference: Tensor  # the noise that the statistics were taken at (C,)
+    inputs: bool = True  # whether the input factor of a last layer with Kronecker factors is summed; see Kfac.add
 
     @staticmethod
-    def zero(size: int, structure: Structure, newton: bool) -> Sums:
+    def zero(size: int, structure: Structure, newton: bool, inputs: bool = True) -> Sums:
         nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
         none = torch.zeros(1, dtype=torch.float64)
         own = Dense(dual=False).zero(size) if newton else None
-        return Sums(nothing, own, none, none, torch.ones(1))
+        return Sums(nothing, own, none, none, torch.ones(1), inputs)
 
     @property
     def newton_curvature(self) -> Structure:
@@ -93,7 +95,7 @@ class Sums:
             squares = (r if weights is None else r * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         s, newton = self.statistics, self.newton
-        curvature = _accumulated(s.curvature, J, precision, weights)
+        curvature = _accumulated(s.curvature, J, precision, weights, self.inputs)
         if newton is not None and observed is not None:
             newton = _accumulated(newton, J, observed)
         elif newton is not None and isinstance(curvature, Dense):
@@ -110,6 +112,7 @@ class Sums:
             self.squares + squares,
             largest,
             reference,
+            self.inputs,
         )
 
     def add_averages(
@@ -120,15 +123,18 @@ class Sums:
         weights: Tensor | None,
         likelihood: Likelihood,
         around: Around,
+        chunk: int = 0,
     ) -> Sums:
-        """As `add`, with averages over a Gaussian of θ in place of values.
+        """As `add`, with averages over a Gaussian of θ in place of values. chunk: its number, which decides its nodes.
 
         Where they do not exist the log likelihood is −∞.
         """
         pool = self._pool(f, J, weights) if self.newton is None else None
         diagonal = pool is not None and self._diagonal
-        mean, root = f + J.push(around.shift), root_of(around.covariance, J)
-        log_prob, score, precision = averages(likelihood, y, mean, root, around.fisher, pool, diagonal)
+        mean = f + J.push(around.shift) if bool(around.shift.any()) else f
+        root = root_of(around.covariance, J)
+        row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
+        log_prob, score, precision = averages(likelihood, y, mean, root, around.fisher, pool, diagonal, row_nodes)
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
@@ -141,8 +147,8 @@ class Sums:
             s.n + f.shape[0],
             s.weight + (f.shape[0] if weights is None else float(weights.sum())),
             s.log_likelihood + total,
-            s.gradient + J.pull(score),
-            _accumulated(s.curvature, J, precision, weights),
+            s.gradient + J.pull(score.to(J.dtype)),
+            _accumulated(s.curvature, J, precision, weights, self.inputs),
         )
         newton = None if self.newton is None else _accumulated(self.newton, J, precision)
         return replace(self, statistics=statistics, newton=newton)
@@ -164,7 +170,13 @@ class Sums:
         newton = None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
         statistics = self.statistics.merge(other.statistics)
         largest = torch.maximum(self.largest, other.largest)
-        return Sums(statistics, newton, self.squares + other.squares, largest, self.reference)
+        return Sums(statistics, newton, self.squares + other.squares, largest, self.reference, self.inputs)
+
+    def with_inputs_of(self, other: Kfac) -> Sums:
+        """With the input factors of another pass over the same rows."""
+        curvature = self.statistics.curvature
+        assert isinstance(curvature, Kfac)
+        return replace(self, statistics=replace(self.statistics, curvature=curvature.with_inputs_of(other)), inputs=True)
 
     def at_noise(self, noise: Tensor) -> Sums:
         """The sums at `noise` times their noise, (P,): one factor for each parameter's output.
@@ -200,9 +212,13 @@ class Sums:
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
 
 
-def _accumulated(structure: Structure, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
+def _accumulated(
+    structure: Structure, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+) -> Structure:
     """The structure with more rows; matrices are changed in place."""
-    if isinstance(structure, Dense | Kfac):
+    if isinstance(structure, Kfac):
+        return structure.accumulate(J, precision, weights, inputs)
+    if isinstance(structure, Dense):
         return structure.accumulate(J, precision, weights)
     return structure.add(J, precision, weights)
 

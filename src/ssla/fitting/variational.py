@@ -97,6 +97,7 @@ class Climb:
     tolerance: float = TOLERANCE
     most: int = MOST_ROUNDS
     kept: Kept | None = None
+    new: float | None = None  # the weight of new averages in the precision; None: NEW, or all while a prior is to be chosen
 
     @property
     def moves(self) -> bool:
@@ -177,7 +178,8 @@ class Climb:
 
     def _next(self, here: Place, share: float) -> Place | None:
         """The Gaussian that far along; None where its precision is not positive definite."""
-        new = 1.0 if self.choose is not None else NEW  # a prior that is still to be chosen follows the new averages
+        # A prior that is still to be chosen follows the new averages, unless their own share is given.
+        new = self.new or (1.0 if self.choose is not None else NEW)
         curvature = here.curvature.mixed(here.averages.statistics.curvature, new * share)
         try:
             covariance = self._operator(curvature, here.mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -10,6 +11,7 @@ from ssla._checks import in_plain_torch, unknown_name
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
 from ssla.structures import Extent, Kfac, LowRank, Structure, resolve
+from ssla.structures.choice import AUTO, choose, seconds_of, time_in_words
 from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
 from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
 
@@ -36,6 +38,8 @@ class Cost:
     refits: int = 0  # refits of the weights, one for each (x, y)
     gradients: tuple[int, int] = (0, 0)  # passes over the rows of all refits together: usual, and if every y is far out
     refit_memory: int = 0  # bytes of the refits that are solved together
+    seconds: float = math.nan  # of one core, without the network's own forward passes; NaN: not known for this structure
+    choice: str = ""  # why the structure was chosen, where none was asked for
 
     @property
     def fits(self) -> bool:
@@ -51,6 +55,10 @@ class Cost:
             f"each row      {in_words(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
         ]
+        if self.choice:
+            lines.insert(2, f"structure     {self.structure} (chosen: {self.choice})")
+        if not math.isnan(self.seconds):
+            lines.append(f"time          about {time_in_words(self.seconds)} on one core, without the network's own passes")
         if self.refits:
             few, many = self.gradients
             lines.append(
@@ -69,14 +77,15 @@ def estimate_cost(
     n: int,
     *,
     weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str | Structure = "dense",
+    structure: str | Structure = AUTO,
     gaussian: bool = True,
     output: Output = None,
     memory_budget: int | None = None,
     refits: int = 0,
 ) -> Cost:
-    """Memory and passes of `ssla.fit(model, data of n rows, weights=, structure=)`.
+    """Memory, passes and seconds of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
+    Seconds are those of one core for a dense or kfac fit without a given prior; the network's own forward passes come on top.
     The last layer is assumed to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
     the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. More than 1,000 outputs
     of another likelihood are taken for classes. output: as in `fit`; the estimate does not depend on it. refits: how many refits
@@ -85,7 +94,8 @@ def estimate_cost(
 
     >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
     """
-    kind = resolve(structure)
+    automatic = isinstance(structure, str) and structure == AUTO
+    kind = resolve("dense" if automatic else structure)
     checked_output(output)
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears:
@@ -97,6 +107,10 @@ def estimate_cost(
     own = dict(model.named_parameters())
     parameters = sum(own[name].numel() for name in names)
     extent = Extent(parameters, outputs, _layers(model, names), n, averages=not gaussian)
+    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    reason = ""
+    if automatic:
+        kind, reason = choose(extent, budget)
     head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
     if head and not gaussian and outputs > MANY_CLASSES and isinstance(kind, Kfac) and kind.output_factor is None:
         kind = replace(kind, output_factor=DIAGONAL)
@@ -122,7 +136,6 @@ def estimate_cost(
         )
     if isinstance(kind, LowRank) and kind.rank is None:
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
-    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     instead = alternatives(kind.name, extent, budget)
     if isinstance(refits, bool) or not isinstance(refits, int) or refits < 0:
         raise ValueError(f"refits must be a whole number from 0, but is {refits!r}.")
@@ -142,6 +155,8 @@ def estimate_cost(
         refits,
         (few * refits, many * refits),
         memory,
+        seconds_of(kind, extent),
+        reason,
     )
 
 

@@ -51,14 +51,26 @@ class LayerFactors:
         """As `merge`, in place."""
         return replace(self, A=self.A.add_(other.A), G=self.G.add_(other.G), count=self.count + other.count)
 
+    def with_outputs(self, G: Tensor) -> LayerFactors:
+        """The same inputs, whose eigenbasis is kept, with another output factor."""
+        changed = replace(self, G=G)
+        if "input_eigen" in self.__dict__:
+            changed.__dict__["input_eigen"] = self.input_eigen
+        return changed
+
+    @cached_property
+    def input_eigen(self) -> tuple[Tensor, Tensor]:
+        """λ_A and Q_A of A/count."""
+        values, vectors = torch.linalg.eigh(self.A / self.count)
+        return values.clamp_min(0), vectors
+
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
-        values_a, vectors_a = torch.linalg.eigh(self.A / self.count)
         if self.G.dim() == 1:
-            return values_a.clamp_min(0), vectors_a, self.G.clamp_min(0), None
+            return *self.input_eigen, self.G.clamp_min(0), None
         values_g, vectors_g = torch.linalg.eigh(self.G)
-        return values_a.clamp_min(0), vectors_a, values_g.clamp_min(0), vectors_g
+        return *self.input_eigen, values_g.clamp_min(0), vectors_g
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +99,7 @@ class LayerOperator:
 
     def variances(self, J: Features, weights: Tensor) -> Tensor:
         """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.  w (out, in)."""
-        return (J.with_ones() @ self.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)
+        return J.rotated_squares(self.basis_a) @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
         """(…, out, in) -> (…, out, in)."""
@@ -208,16 +220,17 @@ class Kfac:
     def zero(self, size: int) -> Kfac:
         return Kfac(self.sharing, size, output_factor=self.output_factor)
 
-    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
+    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True) -> Kfac:
         """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with the row weights.
 
-        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough.
+        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough. Without `inputs` the input factor of a last layer is left
+        empty: `with_inputs_of` fills it in from an earlier pass over the same rows.
         """
         w = torch.ones(len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64)
         w = w if weights is None else weights
         if isinstance(J, Features):  # δ = I
-            phi = J.double().phi
-            factors = LayerFactors(_last(J), (phi * w[:, None]).mT @ phi, self._outputs(precision), float(w.sum()))
+            A = J.second_moment(w) if inputs else torch.zeros(0, 0, dtype=torch.float64)
+            factors = LayerFactors(_last(J), A, self._outputs(precision), float(w.sum()))
             return self.merge(replace(self.zero(J.size), layers=(factors,)))
         found = replace(self.zero(J.size), layers=tuple(self._factors(block, precision, w) for block in layer_blocks(J)))
         rest = rest_block(J)
@@ -226,9 +239,19 @@ class Kfac:
         squares = (rest.values * (precision @ rest.values)).sum((0, 1))
         return self.merge(replace(found, rest_positions=rest.positions, rest=squares))
 
-    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Kfac:
+    def with_inputs_of(self, other: Kfac) -> Kfac:
+        """With the input factors of another sum over the same rows, whose eigenbases are kept."""
+        layers = tuple(theirs.with_outputs(mine.G) for mine, theirs in zip(self.layers, other.layers, strict=True))
+        return replace(self, layers=layers)
+
+    def with_output_factor(self, G: Tensor) -> Kfac:
+        """A last layer with another output factor (C, C)."""
+        (layer,) = self.layers
+        return replace(self, layers=(layer.with_outputs(G.diagonal().clone() if self.diagonal else G),))
+
+    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True) -> Kfac:
         """As `add`, but the factors are changed in place: for a sum that belongs to the caller alone."""
-        batch = self.zero(J.size).add(J, precision, weights)
+        batch = self.zero(J.size).add(J, precision, weights, inputs)
         if self.empty:
             return batch
         layers = tuple(layer.absorb(more) for layer, more in zip(self.layers, batch.layers, strict=True))
@@ -277,9 +300,8 @@ class Kfac:
 
     def mixed(self, other: Structure, share: float) -> Kfac:
         other = self._like(other)
-        layers = tuple(
-            replace(a, G=(1 - share) * a.G + share * b.G) for a, b in zip(self.layers, other.layers, strict=True)
-        )  # A is the same for the same rows
+        # A is the same for the same rows
+        layers = tuple(a.with_outputs((1 - share) * a.G + share * b.G) for a, b in zip(self.layers, other.layers, strict=True))
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
     def positive_part(self) -> Kfac:
@@ -293,7 +315,7 @@ class Kfac:
             if not bool((d == d[:, :1]).all()):
                 raise ValueError("kfac can be rescaled by output only: the factors vary within a row of a layer's weight.")
             each = d[:, 0]
-            layers.append(replace(layer, G=layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)))
+            layers.append(layer.with_outputs(layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)))
         return replace(self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2)
 
     def push(self, direction: Tensor) -> Tensor:

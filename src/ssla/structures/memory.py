@@ -26,7 +26,7 @@ def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: in
         raise ValueError(
             f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
             f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights"
-            + (", or, for classes, use structure='kfac'." if _last_layer(extent) and structure.name != "kfac" else ".")
+            + (", or, for classes, use structure='kfac'." if is_last_layer(extent) and structure.name != "kfac" else ".")
         )
 
 
@@ -41,14 +41,15 @@ def bytes_of(value: Any) -> int:
 def alternatives(name: str, extent: Extent, budget: int) -> str:
     """The other structures that fit, with their memory; the most accurate first."""
     known: dict[str, Structure] = dict(STRUCTURES)
-    if _last_layer(extent) and extent.outputs > MANY_CLASSES:
+    if is_last_layer(extent) and extent.outputs > MANY_CLASSES:
         known["kfac"] = Kfac(output_factor=DIAGONAL)
     sizes = {other: known[other].memory(extent) for other in BY_ACCURACY if other != name}
     good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
     return " or ".join(good) or "fewer weights, such as weights='last_layer'"
 
 
-def _last_layer(extent: Extent) -> bool:
+def is_last_layer(extent: Extent) -> bool:
+    """Whether the parameters are those of one layer that ends in the outputs."""
     return extent.rest == 0 and [out for _, out in extent.layers] == [extent.outputs]
 
 

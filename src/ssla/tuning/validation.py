@@ -64,7 +64,7 @@ LEVELS = (0.5, 0.9, 0.95)
 
 def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     """The posterior of the setting that validation rows choose, with what they say in its report."""
-    start = _trained_state(job)
+    job, start = trained_state(job)
     rows = ValidationRows.read(start, validation)
     search = Search(job, start, rows)
     with _quiet():
@@ -76,11 +76,27 @@ def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     return _with_report(posterior, search, setting, held_out)
 
 
-def _trained_state(job: Job) -> State:
-    """The Gaussian at the trained weights (or as `mode` says), under the prior of their scale: where the search starts."""
+def trained_state(job: Job) -> tuple[Job, State]:
+    """Where a search starts: the Gaussian at the trained weights (or as `mode` says), under the prior of their scale.
+
+    And the job with the structure that was chosen for it, so that all settings share it.
+    """
     mode = job.mode if job.mode is not None else TILT
+    first = replace(job, prior=None, mode=mode, validated=True, notes=[])
     with _quiet():
-        return replace(job, mode=mode, gaussian=LAPLACE, validated=True, notes=[]).run()
+        start = first.run()
+    if job.prior is not None:
+        start = replace(start, prior=job.prior)
+    found = replace(
+        job,
+        structure=first.structure,
+        automatic=False,
+        reason=first.reason,
+        inputs=first.inputs,
+        rows=first.rows,
+        repeatable=first.repeatable,
+    )
+    return found, start
 
 
 @contextmanager

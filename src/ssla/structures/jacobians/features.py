@@ -36,6 +36,7 @@ class Features:
     phi: Tensor  # (B, F), or (B, F − 1) with bias
     outputs: int
     bias: bool = False
+    remembers: bool = False  # whether the squares in one basis are kept: for features that stay in memory between passes
 
     @property
     def size(self) -> int:
@@ -56,6 +57,21 @@ class Features:
 
     def double(self) -> Features:
         return Features(Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs)
+
+    def rotated_squares(self, basis: Tensor) -> Tensor:
+        """(φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
+        kept = self.__dict__.get("_squares")
+        if kept is not None and kept[0] is basis:
+            return kept[1]
+        squares = (self.with_ones() @ basis.to(self.dtype)).square()
+        if self.remembers:
+            self.__dict__["_squares"] = basis, squares
+        return squares
+
+    def second_moment(self, weights: Tensor) -> Tensor:
+        """Σ_i w_i φ_i φ_iᵀ (F, F), in float64."""
+        phi = self.double().phi
+        return (phi * weights[:, None]).mT @ phi
 
     def _times(self, matrix: Tensor) -> Tensor:
         """φ Mᵀ for M (·, F)."""
