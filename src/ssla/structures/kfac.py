@@ -32,6 +32,9 @@ from ssla.structures.structure import Extent, NoFactorError, Operator, Structure
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
 MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
+# Profiles of the output scales (see LayerOperator.profiles). benchmarks/predict_scale.py: up to 14 of them for real heads.
+MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
+PROFILE_TOLERANCE, MOST_PROFILES = 1e-7, 24
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
 
@@ -74,11 +77,40 @@ class LayerOperator:
     def _single_basis_g(self) -> Tensor | None:
         return None if self.basis_g is None else self.basis_g.float()
 
+    @cached_property
+    def _single_basis_a(self) -> Tensor:
+        return self.basis_a.float()
+
     def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
         """Q_G, converted once."""
         if dtype == torch.float32 or self.basis_g is None:
             return self._single_basis_g
         return self.basis_g.to(dtype)
+
+    @cached_property
+    def profiles(self) -> Tensor:
+        """u (r, C), orthonormal: √v of any row of a last layer is Σ_k c_k u_k, to about 1e-7 of its largest entry.
+
+        With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i b_j + τ). That is one smooth
+        function of log b_j, a mixture of shifted logistic functions, whatever the row's ψ. So few functions span √v of all
+        rows. They are the leading singular vectors of √v for fixed mixtures ψ² that range over rows like those of the data
+        (ψ_i² in proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
+        """
+        inside = self.spectrum.amax(0) - self.spectrum.amin(0)  # in proportion to a
+        inside = inside / inside.max().clamp_min(1e-300)
+        generator = torch.Generator().manual_seed(MIXTURE_SEED)
+        normals = torch.randn(MIXTURES, len(inside), dtype=torch.float64, generator=generator)
+        uneven = (MIXTURE_SPREAD * normals).exp()
+        mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])
+        scales = (mixtures @ (1 / self.spectrum).mT).sqrt()
+        _, values, vectors = torch.linalg.svd(scales / scales.amax(1, keepdim=True), full_matrices=False)
+        count = int((values > PROFILE_TOLERANCE * values[0]).sum())
+        leading: Tensor = vectors[: min(count, MOST_PROFILES)]
+        return leading.contiguous()
+
+    def outputs_profiles(self) -> Tensor:
+        """`profiles`, found when they are first asked for."""
+        return self.profiles
 
     def rotate(self, block: LayerBlock) -> LayerBlock:
         """The block's J in the eigenbasis."""
@@ -87,7 +119,8 @@ class LayerOperator:
 
     def variances(self, J: Features, weights: Tensor) -> Tensor:
         """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.  w (out, in)."""
-        return (J.with_ones() @ self.basis_a.to(J.dtype)) ** 2 @ weights.mT.to(J.dtype)
+        basis = self._single_basis_a if J.dtype == torch.float32 else self.basis_a.to(J.dtype)
+        return (J.with_ones() @ basis) ** 2 @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
         """(…, out, in) -> (…, out, in)."""
@@ -136,7 +169,8 @@ class KfacOperator:
         """Of a last layer Q_G diag(√v): no factorisation, and nothing of size (B, C, C)."""
         if isinstance(J, Features):
             (op,) = self.layers
-            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype))
+            profiles = None if op.basis_g is None else op.outputs_profiles
+            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype), profiles)
         return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
