@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import covariances, finite, in_plain_torch, warn
-from ssla.data import Inputs, as_inputs, as_tensor
+from ssla.data import Inputs, as_inputs, as_tensor, row_count
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.numerics.quadrature import Regions
@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 OUTPUT = OutputRefit()
+HELD_IN_FULL = 1 << 22  # probabilities of classes that are held in float64: 32 MiB
 
 
 def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
@@ -89,10 +90,15 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differen
         weights.warn(sum(failed), len(failed), "inputs have refits of the weights that")
         return _warned(answer)
     if isinstance(rung, OutputRefit) and _integrates(rung, posterior.likelihood.predictive, posterior.convention):
-        whole = ByChunks(rung, posterior, as_inputs(x))
+        inputs = as_inputs(x)
+        whole = ByChunks(rung, posterior, inputs)
         extreme: list[Tensor] = []
-        parts = at_temperature_one(posterior.likelihood.predictive, _watched(posterior.roots_at(x), extreme))
-        integrals = integrate_classes(parts, posterior.network.outputs, posterior.memory_budget)
+        parts = at_temperature_one(posterior.likelihood.predictive, _watched(posterior.roots_at(inputs), extreme))
+        rows, outputs = row_count(inputs), posterior.network.outputs
+        # Answers of a float32 network are given in float32. Very many of them are also held so: half the memory.
+        many = rows * outputs > HELD_IN_FULL and whole.like.dtype.itemsize <= 4
+        held = torch.float32 if many else torch.float64
+        integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, held)
         found = integrated_predictive(whole, integrals, rung.name)
         return _flagged(found, torch.cat(extreme)) if extreme else found
     return _warned(_predictive(rung(posterior, x), rung))

@@ -19,53 +19,116 @@ Other sets of nodes (lattices, Halton, radial) and other roots of K (eigenvector
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssla.likelihoods import Bernoulli, Categorical, Likelihood
-from ssla.numerics.quadrature.logistic import logistic_normal, normal_line
+from ssla.numerics.quadrature.logistic import expected_entropy, logistic_normal, normal_line
 from ssla.numerics.quadrature.normal import normal_nodes
 from ssla.numerics.roots import Root, full_root
+from ssla.predictive.many_classes import LOWEST, TINY, SoftmaxIntegrals
 
-POINTS, FEWER_POINTS = 512, 256
-MANY = 500  # classes from which the fewer points are taken
+POINTS = 512
+MANY = 32  # classes from which slabs of nodes are faster (benchmarks/predict_scale.py)
 ENTRIES_AT_ONCE = 1 << 19  # of an array (rows, C, S): what fits a processor's cache
 COPIES = 4  # of such an array, at most
-TINY = {torch.float32: 1e-30, torch.float64: 1e-280}  # smaller probabilities are summed in logarithms
 
 
 class ClassIntegrals(NamedTuple):
-    """Normalised log probabilities (N, C), and Var_f E[y|f] of the class indicators (N, C)."""
+    """Normalised log probabilities (N, C), Var_f E[y|f] of the class indicators (N, C), and E_f H(y|f) in nats (N,).
+
+    H is the entropy of the classes at one f; the mutual information of y and f is the entropy of the probabilities less E_f H.
+    """
 
     log_probs: Tensor
     spread: Tensor
+    entropy: Tensor
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """I(y; f) (N,): H(E p) − E H(p), not negative."""
+        return (entropy_of(self.log_probs) - self.entropy).clamp_min(0)
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """−Σ p log p in nats, in float64.  (N, C) -> (N,)."""
+    found = [_entropy(block.double()) for block in log_probs.split(max(ENTRIES_AT_ONCE // max(log_probs.shape[1], 1), 1))]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    # p log p is 0 where p is, also where log p is −∞
+    return -(log_probs.exp() * log_probs.clamp_min(LOWEST)).sum(1)
 
 
 def has_integral(likelihood: Likelihood) -> bool:
     return isinstance(likelihood, Bernoulli | Categorical)
 
 
-def integrate_classes(parts: Iterable[tuple[Tensor, Root]], outputs: int, budget: int) -> ClassIntegrals:
-    """parts: f̂ (B, C) in float64 and a root of K, a chunk at a time. budget: bytes of intermediate results."""
-    found = [_binary(f, root) if outputs <= 2 else _softmax(f, root, budget) for f, root in parts]
-    none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
-    return ClassIntegrals(*(torch.cat(column) for column in zip(*(found or [ClassIntegrals(none, none)]), strict=True)))
+def integrate_classes(
+    parts: Iterable[tuple[Tensor, Root]],
+    outputs: int,
+    budget: int,
+    rows: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ClassIntegrals:
+    """parts: f̂ (B, C) in float64 and a root of K, a chunk at a time. budget: bytes of intermediate results.
+
+    rows: of all parts together, if known: the answers (in the dtype) are then never held twice.
+    """
+    integrate = _integrator(outputs, budget, rows)
+    found = (integrate(f, root) for f, root in parts)
+    if rows is None:
+        return _joined(list(found), outputs)
+    classes = max(outputs, 2)
+    whole = ClassIntegrals(
+        torch.empty(rows, classes, dtype=dtype), torch.empty(rows, classes, dtype=dtype), torch.empty(rows, dtype=torch.float64)
+    )
+    start = 0
+    for part in found:
+        block = slice(start, start + len(part.entropy))
+        for column, values in zip(whole, part, strict=True):
+            column[block] = values
+        start = block.stop
+    assert start == rows
+    return whole
 
 
 def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
     """`integrate_classes` with the autograd graph of f̂ and the roots: the same nodes. All arrays (rows, C, S) are held."""
-    found = [_binary(f, root) if outputs <= 2 else _softmax_with_graph(f, root) for f, root in parts]
+    return _joined([_binary(f, root) if outputs <= 2 else _softmax_with_graph(f, root) for f, root in parts], outputs)
+
+
+def _joined(parts: list[ClassIntegrals], outputs: int) -> ClassIntegrals:
     none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
-    return ClassIntegrals(*(torch.cat(column) for column in zip(*(found or [ClassIntegrals(none, none)]), strict=True)))
+    return ClassIntegrals(*map(torch.cat, zip(*(parts or [ClassIntegrals(none, none, none[:, 0])]), strict=True)))
+
+
+def _integrator(outputs: int, budget: int, rows: int | None) -> Callable[[Tensor, Root], ClassIntegrals]:
+    """The integrals of a chunk from f̂ and a root of K."""
+    if outputs <= 2:
+        return _binary
+    if outputs < MANY:
+        return lambda f, root: _softmax(f, root, budget)
+    half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
+    sums = SoftmaxIntegrals(half, budget, whitened(outputs), rows)
+
+    def integrate(f: Tensor, root: Root) -> ClassIntegrals:
+        log_probs, spread, entropy = sums(f, root)
+        return ClassIntegrals(torch.log_softmax(log_probs, 1), spread, entropy)
+
+    return integrate
 
 
 def _softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
     z = softmax_nodes(f.shape[1]).to(root.dtype)
     logs = torch.log_softmax(f.unsqueeze(-1) + deviations(root, z).double(), 1)  # (B, C, S)
-    return ClassIntegrals(torch.log_softmax(logs.logsumexp(-1), 1), logs.exp().var(-1, correction=0))
+    p = logs.exp()
+    entropy = -(p * logs.clamp_min(LOWEST)).sum(1).mean(-1)
+    return ClassIntegrals(torch.log_softmax(logs.logsumexp(-1), 1), p.var(-1, correction=0), entropy)
 
 
 def _binary(f: Tensor, root: Root) -> ClassIntegrals:
@@ -73,8 +136,10 @@ def _binary(f: Tensor, root: Root) -> ClassIntegrals:
     size = f.shape[1]
     R = root.times(torch.eye(size, dtype=root.dtype)).double()
     m, r = (f[:, 0], R[:, 0]) if size == 1 else (f[:, 1] - f[:, 0], R[:, 1] - R[:, 0])
-    log_one, log_zero, spread = logistic_normal(m, torch.linalg.vector_norm(r, dim=1))
-    return ClassIntegrals(torch.log_softmax(torch.stack([log_zero, log_one], 1), 1), torch.stack([spread, spread], 1))
+    sd = torch.linalg.vector_norm(r, dim=1)
+    log_one, log_zero, spread = logistic_normal(m, sd)
+    log_probs = torch.log_softmax(torch.stack([log_zero, log_one], 1), 1)
+    return ClassIntegrals(log_probs, torch.stack([spread, spread], 1), expected_entropy(m, sd))
 
 
 def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
@@ -84,23 +149,33 @@ def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     entries = min(ENTRIES_AT_ONCE, budget // (COPIES * root.dtype.itemsize))
     rows = max(entries // z.numel(), 1)
     blocks = [slice(start, start + rows) for start in range(0, len(f), rows)]
-    log_probs, spread = torch.empty_like(f), torch.empty_like(f)
+    found = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
     for block in blocks:
-        log_probs[block], spread[block] = _block(f[block], root.take(block), z)
-    return ClassIntegrals(log_probs, spread)
+        for whole, part in zip(found, _block(f[block], root.take(block), z), strict=True):
+            whole[block] = part
+    return found
 
 
 def softmax_nodes(size: int) -> Tensor:
-    """(C, S)."""
-    return normal_nodes(size, (POINTS if size < MANY else FEWER_POINTS) // 2)[0].mT.contiguous()
+    """(C, S): S/2 points, and then their mirror images."""
+    return normal_nodes(size, POINTS // 2)[0].mT.contiguous()
 
 
-def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C)."""
+def whitened(size: int) -> bool:
+    """Whether the nodes have unit variance in every direction. Otherwise `deviations` rescales them for each output."""
+    return 4 * size <= POINTS
+
+
+def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C), mean entropy (B,)."""
     top = f - f.amax(1, keepdim=True)
-    p = deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S): logits, and then probabilities
-    p.sub_(p.amax(1, keepdim=True)).exp_()
-    p.mul_(p.sum(1, keepdim=True).reciprocal_())
+    logits = deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
+    logits.sub_(logits.amax(1, keepdim=True))
+    p = logits.exp()
+    sums = p.sum(1, keepdim=True)
+    p.mul_(sums.reciprocal())
+    # H(p) = log Σ exp(logits) − Σ p logits at each node
+    entropy = (sums.log_().squeeze(1) - logits.clamp_min_(LOWEST).mul_(p).sum(1)).mean(-1).double()
     mean = p.mean(-1)
     spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
     log_probs = mean.double().log()
@@ -109,13 +184,13 @@ def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor]:
         one = slice(row, row + 1)
         logits = deviations(root.take(one), z).double().add_(top[one].unsqueeze(-1))
         log_probs[one] = torch.log_softmax(logits, 1).logsumexp(-1)
-    return torch.log_softmax(log_probs, 1), spread
+    return torch.log_softmax(log_probs, 1), spread, entropy
 
 
 def deviations(root: Root, z: Tensor) -> Tensor:
     """R z (B, C, S). Each output has its own variance exactly: of many outputs, the nodes have it only in the mean."""
     moved = root.times(z)
-    if z.shape[1] < 4 * z.shape[0]:  # fewer nodes are not whitened
+    if not whitened(z.shape[0]):
         seen = torch.linalg.vecdot(moved, moved) / z.shape[1]
         factor = torch.where(seen > 0, root.variances() / seen, 1.0).sqrt()
         return moved * factor.unsqueeze(-1) if moved.requires_grad else moved.mul_(factor.unsqueeze(-1))

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
-from ssla.predictive.class_integrals import ClassIntegrals
+from ssla.predictive.class_integrals import ClassIntegrals, entropy_of
 from ssla.predictive.law import Law, highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import total_variance
+from ssla.predictive.spread import mean_entropy, total_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
+
+ENTRIES_AT_ONCE = 1 << 22  # probabilities (rows, C) that are ordered together
 
 
 @final
@@ -30,8 +32,8 @@ class ClassLaw(Law):
     """
 
     log_density: LogDensity
-    log_weights: Tensor  # (N, C)
-    share: Tensor | None = None  # of the variance that is epistemic, of its shape; None: found when asked for
+    log_weights: Tensor  # (N, C); float32 for very many answers of a float32 network
+    integrals: ClassIntegrals | None = None  # under f ~ N(f̂, K); None: what is needed of them is found when asked for
 
     kind = "class"
 
@@ -39,9 +41,14 @@ class ClassLaw(Law):
     def rows(self) -> int:
         return self.log_weights.shape[0]
 
-    @cached_property
+    @property
     def log_probs(self) -> Tensor:
         """(N, C)."""
+        # Weights in float32 are normalised integrals, and so many that they are not held twice.
+        return self.log_weights if self.log_weights.dtype == torch.float32 else self._normalised
+
+    @cached_property
+    def _normalised(self) -> Tensor:
         return torch.log_softmax(self.log_weights, 1)
 
     @property
@@ -64,25 +71,49 @@ class ClassLaw(Law):
     def variance(self) -> Tensor:
         return self.mean * (1 - self.mean)
 
-    @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """In the proportion of the law of total variance under f ~ N(f̂, K)."""
-        if not self.log_density.moves:
-            return torch.zeros_like(self.variance), self.variance
-        share = self.share
-        if share is None:
-            doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
-            share = doubt / (doubt + noise).clamp_min(1e-300)
-        epistemic = self.variance * share
-        return epistemic, self.variance - epistemic
-
     @property
     def epistemic(self) -> Tensor:
-        return self._parts[0]
+        """In the proportion of the law of total variance under f ~ N(f̂, K)."""
+        if not self.log_density.moves:
+            return torch.zeros_like(self.variance)
+        share = self._found_share if self.integrals is None else self._share_of(self.integrals)
+        return self.variance * share
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._parts[1]
+        return self.variance - self.epistemic
+
+    @cached_property
+    def _found_share(self) -> Tensor:
+        """Of the variance that is epistemic, of its shape."""
+        doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
+        return doubt / (doubt + noise).clamp_min(1e-300)
+
+    def _share_of(self, integrals: ClassIntegrals) -> Tensor:
+        p = integrals.log_probs.exp()
+        share = (integrals.spread / (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
+        return share[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else share
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return entropy_of(self.log_probs)
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """In the proportion of H(E p) and E H(p) under f ~ N(f̂, K), so that it is at most the entropy.
+
+        Where the probabilities are integrals over f, it is I(y; f) itself.
+        """
+        if not self.log_density.moves:
+            return torch.zeros_like(self.entropy)
+        if self.integrals is None:
+            classes = self.log_weights.shape[1]
+            of_mean, mean = mean_entropy(self.log_density.likelihood, *self.log_density.marginal, classes)
+            doubt = of_mean - mean
+        else:
+            of_mean, doubt = entropy_of(self.integrals.log_probs), self.integrals.mutual_information
+        share = torch.where(of_mean > 0, doubt / of_mean, torch.zeros_like(doubt))
+        return self.entropy * share.clamp(0.0, 1.0)
 
     def check(self, y: Tensor) -> None:
         check_classes(y, self.log_weights.shape[1])
@@ -116,7 +147,9 @@ def most_probable(log_probs: Tensor) -> Tensor:
 
 def smallest_set(probs: Tensor, level: float) -> Tensor:
     """The fewest classes with at least that probability; none where it is NaN.  (N, C) -> bool (N, C)."""
-    return highest(probs, probs, level) & ~probs.isnan().any(1, keepdim=True)
+    # The order of all classes of all rows would take several times the memory of the probabilities.
+    blocks = probs.split(max(ENTRIES_AT_ONCE // max(probs.shape[1], 1), 1))
+    return torch.cat([highest(p, p, level) & ~p.isnan().any(1, keepdim=True) for p in blocks])
 
 
 def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
@@ -133,13 +166,8 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
 
 def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit: str, differentiable: bool = False) -> Predictive:
     """Probabilities that are integrals over f."""
-    log_probs, spread = found
-    p = log_probs.exp()
-    share = (spread / (p * (1 - p)).clamp_min(1e-300)).clamp_max(1.0)
-    if isinstance(log_density.likelihood, Bernoulli):
-        share = share[:, 1]
-    no = torch.zeros(len(p), dtype=torch.bool)
-    law, flags = ClassLaw(log_density, log_probs, share), Diagnostics(refit, no, no, no)
+    no = torch.zeros(len(found.entropy), dtype=torch.bool)
+    law, flags = ClassLaw(log_density, found.log_probs, found), Diagnostics(refit, no, no, no)
     return Predictive(law, log_density.like, flags, differentiable=differentiable)
 
 

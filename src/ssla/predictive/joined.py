@@ -78,6 +78,14 @@ class JoinedLaw(Law):
     def aleatoric(self) -> Tensor:
         return self._each(lambda law: law.aleatoric)
 
+    @property
+    def entropy(self) -> Tensor:
+        return self._each(lambda law: law.entropy)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        return self._each(lambda law: law.mutual_information)
+
     def check(self, y: Tensor) -> None:
         for law, rows in zip(self.laws, self.index, strict=True):
             law.check(y[rows])

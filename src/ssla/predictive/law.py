@@ -21,12 +21,14 @@ from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
+OF_CLASSES = " It is of classes only. For numbers and counts use `epistemic` (doubt) and `aleatoric` (noise), variances of y."
+
 
 class Law(ABC):
     """N distributions. y is (N, k) for one target; (N, D) or (N, k, D) for D of them.
 
     Moments are (N,) for one target and (N, D) for D of them. Classes have no cdf and icdf. Only Gaussians and mixtures of D
-    targets have a covariance. Only classes have probs.
+    targets have a covariance. Only classes have probs, entropy and mutual_information.
     """
 
     @property
@@ -70,6 +72,16 @@ class Law(ABC):
     @abstractmethod
     def aleatoric(self) -> Tensor:
         """E_f Var[y|f]."""
+
+    @property
+    def entropy(self) -> Tensor:
+        """Of classes, in nats (N,)."""
+        self.lacks("entropy", OF_CLASSES)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """I(y; f) of classes, in nats (N,): H(E p) − E H(p)."""
+        self.lacks("mutual_information", OF_CLASSES)
 
     @property
     def covariance(self) -> Tensor:
@@ -119,9 +131,9 @@ class Law(ABC):
     def increments(self, y: Tensor) -> Increments:
         """The three increments of the un-normalised log density, of log_prob's shape."""
 
-    def lacks(self, name: str) -> NoReturn:
+    def lacks(self, name: str, instead: str = "") -> NoReturn:
         """AttributeError, so that hasattr is False."""
-        raise AttributeError(f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).")
+        raise AttributeError(f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{instead}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ssla.numerics.quadrature import Regions, bracketed_root
+from ssla.predictive.class_integrals import entropy_of
 from ssla.predictive.classes import check_classes, draw_classes, most_probable, smallest_set
 from ssla.predictive.counts import densest_runs
 from ssla.predictive.law import Law, ends_of_runs
@@ -306,6 +307,16 @@ class ClassMixtureLaw(MixtureLaw):
     @property
     def mode(self) -> Tensor:
         return most_probable(self._log_probs)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return entropy_of(self._log_probs)
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        """H(Σ w_m E_m p) − Σ w_m E_m H(p): the members' own, and their disagreement."""
+        noise = self.average(lambda m: m.entropy - m.mutual_information)
+        return (self.entropy - noise).clamp_min(0)
 
     def check(self, y: Tensor) -> None:
         check_classes(y, self._log_probs.shape[1])

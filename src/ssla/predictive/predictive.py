@@ -142,6 +142,20 @@ class Predictive:
         return self._out(self.law.aleatoric)
 
     @property
+    def entropy(self) -> Tensor:
+        """Of classes, in nats (N,), from 0 to log C: −Σ p log p. Doubt and noise together."""
+        return self._out(self.law.entropy)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Of classes, in nats (N,): the part of `entropy` that more data would remove, H(E_f p) − E_f H(p) ≥ 0.
+
+        For a refit of the weights (and "newton") it divides that predictive's entropy in the proportion under f ~ N(f̂, K).
+        In a mixture the members' disagreement is part of it.
+        """
+        return self._out(self.law.mutual_information)
+
+    @property
     def probs(self) -> Tensor:
         """Of the classes (N, C)."""
         return self._out(self.law.probs)

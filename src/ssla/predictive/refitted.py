@@ -111,7 +111,7 @@ def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
-    law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.share)
+    law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
 
 

@@ -34,6 +34,25 @@ def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
+def mean_entropy(likelihood: Likelihood, f: Tensor, K: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(H(E_f p), E_f H(p)) in nats (N,), for the probabilities p of `count` classes: the difference is the mutual information.
+
+    By the nodes of `total_variance`. Where not every f is allowed there are no such nodes: without a difference, at f̂.
+    """
+    nodes, weights = normal_nodes(f.shape[-1], QUASI_POINTS)
+    if not likelihood.linear_domain:
+        nodes, weights = torch.zeros_like(nodes[:1]), torch.ones_like(weights[:1])
+    classes, parts = torch.arange(count, dtype=torch.float64), []
+    for start in range(0, max(f.shape[0], 1), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        points = f[part].unsqueeze(1) + nodes @ root(K[part]).mT  # (m, J, C)
+        logs = likelihood.log_prob(classes.expand(*points.shape[:2], -1), points.unsqueeze(2))  # (m, J, classes)
+        p = torch.softmax(logs, -1)
+        of_nodes = torch.special.entr(p).sum(-1) @ weights
+        parts.append((torch.special.entr(torch.einsum("j,mjc->mc", weights, p)).sum(-1), of_nodes))
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
 def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, Tensor]:
     """(epistemic, aleatoric) that add up to the predictive's own variance, in the proportion of the law of total variance.
 

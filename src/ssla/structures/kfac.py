@@ -32,6 +32,9 @@ from ssla.structures.structure import Extent, NoFactorError, Operator, Structure
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
 MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
+# Profiles of the output scales (see LayerOperator.profiles). benchmarks/predict_scale.py: up to 14 of them for real heads.
+MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
+PROFILE_TOLERANCE, MOST_PROFILES = 1e-7, 24
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
 
@@ -92,6 +95,31 @@ class LayerOperator:
             return self._single_basis_g
         return self.basis_g.to(dtype)
 
+    @cached_property
+    def profiles(self) -> Tensor:
+        """u (r, C), orthonormal: √v of any row of a last layer is Σ_k c_k u_k, to about 1e-7 of its largest entry.
+
+        With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i b_j + τ). That is one smooth
+        function of log b_j, a mixture of shifted logistic functions, whatever the row's ψ. So few functions span √v of all
+        rows. They are the leading singular vectors of √v for fixed mixtures ψ² that range over rows like those of the data
+        (ψ_i² in proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
+        """
+        inside = self.spectrum.amax(0) - self.spectrum.amin(0)  # in proportion to a
+        inside = inside / inside.max().clamp_min(1e-300)
+        generator = torch.Generator().manual_seed(MIXTURE_SEED)
+        normals = torch.randn(MIXTURES, len(inside), dtype=torch.float64, generator=generator)
+        uneven = (MIXTURE_SPREAD * normals).exp()
+        mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])
+        scales = (mixtures @ (1 / self.spectrum).mT).sqrt()
+        _, values, vectors = torch.linalg.svd(scales / scales.amax(1, keepdim=True), full_matrices=False)
+        count = int((values > PROFILE_TOLERANCE * values[0]).sum())
+        leading: Tensor = vectors[: min(count, MOST_PROFILES)]
+        return leading.contiguous()
+
+    def outputs_profiles(self) -> Tensor:
+        """`profiles`, found when they are first asked for."""
+        return self.profiles
+
     def rotate(self, block: LayerBlock) -> LayerBlock:
         """The block's J in the eigenbasis."""
         delta = block.delta if self.basis_g is None else block.delta @ self.basis_g.to(block.a.dtype)
@@ -148,7 +176,8 @@ class KfacOperator:
         """Of a last layer Q_G diag(√v): no factorisation, and nothing of size (B, C, C)."""
         if isinstance(J, Features):
             (op,) = self.layers
-            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype))
+            profiles = None if op.basis_g is None else op.outputs_profiles
+            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype), profiles)
         return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:

@@ -42,6 +42,25 @@ def logistic_normal(mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tenso
     return LogisticNormal(*(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True)))
 
 
+def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
+    """E h(σ(f)) in nats for f ~ N(mean, sd²), h(p) = −p log p − (1−p) log(1−p): the noise of a coin with a doubtful logit.
+
+    By the same nodes: of the normal variable for small sd; of f itself, ∫ h(σ(l)) φ((l − m)/s) dl/s, for large ones. Beyond
+    the last node h is below 1e-15.  (N,), (N,) -> (N,).
+    """
+    z, weights = normal_line()
+    near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
+    L, wide = _nodes(LOGISTIC_REACH, LOGISTIC_STEP), sd.clamp_min(LARGE)
+    scores = (L - mean.unsqueeze(1)) / wide.unsqueeze(1)
+    far = (-0.5 * scores * scores).exp() @ _entropy_of_logit(L)
+    return torch.where(sd <= LARGE, near, far * LOGISTIC_STEP / (wide * math.sqrt(2 * math.pi)))
+
+
+def _entropy_of_logit(f: Tensor) -> Tensor:
+    """h(σ(f)), without cancellation for large |f|."""
+    return -torch.sigmoid(f) * logsigmoid(f) - torch.sigmoid(-f) * logsigmoid(-f)
+
+
 def normal_line() -> tuple[Tensor, Tensor]:
     """Nodes z and weights of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
     z = _nodes(NORMAL_REACH, NORMAL_STEP)

@@ -62,7 +62,8 @@ class Features:
         """(φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
         kept = self.__dict__.get("_squares")
         if kept is not None and kept[0] is basis:
-            return kept[1]
+            known: Tensor = kept[1]
+            return known
         squares = (self.with_ones() @ basis.to(self.dtype)).square()
         if self.remembers:
             self.__dict__["_squares"] = basis, squares

@@ -1,0 +1,207 @@
+"""The integrals of a softmax for many classes: E softmax(f), its variance, and the mean entropy, over fixed nodes ±z.
+
+    f = f̂ ± w ∘ (R z),   w² = diag(K) / mean (R z)²        (w = 1 where the nodes are whitened)
+
+R z is computed for one node of each mirrored pair. Where a root has profiles (Kronecker factors), it is a combination of
+products that all rows share (`SharedNodes`): r·C·S multiplications a row with r about 10, in place of C²·S. Rows whose scale is
+not such a combination, to a share `TOLERANCE`, take the whole product. The combination changes probabilities by about 1e-7 (see
+benchmarks/predict_scale.py), far less than the error of the nodes.
+
+The sums are taken over slabs of some rows, some nodes and all classes, with the classes last, which fit a processor's cache.
+Probabilities that are too small for the dtype are summed in logarithms, in a second pass over their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.numerics.roots import Root, ScaledRoot, SharedNodes, shared_nodes
+
+TOLERANCE = 1e-6  # of a scale, relative to its largest entry
+WORTH = 2  # rows for each profile from which the shared products are made: each costs as much as a row without them
+# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/predict_scale.py --slabs).
+NODES_AT_ONCE = 16
+ENTRIES_AT_ONCE = 1 << 18
+COPIES = 6  # of a slab, at most
+TINY = {torch.float32: 1e-30, torch.float64: 1e-280}  # smaller probabilities are summed in logarithms
+LOWEST = -1e30  # logits below the highest; the product of an infinite one with a zero probability has no value
+
+
+class Sums(NamedTuple):
+    """Of a chunk of rows, in float64: log E p (B, C), not normalised; Var p (B, C); E H(p) in nats (B,)."""
+
+    log_probs: Tensor
+    spread: Tensor
+    entropy: Tensor
+
+
+class _Nodes(NamedTuple):
+    """Of a block of rows: w (b, C), None for ones, and R z at some nodes (b, s, C)."""
+
+    factors: Tensor | None
+    moved: Callable[[slice], Tensor]
+
+
+@dataclass
+class SoftmaxIntegrals:
+    """Integrates chunk after chunk. The shared products are kept for the chunks that follow."""
+
+    half: Tensor  # one node of each mirrored pair (S/2, C)
+    budget: int  # bytes of intermediate results
+    whitened: bool
+    rows: int | None = None  # of all chunks together, if known
+    shared: SharedNodes | None = None
+
+    def __call__(self, f: Tensor, root: Root) -> Sums:
+        """f̂ (B, C) in float64 and a root of K."""
+        self._prepare(root)
+        shared = self.shared
+        if shared is None or not isinstance(root, ScaledRoot) or not shared.serves(root):
+            return self._by_product(f, root)
+        covered = shared.covers(root, TOLERANCE)
+        if bool(covered.all()):
+            return self._by_shared(f, root, shared)
+        found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
+        near, far = covered.nonzero().squeeze(1), (~covered).nonzero().squeeze(1)
+        parts = (
+            (near, self._by_shared(f[near], root.take(near), shared)),
+            (far, self._by_product(f[far], root.take(far))),
+        )
+        for rows, part in parts:
+            for whole, values in zip(found, part, strict=True):
+                whole[rows] = values
+        return found
+
+    def _prepare(self, root: Root) -> None:
+        """Make the shared products where there are enough rows for them."""
+        if not isinstance(root, ScaledRoot) or root.basis is None or root.profiles is None:
+            return
+        if self.shared is not None and self.shared.serves(root):
+            return
+        # The products have the size of r rows' nodes, and so have to fit the budget.
+        count = len(root.profiles())
+        fits = COPIES * count * self.half.numel() * root.dtype.itemsize <= self.budget
+        enough = (self.rows or len(root.scale)) >= WORTH * count
+        self.shared = shared_nodes(root, self.half.to(root.dtype)) if fits and enough else None
+
+    def _by_shared(self, f: Tensor, root: ScaledRoot, shared: SharedNodes) -> Sums:
+        coefficients = shared.coefficients(root)
+
+        def at(block: slice) -> _Nodes:
+            own = coefficients[block]
+            factors = self._factors(root.take(block), shared.mean_squares(own))
+            return _Nodes(factors, lambda nodes: shared.at_nodes(own, nodes))
+
+        return self._in_blocks(f, at, self._rows_at_once(NODES_AT_ONCE, root.dtype), root.dtype)
+
+    def _by_product(self, f: Tensor, root: Root) -> Sums:
+        """All nodes of a block of rows at once: a product with each row's own root."""
+        half = self.half.to(root.dtype)
+
+        def at(block: slice) -> _Nodes:
+            own = root.take(block)
+            moved = own.at_nodes(half)
+            mean_squares = (moved * moved).mean(1) if not self.whitened else moved
+            return _Nodes(self._factors(own, mean_squares), lambda nodes: moved[:, nodes])
+
+        return self._in_blocks(f, at, self._rows_at_once(len(half), root.dtype), root.dtype)
+
+    def _factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
+        """w (b, C): each output has its own variance exactly, which many outputs' nodes have only in the mean."""
+        if self.whitened:
+            return None
+        return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
+
+    def _rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
+        """Rows of a block: what the cache holds, but no more than the budget, and at least one."""
+        entries = nodes * self.half.shape[1]
+        affordable = self.budget // (COPIES * dtype.itemsize * entries)
+        return max(min(ENTRIES_AT_ONCE // entries, affordable), 1)
+
+    def _in_blocks(self, f: Tensor, at: Callable[[slice], _Nodes], rows: int, dtype: torch.dtype) -> Sums:
+        """rows: of a block."""
+        top = (f - f.amax(1, keepdim=True)).clamp_min(LOWEST).to(dtype)
+        slabs = _blocks(len(self.half), NODES_AT_ONCE)
+        found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
+        for block in _blocks(len(f), rows):
+            part = _Block(top[block], at(block), slabs)
+            for whole, values in zip(found, part.sums(2 * len(self.half)), strict=True):
+                whole[block] = values
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Some rows at all nodes, a slab of nodes at a time."""
+
+    top: Tensor  # f̂ less its maximum (b, C)
+    nodes: _Nodes
+    slabs: list[slice]
+
+    def sums(self, count: int) -> Sums:
+        """count: of the nodes."""
+        likeliest = self.top.argmax(1)[:, None, None]
+        centre = torch.softmax(self.top, 1).unsqueeze(1)  # near E p, so that Var p is no difference of large numbers
+        # Sums over slabs are kept by node (b, s, C): adding to them is faster than a sum over the nodes of each slab.
+        total, squares, entropy = (self._zeros() for _ in range(3))
+        for logits in self._logits():
+            p = torch.softmax(logits, -1)
+            total[:, : p.shape[1]].add_(p)
+            log_p = logits.sub_(_log_sum_exp(logits, p, likeliest))
+            entropy[:, : p.shape[1]].addcmul_(log_p, p)
+            off = p.sub_(centre)
+            squares[:, : p.shape[1]].addcmul_(off, off)
+        mean = total.sum(1).double() / count
+        shift = mean - centre.squeeze(1).double()
+        spread = (squares.sum(1).double() / count - shift * shift).clamp_min(0)
+        log_probs = mean.log()
+        tiny = (mean < TINY[self.top.dtype]).any(1).nonzero().squeeze(1)
+        if len(tiny):
+            log_probs[tiny] = self._log_means(tiny, count)
+        return Sums(log_probs, spread, (-entropy.sum((1, 2)).double() / count).clamp_min(0))
+
+    def _zeros(self) -> Tensor:
+        rows, classes = self.top.shape
+        return self.top.new_zeros(rows, self.slabs[0].stop, classes)
+
+    def _logits(self, rows: Tensor | None = None) -> Iterator[Tensor]:
+        """(b, s, C), a slab of nodes and then their mirror images; only some rows of the block if given."""
+        top = (self.top if rows is None else self.top[rows]).unsqueeze(1)
+        factors = self.nodes.factors
+        factors = factors if factors is None or rows is None else factors[rows]
+        for nodes in self.slabs:
+            moved = self.nodes.moved(nodes)
+            moved = moved if rows is None else moved[rows]
+            for sign in (1, -1):
+                if factors is None:
+                    yield torch.add(top, moved, alpha=sign)
+                else:
+                    yield torch.addcmul(top, factors.unsqueeze(1), moved, value=sign)
+
+    def _log_means(self, rows: Tensor, count: int) -> Tensor:
+        """log E p of some rows, in logarithms (b, C)."""
+        total = torch.full((len(rows), self.top.shape[1]), -torch.inf, dtype=torch.float64)
+        for logits in self._logits(rows):
+            total = torch.logaddexp(total, torch.log_softmax(logits, -1).logsumexp(1).double())
+        return total - torch.tensor(count, dtype=torch.float64).log()
+
+
+def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
+    """log Σ_c exp(logits) (b, s, 1), from one class whose probability is known: logit − log p. likeliest: of f̂ (b, 1, 1).
+
+    Any class will do unless its probability is tiny. Then it is the most probable class of each node, which is slower to find.
+    """
+    index = likeliest.expand(-1, logits.shape[1], -1)
+    known = p.gather(2, index)
+    if bool((known > TINY[p.dtype]).all()):
+        return logits.gather(2, index) - known.log_()
+    return logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
+
+
+def _blocks(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
