@@ -376,11 +376,14 @@ class Job:
         )
 
     def _blocks(self) -> dict[str, str]:
-        """Which structure each layer got."""
+        """Which structure each layer got; parameter by parameter for a layer of which only a part has a Kronecker form."""
         blocks = {}
         for layer, names in self._network.layout.layers().items():
-            without_form = isinstance(self.structure, Kfac) and not self._network.kronecker.issuperset(names)
-            blocks[layer] = "diag" if without_form else self.structure.name
+            if not isinstance(self.structure, Kfac):
+                blocks[layer] = self.structure.name
+                continue
+            kinds = {name: self.structure.name if name in self._network.kronecker else "diag" for name in names}
+            blocks |= kinds if len(set(kinds.values())) > 1 else {layer: kinds[names[0]]}
         return blocks
 
     # --- passes over the data --------------------------------------------------------------
