@@ -80,6 +80,7 @@ class AnyParameters:
     notes: tuple[str, ...] = ()
     head: tuple[str, ...] = ()  # free weight and bias of the linear layer that computes the outputs
     norms: tuple[NormPlan, ...] = ()
+    jacobian_per_row: int = 0  # bytes; 0: not known, of a network from a file
 
     linear = False
     offset = None
@@ -129,8 +130,8 @@ class AnyParameters:
         return in_chunks(x, self.rows_at_once(budget))
 
     def _free(self, theta: Tensor) -> dict[str, Tensor]:
-        named = self.layout.unpack(theta)
-        return {name: value.to(self.frozen.device, self.frozen.dtype) for name, value in named.items()}
+        device, dtype = self.frozen.device, self.frozen.dtype
+        return {name: theta[index].to(device, dtype) for name, index in self.layout.positions.items()}
 
     def run(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
         wrapped = lambda *a, **k: functional_call(self.frozen.module, {**self.rest, **free}, a, k)  # noqa: E731
@@ -283,7 +284,8 @@ def open_any(
         else:
             odd = [name for name in names if name not in right]
             network = replace(network, notes=(*notes, UNLIKE_SOME.format(names=", ".join(odd))))
-    return replace(network, extra_per_row=_extra_per_row(network, probe, row_count(x), materialise))
+    jacobian, extra = _bytes_per_row(network, probe, row_count(x), materialise)
+    return replace(network, jacobian_per_row=jacobian, extra_per_row=extra)
 
 
 def _without_form(network: AnyParameters) -> tuple[str, ...]:
@@ -294,20 +296,22 @@ def _without_form(network: AnyParameters) -> tuple[str, ...]:
     return tuple(name for name, index in network.layout.positions.items() if not bool(planned[index].all()))
 
 
-def _extra_per_row(network: AnyParameters, probe: Probe, rows: int, materialise: bool) -> int:
-    """Bytes of one row beside the network's own results: inputs and gradients of the layers, columns of the others."""
+def _bytes_per_row(network: AnyParameters, probe: Probe, rows: int, materialise: bool) -> tuple[int, int]:
+    """Of one row's Jacobian, and of all that is needed beside the network's own results."""
     outputs, item = network.outputs, torch.finfo(network.dtype).bits // 8
-    planned = {id(dict(network.frozen.module.named_parameters())[plan.weight]) for plan in network.layers}
-    inputs = [_input_size(call) // rows for call in probe.calls if id(call.weight) in planned]
-    results = [call.result.numel() // rows for call in probe.calls if id(call.weight) in planned]
-    sizes = [inside + outputs * out for inside, out in zip(inputs, results, strict=True)]
-    # All layers as stored, their zeros and the gradients of one output, and four arrays in float64 for one layer at a time.
-    layers = item * (sum(sizes) + 3 * sum(results)) + 8 * 2 * max(sizes, default=0)
+    parameters = dict(network.frozen.module.named_parameters())
+    planned = {id(parameters[plan.weight]) for plan in network.layers}
+    calls = [call for call in probe.calls if id(call.weight) in planned]
+    results = [call.result.numel() // rows for call in calls]
+    sizes = [_input_size(call) // rows + outputs * result for call, result in zip(calls, results, strict=True)]
     rest_size = sum(network.layout.positions[name].numel() for name in network.others)
+    jacobian = item * sum(sizes) + 8 * outputs * rest_size
+    # Zeros and gradients of one output, and one layer at a time in float64, with the product of its gradients and Λ.
+    layers = 3 * item * sum(results) + 8 * 2 * max(sizes, default=0)
     # All outputs of a row are differentiated together for columns.
-    batched_results = outputs * network.frozen.bytes_per_row if network.columns else 0
-    whole = network.layout.size if materialise else 0
-    return layers + batched_results + 8 * outputs * (2 * rest_size + 3 * whole)
+    columns = outputs * network.frozen.bytes_per_row if network.columns else 0
+    whole = 3 * network.layout.size if materialise else 0
+    return jacobian, jacobian + layers + columns + 8 * outputs * (rest_size + whole)
 
 
 def _input_size(call: Call) -> int:
@@ -392,7 +396,8 @@ def _plans(uses: Iterable[_Use], layout: Layout) -> tuple[LayerPlan, ...]:
             parts.append(layout.positions[use.weight][call.first : call.first + call.count].flatten(1))
         if bias_free and use.bias is not None:
             parts.append(layout.positions[use.bias][call.bias_first : call.bias_first + call.count].unsqueeze(1))
-        plans.append(LayerPlan(use.weight, torch.cat(parts, 1), weight_free, bias_free, call.first, use.axis))
+        positions = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        plans.append(LayerPlan(use.weight, positions, weight_free, bias_free, call.first, use.axis))
     return _covered(tuple(plans), layout)
 
 
@@ -429,7 +434,8 @@ def _disagreement(network: AnyParameters, x: Inputs) -> Tensor:
         if not f.requires_grad:
             f = f + 0 * sum(value.sum() for value in free.values())  # a forward under no_grad: all gradients are zero
         g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
-        grads = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
+        scored = (f * g).sum()
+        grads = torch.autograd.grad(scored, list(free.values()), allow_unused=True)
     if all(grad is None or not bool(grad.any()) for grad in grads):
         raise ValueError(
             "The gradient of the network's outputs in its free parameters is zero, so they would have no "
@@ -437,8 +443,9 @@ def _disagreement(network: AnyParameters, x: Inputs) -> Tensor:
         )
     named = {n: torch.zeros_like(free[n]) if grad is None else grad for n, grad in zip(free, grads, strict=True)}
     expected = network.layout.pack(named)
+    del free, grads, named, f, scored  # their graph and copies take as much memory as the Jacobian that follows
     try:
-        found = network.linearise(x, network.theta)[1].double().pull(g.detach().to("cpu", torch.float64))
+        found = network.linearise(x, network.theta)[1].double().pull(g.to("cpu", torch.float64))
     except (RuntimeError, KeyError):  # positions that are not those of the plan
         return torch.ones_like(expected, dtype=torch.bool)
     enough = max(1e-3, 4 * torch.finfo(network.dtype).eps)  # half precision has a larger rounding error in one product

@@ -86,6 +86,11 @@ class Network(Protocol):
         """Bytes of one row of a chunk."""
         ...
 
+    @property
+    def jacobian_per_row(self) -> int:
+        """Bytes of J for one row, as `linearise` returns it; 0: not known."""
+        ...
+
     def rows_at_once(self, budget: int) -> int: ...
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
