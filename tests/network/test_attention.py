@@ -147,7 +147,7 @@ def explicit_factors(model, layers, x, likelihood):
         seen[layer] = (inputs[0], output)
 
     hooks = [layer.register_forward_hook(keep) for layer in layers]
-    sums = {layer: (0, 0) for layer in layers}
+    sums = dict.fromkeys(layers, (0, 0))
     for row in x.split(1):
         f = model(row)
         precision = likelihood.fisher(f.detach())[0]

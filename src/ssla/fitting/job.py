@@ -223,7 +223,10 @@ class Job:
         return (whole, False) if fits else (structure, True)
 
     def _without_averages(self, posterior: State) -> State:
-        """Laplace in place of the default: for data that can be read only once, too many outputs, or Jacobians that are not kept."""
+        """Laplace in place of the default.
+
+        For data that can be read only once, too many outputs, or Jacobians that are not kept.
+        """
         if self.gaussian == VARIATIONAL:
             raise ValueError(
                 "gaussian='variational' reads the data several times, but they can be read only once (a generator). Give a "

@@ -1,13 +1,15 @@
 """Any set of free parameters: layer by layer where a layer has a Kronecker form, entry by entry elsewhere.
 
-A linear or convolutional layer, or a projection of an attention, contributes J = Σ_t δ_t ⊗ a_t with its inputs a and
-backpropagated output gradients δ: neither the Jacobian nor an array of its size is built. Scales and shifts of norms have the
-columns Σ_t δ_t x̂_t and Σ_t δ_t, from the same backward passes. For other parameters (embeddings, recurrent layers, grouped
-convolutions, bare ones) the columns of J come from batched reverse-mode differentiation.
+A linear or convolutional layer, or a product in an attention or a recurrent layer, contributes
+J = Σ_t δ_t ⊗ a_t with its inputs a and backpropagated output gradients δ: neither the Jacobian nor
+an array of its size is built. Scales and shifts of norms have the columns Σ_t δ_t x̂_t and Σ_t δ_t,
+from the same backward passes. For other parameters (embeddings, grouped convolutions, bare ones)
+the columns of J come from batched reverse-mode differentiation.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -207,14 +209,33 @@ class AnyParameters:
             return self.run({**free, **parameters}, map_inputs(lambda part: part.unsqueeze(0), row)).squeeze(0)
 
         if chosen:
-            try:
-                parts |= vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
-            except RuntimeError:  # a layer without a batching rule (recurrent layers): row by row
-                rows = [jacrev(one)(chosen, _row(x, i)) for i in range(row_count(x))]
-                parts |= {name: torch.stack([row[name] for row in rows]) for name in chosen}
+            with warnings.catch_warnings():
+                # The function has no other form for these layers, and the user cannot change that.
+                warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+                try:
+                    parts |= vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
+                except RuntimeError:  # a layer without a batching rule (packed sequences)
+                    parts |= self._columns_one_by_one(x, free, chosen, graph)
         values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
         index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
         return RestBlock(index, (values if graph else values.detach()).to("cpu"))
+
+    def _columns_one_by_one(
+        self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool
+    ) -> dict[str, Tensor]:
+        """Columns (B, C, …) by one backward pass for each output of each row."""
+        own = {name: value.detach().requires_grad_(True) for name, value in chosen.items()}
+        found: dict[str, list[Tensor]] = {name: [] for name in chosen}
+        for i in range(row_count(x)):
+            row = slice_inputs(x, slice(i, i + 1))
+            with torch.enable_grad():
+                outputs = self.run({**free, **own}, row)[0].unbind()
+            for f in outputs:
+                retain = graph or f is not outputs[-1]
+                grads = torch.autograd.grad(f, list(own.values()), retain_graph=retain, create_graph=graph, allow_unused=True)
+                for name, grad in zip(own, grads, strict=True):
+                    found[name].append(torch.zeros_like(own[name]) if grad is None else grad)
+        return {name: torch.stack(parts).unflatten(0, (-1, self.outputs)) for name, parts in found.items()}
 
 
 def _add_norm(columns: dict[str, Tensor], plan: NormPlan, call: Call, grads: list[Tensor], rows: int, graph: bool) -> None:
@@ -238,10 +259,6 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _row(x: Inputs, i: int) -> Inputs:
-    return map_inputs(lambda part: part[i], x)
 
 
 def rest_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -372,13 +389,13 @@ def _groups(probe: Probe, parameters: Mapping[str, Tensor], axes: list[int | Non
 
 
 def _same_layer(one: Call, two: Call) -> bool:
-    return one.kind == two.kind and one.bias is two.bias and one.bias_first == two.bias_first and one.count == two.count
+    return one.kind == two.kind and one.bias is two.bias and one.bias_first == two.bias_first and one.out == two.out
 
 
 def _overlap(one: Call, two: Call) -> bool:
     """Whether two calls have entries of a weight or a bias in common."""
-    weights = one.weight is two.weight and one.first < two.first + two.count and two.first < one.first + one.count
-    ends = one.bias_first + one.count, two.bias_first + two.count
+    weights = one.weight is two.weight and one.first < two.first + two.out and two.first < one.first + one.out
+    ends = one.bias_first + one.out, two.bias_first + two.out
     biases = one.bias is not None and one.bias is two.bias and one.bias_first < ends[1] and two.bias_first < ends[0]
     return weights or biases
 
@@ -393,9 +410,9 @@ def _plans(uses: Iterable[_Use], layout: Layout) -> tuple[LayerPlan, ...]:
             continue
         parts = []
         if weight_free:
-            parts.append(layout.positions[use.weight][call.first : call.first + call.count].flatten(1))
+            parts.append(layout.positions[use.weight][call.first : call.first + call.out].flatten(1))
         if bias_free and use.bias is not None:
-            parts.append(layout.positions[use.bias][call.bias_first : call.bias_first + call.count].unsqueeze(1))
+            parts.append(layout.positions[use.bias][call.bias_first : call.bias_first + call.out].unsqueeze(1))
         positions = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         plans.append(LayerPlan(use.weight, positions, weight_free, bias_free, call.first, use.axis))
     return _covered(tuple(plans), layout)

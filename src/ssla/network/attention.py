@@ -49,7 +49,7 @@ def read_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 def attend(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, Tensor | None]:
     """As `F.multi_head_attention_forward`: (L, N, E), and the attention (N, L, S) if it is asked for."""
-    query, key, value = given["query"], given["key"], given["value"]
+    query, key = given["query"], given["key"]
     length, rows, width = query.shape
     heads = given["num_heads"]
     q, k, v = _projected(given, width, projection)

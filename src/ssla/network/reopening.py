@@ -90,9 +90,10 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     for plan in plans:
         weight = parameters[plan.weight]
         width = (weight[0].numel() if plan.weight_free else 0) + plan.bias_free
-        rows = plan.positions.shape[0]
-        whole = plan.first == 0 and rows == weight.shape[0]
-        third = 3 * rows == weight.shape[0] and plan.first in (0, rows, 2 * rows)  # a projection of an attention
+        out = plan.positions.shape[0]
+        whole = plan.first == 0 and out == weight.shape[0]
+        # A projection of an attention has a third of the rows.
+        third = 3 * out == weight.shape[0] and plan.first in (0, out, 2 * out)
         if plan.positions.shape[1:] != (width,) or not (whole or third) or not 0 <= plan.axis < 8:
             raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
     for norm in opening.norms:

@@ -2,7 +2,8 @@
 
 `Probe` records one forward pass: the linear calls, the uses of each parameter, and the bytes of the results.
 `Inputs` keeps the input of one layer. `Layers` keeps the inputs of many layers and makes their outputs differentiable.
-The projections inside an attention count as linear calls, and the scales and shifts of norms as calls of their own kind.
+The products inside an attention or a recurrent layer count as linear calls, and the scales and
+shifts of norms as calls of their own kind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ssla.network.attention import attend, project, read_attention
+from ssla.network.recurrence import read_recurrence, recur
 
 LINEAR = "linear"
 CONVOLUTION = "convolution"
@@ -43,7 +45,7 @@ ARGUMENTS = {
 
 
 class Call(NamedTuple):
-    """One linear or convolutional call, a projection inside an attention, or the scale and shift of a norm."""
+    """One linear or convolutional call, a product inside an attention or a recurrent layer, or the scale and shift of a norm."""
 
     kind: str
     input: Tensor  # of a norm: before its scale and shift, if `read_norm` was asked for it
@@ -61,7 +63,7 @@ class Call(NamedTuple):
         return id(self.weight), self.first
 
     @property
-    def count(self) -> int:
+    def out(self) -> int:
         """The number of rows of the weight that are used."""
         return self.result.shape[-1] if self.kind == LINEAR else self.weight.shape[0]
 
@@ -113,6 +115,9 @@ class Probe(TorchFunctionMode):
         attention = read_attention(func, args, kwargs)
         if attention is not None:
             return self._attend(attention)
+        recurrence = read_recurrence(func, args, kwargs)
+        if recurrence is not None:
+            return recur(recurrence, self._project)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype, …
             return result
@@ -145,7 +150,7 @@ class Probe(TorchFunctionMode):
         self.calls.append(Call(LINEAR, x, weight, bias, result, {}, 0, first, bias_first))
         for tensor in (weight, bias):
             self.uses.setdefault(id(tensor), []).append(LINEAR)
-        self.bytes += result.numel() * result.element_size()
+        self.bytes += 4 * result.numel() * result.element_size()  # gates and states of a recurrent layer, or q, k and v
         return result
 
 
@@ -183,6 +188,9 @@ class Layers(TorchFunctionMode):
         attention = read_attention(func, args, kwargs)
         if attention is not None:
             return attend(attention, self._project)
+        recurrence = read_recurrence(func, args, kwargs)
+        if recurrence is not None:
+            return recur(recurrence, self._project)
         result = func(*args, **kwargs)
         if func is not F.linear and func not in CONVOLUTIONS and func not in NORMS:
             return result
