@@ -358,8 +358,8 @@ def test_layers_that_disagree_with_backpropagation_are_noted():
             return self.head((self.body(x) + more).tanh())
 
     post = ssla.fit(Odd().double().eval(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", structure="kfac")
-    assert set(post.report.blocks.values()) == {"diag"}
-    assert any("do not agree with backpropagation" in note for note in post.report.notes)
+    assert post.report.blocks == {"body": "diag", "head": "kfac"}
+    assert any("do not agree with backpropagation" in note and "body.weight" in note for note in post.report.notes)
 
 
 # --- digits --------------------------------------------------------------------------------

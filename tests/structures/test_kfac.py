@@ -141,7 +141,7 @@ def test_every_module_fits_and_predicts_with_kfac(name, regression):
     assert (post.marginal(x).covariance.diagonal(dim1=1, dim2=2) > 0).all()
     kinds = set(post.report.blocks.values())
     assert "kfac" in kinds
-    assert ("diag" in kinds) == (name in ("grouped", "residual", "transformer", "recurrent", "bare parameter"))
+    assert ("diag" in kinds) == (name in ("grouped", "residual", "transformer", "bare parameter"))
 
 
 def test_exact_for_one_row():

@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
-from ssla.fitting.passes import EMPTY, Data, Order, Unchosen, extent_of
+from ssla.fitting.passes import EMPTY, KEPT_SHARE, Data, Order, Unchosen, extent_of
 from ssla.fitting.sums import Around, Sums, residual
 from ssla.fitting.trained import Verdict, judged, judged_numbers
 from ssla.fitting.variational import NEW, Average, Choose, Climb, from_there
@@ -38,6 +38,7 @@ from ssla.state import (
 from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
 from ssla.structures.dense import DenseOperator
 from ssla.structures.kfac import MANY_CLASSES
+from ssla.structures.memory import in_words
 
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "
@@ -88,6 +89,7 @@ class Job:
         if estimate:
             self.likelihood = Gaussian(noise=1.0)  # sums in units of the noise; scaled once it is known
         sums, target = self._read(None)
+        self.rows = sums.statistics.n
         sums = self._enough_directions(sums, estimate)
         network = self._network
         self.raw_squares = sums.squares if isinstance(self.likelihood, Gaussian) else None
@@ -159,19 +161,29 @@ class Job:
     @property
     def averages(self) -> bool:
         """Whether `averaged` will make a variational Gaussian by passes."""
-        return self._variational and self.repeatable and not self._too_many
+        return self._variational and self.repeatable and not self._too_many and not self._too_long
 
     @property
     def _too_many(self) -> bool:
         """Outputs for a default: each round factorises a C×C matrix and averages over C outputs of each row."""
         return self.gaussian is None and self._network.outputs > MANY_OUTPUTS
 
+    @property
+    def _too_long(self) -> bool:
+        """Rounds for a default: those of many weights without a curvature between layers, whose Jacobians cannot be kept.
+
+        Each round would then take C backward passes through the network over all rows.
+        """
+        network = self._network
+        by_layers = not network.linear and not self.structure.whole
+        return self.gaussian is None and by_layers and self.rows * network.jacobian_per_row > self.budget // KEPT_SHARE
+
     def averaged(self, posterior: State, choose: Choose | None = None) -> State:
         """The state with a variational Gaussian where one is wanted; `choose` chooses its prior."""
         if not self._variational:
             same = isinstance(self.likelihood, Gaussian) and self.gaussian == VARIATIONAL
             return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL)) if same else posterior
-        if not self.repeatable or self._too_many:
+        if not self.averages:
             return self._without_averages(posterior)
         structure, fisher = self._averaged_structure()
         if fisher:
@@ -259,7 +271,10 @@ class Job:
         return (whole, False) if fits else (structure, True)
 
     def _without_averages(self, posterior: State) -> State:
-        """Laplace in place of the default: for data that can be read only once, or too many outputs."""
+        """Laplace in place of the default.
+
+        For data that can be read only once, too many outputs, or Jacobians that are not kept.
+        """
         if self.gaussian == VARIATIONAL:
             raise ValueError(
                 "gaussian='variational' reads the data several times, but they can be read only once (a generator). Give a "
@@ -268,6 +283,13 @@ class Job:
         message = "gaussian='laplace' was used in place of 'variational', "
         if self._too_many:
             message += f"which takes long with more than {MANY_OUTPUTS:,} outputs; ask for it by gaussian='variational'"
+        elif self._too_long and self.repeatable:
+            size = self.rows * self._network.jacobian_per_row
+            message += (
+                f"which takes {self._network.outputs} backward passes over the data in each of its rounds: the Jacobians of all "
+                f"rows take {in_words(size)}, more than the part of the memory budget in which they are kept; ask for it by "
+                "gaussian='variational'"
+            )
         else:
             message += "which reads the data several times"
             warn(f"{message}: these can be read only once. Give a DataLoader or arrays, or gaussian='laplace'.")
@@ -428,11 +450,14 @@ class Job:
         )
 
     def _blocks(self) -> dict[str, str]:
-        """Which structure each layer got."""
+        """Which structure each layer got; parameter by parameter for a layer of which only a part has a Kronecker form."""
         blocks = {}
         for layer, names in self._network.layout.layers().items():
-            without_form = isinstance(self.structure, Kfac) and not self._network.kronecker.issuperset(names)
-            blocks[layer] = "diag" if without_form else self.structure.name
+            if not isinstance(self.structure, Kfac):
+                blocks[layer] = self.structure.name
+                continue
+            kinds = {name: self.structure.name if name in self._network.kronecker else "diag" for name in names}
+            blocks |= kinds if len(set(kinds.values())) > 1 else {layer: kinds[names[0]]}
         return blocks
 
     # --- passes over the data --------------------------------------------------------------

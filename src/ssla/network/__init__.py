@@ -4,7 +4,7 @@ The user's module is copied once and the copy is frozen, so the original is neve
 a posterior. Features and layer inputs are read by intercepting torch calls, without hooks.
 """
 
-from ssla.network.any_parameters import AnyParameters, LayerPlan
+from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
 from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
 from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
@@ -26,6 +26,7 @@ __all__ = [
     "LayerInputs",
     "LayerPlan",
     "Network",
+    "NormPlan",
     "Opening",
     "Output",
     "check_mode",

@@ -86,6 +86,11 @@ class Network(Protocol):
         """Bytes of one row of a chunk."""
         ...
 
+    @property
+    def jacobian_per_row(self) -> int:
+        """Bytes of J for one row, as `linearise` returns it; 0: not known."""
+        ...
+
     def rows_at_once(self, budget: int) -> int: ...
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
@@ -119,10 +124,14 @@ class Frozen:
         for name, shape in row_shapes(x).items():
             self._check_shape(name, shape)
         if rows:
-            for part in leaves(x):
-                finite("x", part, "Drop or impute those rows; a network has no output for them.")
+            self.check_finite(x)
         names = iter(row_shapes(x))
         return map_inputs(lambda part: self._cast(part, next(names)), x)
+
+    @staticmethod
+    def check_finite(x: Inputs) -> None:
+        for part in leaves(x):
+            finite("x", part, "Drop or impute those rows; a network has no output for them.")
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """ValueError unless shapes are as at fit. Lengths may differ: the module itself refuses those that it does not support.

@@ -61,6 +61,10 @@ class LastLayer:
         width = self.layout.size // self.outputs
         return self.frozen.bytes_per_row + 8 * (width * (self.outputs + 2) + PRECISIONS * self.outputs**2)
 
+    @property
+    def jacobian_per_row(self) -> int:
+        return 8 * (self.layout.size // self.outputs)
+
     def rows_at_once(self, budget: int) -> int:
         return rows_within(budget, self.bytes_per_row)
 

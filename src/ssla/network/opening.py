@@ -18,6 +18,7 @@ from ssla.network.last_layer import LastLayer
 from ssla.network.layout import last_layer_layout
 from ssla.network.watch import SOFTMAX, Probe
 
+OPENING_ROWS = 16  # of the first batch: inputs and results of all layers of these rows are kept while the module is opened
 LAST_LAYER = "last_layer"
 ALL = "all"
 RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -32,13 +33,14 @@ def open_network(
     output: Output = None,
     links: tuple[str, ...] = (),
 ) -> Network:
-    """Copy the module, check it on the first batch x, and choose how to represent its free parameters.
+    """Copy the module, check it on the first rows of the first batch x, and choose how to represent its free parameters.
 
     materialise: whether the structure needs the entries of J (this limits the number of rows in a chunk).
     output: the part of the module's result that holds the outputs (see `ssla.fit`).
     links: functions that the likelihood applies itself; the network must not end with them.
     """
-    frozen, watch, f = _freeze(model, x, output)
+    few = slice_inputs(x, slice(0, OPENING_ROWS))
+    frozen, watch, f = _freeze(model, x, few, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
     names = _scope(model, weights, parameters, head)
@@ -46,7 +48,7 @@ def open_network(
     note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
         return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
-    return open_any(frozen, names, x, f, watch, materialise, note, _head_names(model, head, names))
+    return open_any(frozen, names, few, f, watch, materialise, note, _head_names(model, head, names))
 
 
 def trainable(model: nn.Module) -> tuple[str, ...]:
@@ -83,7 +85,8 @@ def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
         )
 
 
-def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe, Tensor]:
+def _freeze(model: nn.Module, whole_batch: Inputs, x: Inputs, output: Output) -> tuple[Frozen, Probe, Tensor]:
+    """The copy, its first forward pass on the rows x of the batch, and their outputs."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_mode(model)
@@ -94,7 +97,8 @@ def _freeze(model: nn.Module, x: Inputs, output: Output) -> tuple[Frozen, Probe,
     _check_values(module)
     probe = Frozen(module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
-    frozen, watch, f = _first_forward(probe, x)
+    probe.check_finite(whole_batch)
+    frozen, watch, f = _first_forward(probe, x, whole_batch)
     inputs = frozen.cast(x)
     # both calls without the probe: with it, some modules take another path (a transformer's fused one)
     if not torch.equal(frozen.forward(inputs), frozen.forward(inputs)):
@@ -147,8 +151,8 @@ def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
     return by_keyword if isinstance(x, Mapping) else by_position
 
 
-def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
-    """How the module takes its inputs: unpacked or as one argument, integers kept or cast."""
+def _first_forward(probe: Frozen, x: Inputs, whole_batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
+    """How the module takes its inputs: unpacked or as one argument, integers kept or cast. x: rows of the batch."""
     first: Exception | None = None
     integers = any(not part.is_floating_point() for part in leaves(x))
     for keep in (True, False) if integers else (True,):
@@ -165,7 +169,7 @@ def _first_forward(probe: Frozen, x: Inputs) -> tuple[Frozen, Probe, Tensor]:
             per_row = max(watch.bytes // row_count(inputs), 8)
             known = replace(frozen, bytes_per_row=per_row, shapes=row_shapes(inputs), integers=kept_integers(inputs))
             return known, watch, f
-    given = [tuple(part.shape) for part in leaves(x)]
+    given = [tuple(part.shape) for part in leaves(whole_batch)]
     raise ValueError(
         f"The network failed on the inputs (shapes {given}): {first}. Check the number of columns and how the forward takes "
         "its arguments: a tuple is passed as model(*x), a dict as model(**x)."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ssla.network.any_parameters import AnyParameters, LayerPlan, rest_of
+from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, rest_of
 from ssla.network.copying import private_copy
 from ssla.network.frozen import CALLS, Frozen, Network, Output
 from ssla.network.last_layer import LastLayer
@@ -34,6 +34,7 @@ class Opening:
     extra_per_row: int = 0
     integers: Mapping[str, str] | None = None  # not known in older files
     head: tuple[str, ...] = ()  # not known in older files
+    norms: tuple[NormPlan, ...] = ()  # not known in older files: their columns are computed in another way
 
 
 def describe(network: Network) -> Opening:
@@ -60,6 +61,7 @@ def describe(network: Network) -> Opening:
         extra_per_row=network.extra_per_row,
         integers=frozen.integers,
         head=network.head,
+        norms=network.norms,
     )
 
 
@@ -88,8 +90,16 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     for plan in plans:
         weight = parameters[plan.weight]
         width = (weight[0].numel() if plan.weight_free else 0) + plan.bias_free
-        if plan.positions.shape != (weight.shape[0], width):
+        out = plan.positions.shape[0]
+        whole = plan.first == 0 and out == weight.shape[0]
+        # A projection of an attention has a third of the rows.
+        third = 3 * out == weight.shape[0] and plan.first in (0, out, 2 * out)
+        if plan.positions.shape[1:] != (width,) or not (whole or third) or not 0 <= plan.axis < 8:
             raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
+    for norm in opening.norms:
+        free = {norm.weight, norm.bias} & set(opening.others)
+        if norm.weight not in parameters or not free or norm.bias not in (None, *opening.others) or not 0 <= norm.axis < 8:
+            raise ValueError(f"the norm with the scale {norm.weight!r} is not one of the network with free parameters")
 
 
 def module_of(network: Network) -> nn.Module:
@@ -134,8 +144,8 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         theta = layout.pack(parameters)
         rest = rest_of(module, opening.names)
         plans, others, extra = opening.layers, opening.others, opening.extra_per_row
-        head = opening.head
-        return AnyParameters(frozen, layout, theta, opening.outputs, rest, plans, others, extra, head=head)
+        head, norms = opening.head, opening.norms
+        return AnyParameters(frozen, layout, theta, opening.outputs, rest, plans, others, extra, head=head, norms=norms)
     weight = parameters[opening.names[0]]
     bias = opening.names[1] if len(opening.names) == 2 else None
     if weight.dim() != 2 or weight.shape[0] != opening.outputs:

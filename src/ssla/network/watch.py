@@ -2,6 +2,8 @@
 
 `Probe` records one forward pass: the linear calls, the uses of each parameter, and the bytes of the results.
 `Inputs` keeps the input of one layer. `Layers` keeps the inputs of many layers and makes their outputs differentiable.
+The products inside an attention or a recurrent layer count as linear calls, and the scales and
+shifts of norms as calls of their own kind.
 """
 
 from __future__ import annotations
@@ -14,10 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ssla.network.attention import attend, project, read_attention
+from ssla.network.recurrence import read_recurrence, recur
+
 LINEAR = "linear"
 CONVOLUTION = "convolution"
+NORM = "norm"
 OTHER = "other"
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+NORMS = {  # with the names of their first arguments
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+}
 SOFTMAX, SIGMOID, EXP, SOFTPLUS = "softmax", "sigmoid", "exp", "softplus"
 LINKS = {
     "softmax": SOFTMAX,
@@ -34,15 +45,27 @@ ARGUMENTS = {
 
 
 class Call(NamedTuple):
-    """One linear or convolutional call."""
+    """One linear or convolutional call, a product inside an attention or a recurrent layer, or the scale and shift of a norm."""
 
     kind: str
-    input: Tensor
+    input: Tensor  # of a norm: before its scale and shift, if `read_norm` was asked for it
     weight: Tensor
     bias: Tensor | None
     result: Tensor
     options: dict[str, Any]  # of a convolution
-    dimensions: int
+    dimensions: int  # of a convolution; of the weight of a norm over the last dimensions, and 0 for one over channels
+    first: int = 0  # the first row of the weight that is used: attention has three projections in one weight
+    bias_first: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Identifies the rows of the weight."""
+        return id(self.weight), self.first
+
+    @property
+    def out(self) -> int:
+        """The number of rows of the weight that are used."""
+        return self.result.shape[-1] if self.kind == LINEAR else self.weight.shape[0]
 
 
 def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Call | None:
@@ -55,6 +78,20 @@ def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     if given.get("groups", 1) != 1:
         return None
     return Call(kind, given["input"], given["weight"], given.get("bias"), result, options, CONVOLUTIONS.get(func, 0))
+
+
+def read_norm(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, plain: bool = False
+) -> Call | None:
+    """The call, if it is a norm with a scale. plain: with its values before scale and shift as its input."""
+    if func not in NORMS or not isinstance(result, Tensor):
+        return None
+    given = dict(zip(NORMS[func], args, strict=False)) | dict(kwargs)
+    weight, bias = given.pop("weight", None), given.pop("bias", None)
+    if weight is None:
+        return None
+    values = func(**given) if plain else given["input"]
+    return Call(NORM, values, weight, bias, result, {}, weight.dim() if func is F.layer_norm else 0)
 
 
 class Probe(TorchFunctionMode):
@@ -75,10 +112,16 @@ class Probe(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        attention = read_attention(func, args, kwargs)
+        if attention is not None:
+            return self._attend(attention)
+        recurrence = read_recurrence(func, args, kwargs)
+        if recurrence is not None:
+            return recur(recurrence, self._project)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype, …
             return result
-        call = read(func, args, kwargs, result)
+        call = read(func, args, kwargs, result) or read_norm(func, args, kwargs, result)
         if call is not None:
             self.calls.append(call)
         link = LINKS.get(getattr(func, "__name__", ""))
@@ -91,6 +134,23 @@ class Probe(TorchFunctionMode):
                     self.uses.setdefault(id(tensor), []).append(role)
         if isinstance(result, Tensor):
             self.bytes += result.numel() * result.element_size()
+        return result
+
+    def _attend(self, given: Mapping[str, Any]) -> Any:
+        for extra in ("bias_k", "bias_v"):
+            if given[extra] is not None:
+                self.uses.setdefault(id(given[extra]), []).append(OTHER)
+        length, rows, _ = given["query"].shape
+        scores = rows * given["num_heads"] * length * len(given["key"])
+        self.bytes += 3 * scores * given["query"].element_size()  # scores, attention, and one for the products
+        return attend(given, self._project)
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor:
+        result = project(x, weight, bias, first, bias_first, count)
+        self.calls.append(Call(LINEAR, x, weight, bias, result, {}, 0, first, bias_first))
+        for tensor in (weight, bias):
+            self.uses.setdefault(id(tensor), []).append(LINEAR)
+        self.bytes += 4 * result.numel() * result.element_size()  # gates and states of a recurrent layer, or q, k and v
         return result
 
 
@@ -124,22 +184,64 @@ class Layers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not F.linear and func not in CONVOLUTIONS:
+        kwargs = kwargs or {}
+        attention = read_attention(func, args, kwargs)
+        if attention is not None:
+            return attend(attention, self._project)
+        recurrence = read_recurrence(func, args, kwargs)
+        if recurrence is not None:
+            return recur(recurrence, self._project)
+        result = func(*args, **kwargs)
+        if func is not F.linear and func not in CONVOLUTIONS and func not in NORMS:
             return result
-        call = read(func, args, kwargs or {}, result)
-        if call is None or id(call.weight) not in self.weights:
-            return result
-        zero = torch.zeros_like(result, requires_grad=True)
+        call = read(func, args, kwargs, result)
+        if call is None and id(_weight_of_norm(func, args, kwargs)) in self.weights:
+            call = read_norm(func, args, kwargs, result, plain=True)
+        return result if call is None else self._watched(call)
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor:
+        result = project(x, weight, bias, first, bias_first, count)
+        return self._watched(Call(LINEAR, x, weight, bias, result, {}, 0, first, bias_first))
+
+    def _watched(self, call: Call) -> Tensor:
+        if id(call.weight) not in self.weights:
+            return call.result
+        zero = torch.zeros_like(call.result, requires_grad=True)
         self.calls.append((self.weights[id(call.weight)], call, zero))
-        return result + zero
+        return call.result + zero
 
 
-def patches(call: Call, graph: bool = False) -> Tensor:
-    """The inputs that the weight multiplies, a row for each position: (B, T, F). graph: with their autograd graph."""
+def _weight_of_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return (dict(zip(NORMS.get(func, ()), args, strict=False)) | dict(kwargs)).get("weight") if func in NORMS else None
+
+
+def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
+    """The dimension of the call's input that holds the rows, by the same call for another number of rows.
+
+    It may hold a fixed number of places for each row (windows, frames), with the places of one row beside each other. None where
+    no dimension does, or one that the layer works on.
+    """
+    shape, other_shape = call.input.shape, other.input.shape
+    if len(shape) != len(other_shape) or call.result.dim() != call.input.dim():
+        return None
+    different = [axis for axis, (one, two) in enumerate(zip(shape, other_shape, strict=True)) if one != two]
+    if len(different) != 1:
+        return None
+    axis = different[0]
+    if shape[axis] % rows or shape[axis] * other_rows != other_shape[axis] * rows:
+        return None
+    trailing = call.dimensions if call.kind == NORM else 1
+    last_dimensions = call.kind == LINEAR or (call.kind == NORM and trailing > 0)
+    own = len(shape) - trailing if last_dimensions else 1  # convolutions and norms over channels have rows first
+    whole = call.kind != CONVOLUTION or len(shape) == call.dimensions + 2
+    return axis if axis < own and whole else None
+
+
+def patches(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
+    """The inputs that the weight multiplies, for each position: (rows, T, F). graph: with their autograd graph."""
     x = call.input if graph else call.input.detach()
-    if call.kind == LINEAR:
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+    if call.kind != CONVOLUTION:
+        return by_place(call, x, rows, axis)
     n = call.dimensions
     kernel = call.weight.shape[2:]
     stride, dilation = (_spread(call.options.get(key, 1), n) for key in ("stride", "dilation"))
@@ -152,19 +254,22 @@ def patches(call: Call, graph: bool = False) -> Tensor:
     else:
         pads = [p for p in reversed(_spread(padding, n)) for _ in range(2)]
     x = F.pad(x, pads)
-    for axis in range(n):  # (B, C, spatial…) -> windows appended: (B, C, positions…, kernel…)
-        reach = dilation[axis] * (kernel[axis] - 1) + 1
-        x = x.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
+    for along in range(n):  # (B, C, spatial…) -> windows appended: (B, C, positions…, kernel…)
+        reach = dilation[along] * (kernel[along] - 1) + 1
+        x = x.unfold(2 + along, reach, stride[along])[..., :: dilation[along]]
     places, windows = list(range(2, 2 + n)), list(range(2 + n, 2 + 2 * n))
     x = x.permute(0, *places, 1, *windows)
-    return x.reshape(x.shape[0], -1, call.weight[0].numel())
+    return x.reshape(rows, -1, call.weight[0].numel())
 
 
-def by_place(call: Call, gradient: Tensor) -> Tensor:
-    """Gradients of a call's result, a row for each position: (B, T, out)."""
+def by_place(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
+    """Values or gradients of a call's result, or the input of a linear call or norm, for each position: (rows, T, out)."""
     if call.kind == LINEAR:
-        return gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
-    return gradient.flatten(2).mT
+        return values.movedim(axis, 0).reshape(rows, -1, values.shape[-1])
+    if call.dimensions and call.kind == NORM:
+        return values.movedim(axis, 0).reshape(rows, -1, call.weight.numel())
+    channels = values.unsqueeze(2) if values.dim() == 2 else values.flatten(2)
+    return channels.mT.reshape(rows, -1, values.shape[1])
 
 
 def _spread(value: Any, n: int) -> list[int]:

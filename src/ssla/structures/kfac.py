@@ -402,7 +402,7 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
         eye = torch.eye(J.outputs, dtype=phi.dtype)
         yield LayerBlock(_last(J), phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1))
     elif isinstance(J, LayerJacobian):
-        yield from J.layers
+        yield from J.blocks()
     else:
         raise TypeError("structure='kfac' needs a Jacobian by layers, but got a plain one.")
 

@@ -113,17 +113,29 @@ class RestBlock:
 
 @dataclass(frozen=True)
 class LayerJacobian:
-    """J by layers."""
+    """J by layers.
+
+    With `wide`, products are taken in float64, but the layers are stored in the dtype that they came in and converted one at a
+    time: those of a deep network in float64 would take most of the memory of a chunk.
+    """
 
     size: int
     outputs: int
     rows: int
-    layers: tuple[LayerBlock, ...]
+    layers: tuple[LayerBlock, ...]  # as stored; see `blocks`
     rest: RestBlock | None
+    wide: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.wide:
+            return torch.float64
         return self.layers[0].a.dtype if self.layers else self._rest.values.dtype
+
+    def blocks(self) -> Iterator[LayerBlock]:
+        """The layers in `dtype`."""
+        for block in self.layers:
+            yield block.double() if self.wide else block
 
     @property
     def _rest(self) -> RestBlock:
@@ -132,7 +144,7 @@ class LayerJacobian:
 
     def double(self) -> LayerJacobian:
         rest = None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
-        return replace(self, layers=tuple(block.double() for block in self.layers), rest=rest)
+        return replace(self, rest=rest, wide=True)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -150,7 +162,7 @@ class LayerJacobian:
     def dense(self) -> DenseJacobian:
         """J with its entries."""
         J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             J[:, :, block.positions.flatten()] = block.values().flatten(2)
         if self.rest is not None:
             J[:, :, self.rest.positions] = self.rest.values
@@ -158,13 +170,13 @@ class LayerJacobian:
 
     def push(self, direction: Tensor) -> Tensor:
         out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out = out + block.push(direction)
         return out if self.rest is None else out + self.rest.values @ direction[self.rest.positions].to(self.dtype)
 
     def pull(self, g: Tensor) -> Tensor:
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out[block.positions] = block.pull(g)
         if self.rest is not None:
             out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten()
@@ -172,13 +184,13 @@ class LayerJacobian:
 
     def push_many(self, directions: Tensor) -> Tensor:
         out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out += block.push_many(directions)
         return out if self.rest is None else out + self.rest.values @ directions[self.rest.positions].to(self.dtype)
 
     def pull_many(self, g: Tensor) -> Tensor:
         out = torch.zeros(self.size, g.shape[-1], dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out[block.positions] = block.pull_many(g)
         if self.rest is not None:
             out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten(0, 1)
@@ -192,7 +204,7 @@ class LayerJacobian:
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out[block.positions] = block.square_sum(precision)
         if self.rest is not None:
             out[self.rest.positions] = DenseJacobian(self.rest.values).gram_diagonal(precision)
@@ -203,7 +215,7 @@ class LayerJacobian:
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         out = torch.zeros(self.rows, self.outputs, self.outputs, dtype=self.dtype)
-        for block in self.layers:
+        for block in self.blocks():
             out = out + block.weighted_covariance(variances[block.positions])
         if self.rest is not None:
             out = out + DenseJacobian(self.rest.values).quadratic_diagonal(variances[self.rest.positions])
