@@ -148,7 +148,8 @@ class AllWeightsRefit:
                 "The others, and all that had not started, count as not converged.",
                 RuntimeWarning,
             )
-        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
+        error = torch.zeros_like(curvature)
+        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error)
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
         """Whether √(gᵀP⁻¹g) does not fall to a tenth of its value at θ̂ within TRIAL_STEPS gradients.

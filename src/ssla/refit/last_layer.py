@@ -180,7 +180,8 @@ class LastLayerRefit:
         fallback = torch.ones_like(positive) if self.fallback else torch.zeros_like(positive)
         fallback[bad] = True
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
-        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm)
+        error = torch.zeros_like(curvature)
+        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error)
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
         """Never: f is linear in a last layer, and refits of it are quick."""

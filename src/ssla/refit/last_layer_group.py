@@ -257,6 +257,8 @@ class Group:
             own, good = own_increment(part.root, precision[few])
             value[few], positive[few] = own - 0.5 * trace, good & (bound.square() <= LOOSE * SMALL_ERROR)
         for rest in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
+            if not rest.numel():  # `split` gives one empty part of nothing
+                continue
             part = self.take(rest)
             change = part._change(single[rest], base, torch.float32)
             value[rest], positive[rest] = part._with_trace(change, point[rest], precision[rest], base)

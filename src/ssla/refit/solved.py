@@ -12,9 +12,9 @@ from ssla.likelihoods import Likelihood
 from ssla.numerics import linalg
 from ssla.refit.anderson import Progress
 
-EXACT, FROZEN, STRUCTURE = "exact", "frozen", "structure"
+EXACT, TRACES, FROZEN, STRUCTURE = "exact", "traces", "frozen", "structure"
 HESSIAN = "hessian"
-LOGDETS = (EXACT, FROZEN, STRUCTURE)
+LOGDETS = (EXACT, TRACES, FROZEN, STRUCTURE)
 MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
 
 
@@ -39,6 +39,7 @@ class Solved(NamedTuple):
     converged: Tensor
     steps: Tensor  # evaluations of the gradient
     norm: Tensor  # √(gᵀH⁻¹g) at the end: posterior standard deviations from the mode
+    error: Tensor  # standard error of the curvature increment; zero where it is exact
 
     @property
     def total(self) -> Tensor:
@@ -48,7 +49,7 @@ class Solved(NamedTuple):
     def untried(count: int) -> Solved:
         """Tasks that were not solved."""
         nothing, no = torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
-        return Solved(nothing, nothing, nothing, no, no, no.long(), nothing)
+        return Solved(nothing, nothing, nothing, no, no, no.long(), nothing, torch.zeros_like(nothing))
 
     @staticmethod
     def joined(parts: list[Solved]) -> Solved:

@@ -22,8 +22,10 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
+from ssla.refit.last_layer_curvature import factor_bytes
+from ssla.refit.last_layer_products import SINGLE_TOLERANCE, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
-from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, Engine, Options, Solved
+from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
 from ssla.state import POLISH, Marginal, State
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
@@ -115,13 +117,19 @@ class WeightRefit:
     def engine(self, posterior: State, x: Inputs) -> Engine:
         """Stage one: what does not depend on y."""
         if posterior.network.linear:
-            return open_last_layer(posterior, x, self._last_layer(posterior), self.data)
+            options = self._last_layer(posterior)
+            if options.logdet == TRACES:
+                return open_products(posterior, x, options, self.data, self._single(posterior))
+            return open_last_layer(posterior, x, options, self.data)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
 
     def _tolerance(self, posterior: State) -> float:
         if self.tolerance is not None:
             return self.tolerance
-        return 1e-4 if posterior.likelihood.support_for(posterior.network.outputs).kind == "class" else 1e-8
+        return 1e-4 if self._of_classes(posterior) else 1e-8
+
+    def _of_classes(self, posterior: State) -> bool:
+        return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
     def _last_layer(self, posterior: State) -> Options:
         if self.logdet == STRUCTURE:
@@ -131,8 +139,35 @@ class WeightRefit:
         curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature  # f is linear: the observed is the Hessian
         assert curvature is not None
         size = posterior.theta.numel()
-        _within_budget(f"A refit of a last layer with {size:,} parameters", 8 * 6 * size**2, posterior, "refit='output'")
-        return Options(self._tolerance(posterior), self.max_steps, curvature, self.logdet or EXACT, memory=4)
+        logdet = self.logdet or (EXACT if self._dense_fits(posterior) else TRACES)
+        memory = 6 if logdet == TRACES else 4
+        if logdet == TRACES:
+            self._check_traces(posterior)
+        else:
+            instead = "logdet='traces', refit='output'"
+            _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
+        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory)
+
+    def _dense_fits(self, posterior: State) -> bool:
+        """Whether a P×P matrix for each task fits. Priors without products over the features have no other engine."""
+        gaussian = isinstance(posterior.bound_prior, BoundGaussian)
+        return not gaussian or dense_bytes(posterior) <= posterior.memory_budget
+
+    def _check_traces(self, posterior: State) -> None:
+        """ValueError where a last layer cannot be refitted by products with its features."""
+        if not isinstance(posterior.bound_prior, BoundGaussian):
+            raise ValueError(
+                "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, but this posterior has "
+                f"{posterior.report.prior}. Use logdet='exact', ssla.priors.Gaussian, or refit='output'."
+            )
+        size, outputs = posterior.theta.numel(), posterior.network.outputs
+        dtype = torch.float32 if self._single(posterior) else torch.float64
+        need = factor_bytes(outputs, size // outputs, dtype)
+        _within_budget(f"A refit of a last layer with {size:,} parameters", need, posterior, "refit='output'")
+
+    def _single(self, posterior: State) -> bool:
+        """Whether products are in single precision: classes, which have no rounding, at a tolerance that it meets."""
+        return self._tolerance(posterior) >= SINGLE_TOLERANCE and self._of_classes(posterior)
 
     def _all_weights(self, posterior: State) -> Options:
         size = posterior.theta.numel()
@@ -152,6 +187,11 @@ class WeightRefit:
         if size > SMALL and logdet == EXACT:
             _within_budget(f"logdet='exact' for {size:,} weights", bytes_needed(posterior), posterior, "logdet='frozen'")
         return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=12)
+
+
+def dense_bytes(posterior: State) -> int:
+    """What refits of a last layer with P×P matrices need: six of them."""
+    return 8 * 6 * posterior.theta.numel() ** 2
 
 
 def _within_budget(what: str, need: int, posterior: State, instead: str) -> None:

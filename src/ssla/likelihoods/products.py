@@ -1,0 +1,47 @@
+"""Products with the curvature Λ of an observation, without a C×C matrix for each where there is none to form.
+
+Λ is −∂² log p/∂f², or its expectation over y where `fisher` is asked for. f is (..., C); all arguments broadcast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssla.likelihoods.classes import Categorical
+from ssla.likelihoods.likelihood import Likelihood
+from ssla.likelihoods.tempered import Tempered
+
+
+def shift_invariant(likelihood: Likelihood) -> bool:
+    """Whether adding a number to all outputs changes nothing: Λ then has no part along (1, …, 1)."""
+    base = likelihood.base if isinstance(likelihood, Tempered) else likelihood
+    return isinstance(base, Categorical)
+
+
+def precision_times(
+    likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False
+) -> Tensor:
+    """Λ(y, f) v.  v (..., C) -> (..., C). Of classes p∘v − p(pᵀv), over the square of the temperature."""
+    if isinstance(likelihood, Tempered):
+        return likelihood.beta * precision_times(likelihood.base, y, f, v, fisher)
+    if isinstance(likelihood, Categorical):
+        p = likelihood.mean(f)
+        along = p * v
+        return likelihood.logits(likelihood.logits(along - p * along.sum(-1, keepdim=True)))
+    precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
+    return (precision @ v.unsqueeze(-1)).squeeze(-1)
+
+
+def precision_trace(
+    likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False
+) -> Tensor:
+    """tr(K Λ(y, f)) of m outputs in each of b rows.  y (b, 1, ...), f (b, m, C), K (b, C, C) symmetric -> (b, m)."""
+    if isinstance(likelihood, Tempered):
+        return likelihood.beta * precision_trace(likelihood.base, y, f, K, fisher)
+    if isinstance(likelihood, Categorical):
+        p = likelihood.mean(f)
+        variances = K.diagonal(dim1=-2, dim2=-1).unsqueeze(1)
+        return likelihood.logits(likelihood.logits((p * (variances - p @ K)).sum(-1)))
+    precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
+    return torch.einsum("bcd,bmcd->bm", K, precision.expand(*f.shape, f.shape[-1]))

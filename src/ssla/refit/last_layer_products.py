@@ -1,0 +1,642 @@
+"""Refits of a large last layer: many tasks at once by products with the features, and no P×P matrix for a task.
+
+As in `ssla.refit.last_layer` the outputs of n rows under m tasks are one product with the features, and so are the gradients.
+What differs is the determinant. With H₁ = H(θ̂) + JᵀΛ(f̃)J, the curvature at θ̂ and of the new row,
+
+    log|H̃(θ̃)| − log|H(θ̂)| = log|I + ΛK| + tr A + tr[log(I + A) − A],   A = H₁^{-½} ΔH H₁^{-½},   ΔH = Σ_i J_iᵀ ΔΛ_i J_i.
+
+The first two terms are exact: tr A = Σ_i tr(K_i ΔΛ_i) less what the new row explains. The last one, about −½ tr A², is estimated
+by a few random probes, the same for all tasks, until its standard error is below the tolerance. `Solved.error` states it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.data import as_inputs
+from ssla.likelihoods import Likelihood
+from ssla.likelihoods.products import precision_times, precision_trace, shift_invariant
+from ssla.numerics import linalg
+from ssla.refit.anderson import Found, Progress, Slope, ascend
+from ssla.refit.contrasts import Contrasts
+from ssla.refit.increments import FISHER, OBSERVED, at_mode
+from ssla.refit.last_layer_curvature import SharedFactor, shared_factor
+from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows
+from ssla.refit.solved import FROZEN, Options, Solved, own_increment, own_pull
+from ssla.state import AS_IS, State
+from ssla.structures.jacobians import Features
+from ssla.structures.structure import NoFactorError, no_factor
+
+SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
+SINGLE_TOLERANCE = 1e-6  # from this tolerance on, classes are refitted in single precision
+CACHE_ELEMENTS = 1 << 18  # rows × tasks × outputs worked on together: they stay in the processor's cache
+MOST_TASKS = 16
+MOST_NODES = 4  # of the quadrature over eigenvalues
+FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
+GROUPS = 16  # of probes, for the standard error
+AT_ONCE = 1 << 26  # bytes of the probes of all tasks
+FIRST_PROBES, MORE_PROBES = 2, 6  # of the first two rounds; each later round has as many as all before it
+THIRD_ORDER = 0.03  # ½ tr A² from which the third order counts (below it: less than 3e-4 in log density)
+# The standard error in log density at which probing ends: with few rows × parameters, and with many of them.
+ERROR, LARGE_ERROR = 5e-4, 2e-3
+LARGE = 2e7  # rows × parameters: a product with them takes 2 ms
+
+
+@dataclass(frozen=True, eq=False)
+class ProductsRefit:
+    """All refits of one posterior's last layer at inputs x. `solve` takes any tasks (row of x, y).
+
+    Points are δ' (m, P): outputs × whitened features. Everything that is a product is in `dtype`, sums over rows of increments
+    are in float64.
+    """
+
+    posterior: State
+    options: Options
+    rows: TrainingRows  # whitened features in `dtype`
+    features: Tensor  # of x, whitened (N, F), in `dtype`
+    f: Tensor  # f̂ at x (N, C)
+    basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
+    gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
+    shared: SharedFactor
+    fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+    prior_precision: Tensor  # in the basis (C, F, F)
+
+    @property
+    def error(self) -> float:
+        """The standard error in log density at which probing ends."""
+        return LARGE_ERROR if self.posterior.statistics.n * self.gradient.numel() > LARGE else ERROR
+
+    @property
+    def law(self) -> Likelihood:
+        """Of the new observation."""
+        return self.posterior.likelihood.predictive
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
+    @property
+    def outputs(self) -> int:
+        return self.f.shape[1]
+
+    @property
+    def fisher(self) -> bool:
+        return self.shared.kind == FISHER
+
+    @property
+    def tasks_at_once(self) -> int:
+        P, C = self.gradient.numel(), self.outputs
+        state = self.dtype.itemsize * P * (3 * self.options.memory + 8 + C + 4 * MORE_PROBES)
+        most = max(self.posterior.memory_budget // 8 // state, 1)
+        return most if self.rows.kept is None else min(most, MOST_TASKS)
+
+    @cached_property
+    def prior(self) -> PriorChange:
+        return PriorChange(self.posterior.bound_prior, self.posterior.theta)
+
+    def original(self, point: Tensor) -> Tensor:
+        """δ' (m, P) -> δ (m, P) in float64."""
+        parts = point.double().reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, parts.mT, upper=True)
+        return solved.mT.reshape(point.shape)
+
+    def to_basis(self, gradient: Tensor) -> Tensor:
+        """A gradient (P,) in the coordinates δ'."""
+        parts = gradient.reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis, parts.mT, upper=False)
+        return solved.mT.reshape(gradient.shape).to(self.dtype)
+
+    @cached_property
+    def _memo(self) -> dict[int, Tensor]:
+        """`SharedFactor.covariances` of kept blocks, while they fit. (A kept block lives as long as we do.)"""
+        return {}
+
+    def covariances(self, block: Block) -> Tensor:
+        known = self._memo.get(id(block))
+        if known is None:
+            known = self.shared.covariances(block.x)
+            used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
+            if self.rows.kept is not None and used <= self.posterior.memory_budget // 8:
+                self._memo[id(block)] = known
+        return known
+
+    # --- one group of tasks ----------------------------------------------------------------
+
+    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """Tasks (row of x, y): the three increments at each one's own mode."""
+        group = _Group(self, where, y)
+        found = self._ascend(group, progress)
+        likelihood, prior = group.values(found.point)
+        curvature = group.curvature(found.point)
+        fallback = torch.full_like(curvature.positive, self.fallback)
+        finite = torch.isfinite(likelihood + prior + curvature.value)
+        return Solved(
+            likelihood,
+            prior,
+            curvature.value,
+            fallback,
+            found.converged & curvature.positive & finite,
+            found.steps,
+            found.norm.double(),
+            curvature.error,
+        )
+
+    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
+        """Never: f is linear in a last layer, and refits of it are quick."""
+        return torch.zeros(len(where), dtype=torch.bool)
+
+    def modes(self, where: Tensor, y: Tensor) -> Tensor:
+        """θ̃ (M, P)."""
+        found = self._ascend(_Group(self, where, y))
+        return self.posterior.theta + self.original(found.point)
+
+    def _ascend(self, group: _Group, progress: Progress | None = None) -> Found:
+        options = self.options
+        return ascend(
+            group.evaluate,
+            group.start(),
+            tolerance=options.tolerance,
+            max_steps=options.max_steps,
+            memory=options.memory,
+            progress=progress,
+        )
+
+
+class Curvature(NamedTuple):
+    """−½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks, where H̃ is positive definite, and the standard error of the value. All (m,)."""
+
+    value: Tensor
+    positive: Tensor
+    error: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """m tasks that are solved together."""
+
+    refit: ProductsRefit
+    where: Tensor
+    y: Tensor
+
+    def take(self, tasks: Tensor) -> _Group:
+        """Some of the tasks, with what was computed of them."""
+        if len(tasks) == len(self.y):
+            return self
+        part = _Group(self.refit, self.where[tasks], self.y[tasks])
+        known = ("phi", "f", "pulled", "K", "root")
+        part.__dict__.update({name: self.__dict__[name][tasks] for name in known if name in self.__dict__})
+        return part
+
+    @cached_property
+    def phi(self) -> Tensor:
+        return self.refit.features[self.where]
+
+    @cached_property
+    def f(self) -> Tensor:
+        return self.refit.f[self.where]
+
+    @cached_property
+    def pulled(self) -> Tensor:
+        """U = H⁻¹Jᵀ at each task's own input (m, C, P)."""
+        places, index = self.where.unique(return_inverse=True)
+        phi = self.refit.features[places]
+        C = self.refit.outputs
+        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi).reshape(len(places) * C, -1)
+        return self.refit.shared.solve(J).reshape(len(places), C, -1)[index]
+
+    @cached_property
+    def K(self) -> Tensor:
+        """J H⁻¹ Jᵀ (m, C, C), in float64."""
+        blocks = self.pulled.reshape(*self.pulled.shape[:2], self.refit.outputs, -1)
+        K = torch.einsum("macf,mf->mac", blocks, self.phi).double()
+        return (K + K.mT) / 2
+
+    @cached_property
+    def root(self) -> Tensor:
+        return linalg.root(self.K)
+
+    def push(self, point: Tensor) -> Tensor:
+        """J δ at each task's own input (m, C)."""
+        return torch.einsum("mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi)
+
+    def start(self) -> Tensor:
+        """SHORTER times the step to the refit of the linearised model, H⁻¹Jᵀu: on the way there the curvature mostly grows."""
+        refit = self.refit
+        if not refit.law.linear_domain:
+            return torch.zeros(len(self.y), refit.gradient.numel(), dtype=refit.dtype)
+        pull = at_mode(refit.law, self.y, self.f, self.root).pull
+        return SHORTER * torch.einsum("mc,mcp->mp", pull.to(refit.dtype), self.pulled)
+
+    def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
+        """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), by differences from θ̂ row by row; and H₁⁻¹ of it."""
+        return self.take(tasks)._evaluate(point)
+
+    def _evaluate(self, point: Tensor) -> Slope:
+        refit, law = self.refit, self.refit.law
+        likelihood = refit.posterior.likelihood
+        m, C = self.f.shape
+        total = torch.zeros(C * m, self.phi.shape[1], dtype=refit.dtype)
+        outside = torch.zeros(m, dtype=torch.bool)
+        for block, f in self.outputs(point):
+            score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
+            if not likelihood.linear_domain:
+                outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
+            total += block.weighted(score).permute(2, 1, 0).reshape(C * m, -1) @ block.x
+        gradient = total.reshape(C, m, -1).movedim(0, 1).reshape(m, -1)
+        own = self.f + self.push(point).double()
+        gradient = gradient + self.pull(law.score(self.y, own)) + self.prior_gradient(point)
+        if refit.posterior.mode == AS_IS:
+            gradient = gradient + refit.to_basis(refit.gradient)
+        if not law.linear_domain:
+            outside |= ~torch.isfinite(law.log_prob(self.y, own))
+            gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
+        # (H + JᵀΛJ)⁻¹g = z − U(I + ΛK)⁻¹ΛJz with z = H⁻¹g
+        z = refit.shared.solve(gradient)
+        u = own_pull(law, self.y, own, self.root, self.push(z).double())
+        return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.pulled))
+
+    def pull(self, u: Tensor) -> Tensor:
+        """Jᵀu at each task's own input (m, P)."""
+        return (u.to(self.phi.dtype).unsqueeze(-1) * self.phi.unsqueeze(1)).flatten(1)
+
+    def prior_gradient(self, point: Tensor) -> Tensor:
+        """∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P)."""
+        parts = point.reshape(len(point), self.refit.outputs, -1).movedim(1, 0)
+        return -(parts @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
+
+    def chunks(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
+        """Each block of rows in parts of CACHE_ELEMENTS/columns: the block, a part of it, and where that is."""
+        size = max(CACHE_ELEMENTS // columns, 64)
+        for block in self.refit.rows:
+            for start in range(0, len(block.f), size):
+                part = slice(start, start + size)
+                weights = None if block.weights is None else block.weights[part]
+                yield block, Block(block.x[part], block.f[part], block.y[part], weights), part
+
+    def moved(self, x: Tensor, step: Tensor) -> Tensor:
+        """φᵀΔ of rows under m steps: x (b, F), step (C, F, m) -> (b, m, C), stored component-major."""
+        return (x @ step).movedim(0, -1)
+
+    def outputs(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """Parts of the rows, with the outputs of all tasks on them (b, m, C)."""
+        m, C = self.f.shape
+        step = by_output(point, C)
+        for _, part, _ in self.chunks(m * C):
+            yield part, self.moved(part.x, step).add_(part.f.unsqueeze(1))
+
+    def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Likelihood and prior increments (m,), the former with the tilt."""
+        refit, likelihood = self.refit, self.refit.posterior.likelihood
+        step = refit.original(point)
+        total = refit.law.log_prob(self.y, self.f + self.push(point).double())
+        for block, f in self.outputs(point):
+            change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
+            total = total + block.weighted(change).sum(0, dtype=torch.float64)
+        if refit.posterior.mode != AS_IS:
+            total = total - step @ refit.gradient
+        return total, refit.prior.value(step)
+
+    # --- determinants ----------------------------------------------------------------------
+
+    def curvature(self, point: Tensor) -> Curvature:
+        """By the terms of the module's docstring."""
+        refit, law = self.refit, self.refit.law
+        own = self.f + self.push(point).double()
+        precision = law.fisher(own) if refit.fisher else law.precision(self.y, own)
+        value, positive = own_increment(self.root, precision)
+        error = torch.zeros_like(value)
+        if refit.options.logdet == FROZEN:
+            return Curvature(value, positive, error)
+        new = _NewRow.of(self.K, precision)
+        trace = self.trace(point, new)
+        tasks = (positive & (trace != 0)).nonzero().squeeze(-1)
+        value = value - 0.5 * trace
+        if tasks.numel():
+            part = _Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks])
+            rest, good, spread = part.run()
+            value[tasks] -= 0.5 * rest
+            positive[tasks] &= good
+            error[tasks] = 0.5 * spread
+        return Curvature(value, positive, error)
+
+    def trace(self, point: Tensor, new: _NewRow) -> Tensor:
+        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64."""
+        refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
+        m, C = self.f.shape
+        places, first = _first(self.where)
+        across = self.pulled[first].reshape(len(first), C, C, -1).permute(2, 3, 0, 1)  # (C, F, k, C)
+        across = across.reshape(C, across.shape[1], -1)
+        total = torch.zeros(m, dtype=torch.float64)
+        cross = torch.zeros(m, C, C, dtype=torch.float64)
+        step = by_output(point, C)
+        for block, part, place in self.chunks(C * max(m, len(first) * C)):
+            f = self.moved(part.x, step).add_(part.f.unsqueeze(1))
+            before = part.f.unsqueeze(1)
+            K = refit.shared.matrices(refit.covariances(block)[:, place])
+            change = precision_trace(likelihood, part.targets, f, K, fisher)
+            change = change - precision_trace(likelihood, part.targets, before, K, fisher)
+            total += part.weighted(change).sum(0, dtype=torch.float64)
+            c = self.moved(part.x, across).unflatten(1, (len(first), C))  # (b, k, C, C): row a of U, output of row i
+            targets = part.targets.unsqueeze(1)
+            for task in range(m):
+                own = c[:, places[task]]
+                pushed = precision_times(likelihood, targets[:, 0], f[:, task : task + 1], own, fisher)
+                pushed = pushed - precision_times(likelihood, targets[:, 0], before, own, fisher)
+                cross[task] += torch.einsum("bac,bdc->ad", own, part.weighted(pushed)).double()
+        return total - (new.explained * cross).sum((-2, -1))
+
+
+class _NewRow(NamedTuple):
+    """How the new row changes H⁻¹, in its outputs: H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0, H₁⁻¹) for w ~ N(0, H⁻¹)."""
+
+    explained: Tensor  # G = (I + ΛK)⁻¹Λ (m, C, C)
+    shrink: Tensor  # B with B + Bᵀ − BKBᵀ = G (m, C, C)
+
+    @staticmethod
+    def of(K: Tensor, precision: Tensor) -> _NewRow:
+        """With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ: RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 + μ)^{-½} in place of μ."""
+        values, vectors = torch.linalg.eigh(K)
+        size = values.clamp_min(0).sqrt()
+        R = vectors * size.unsqueeze(-2)
+        least = 1e-7 * size.amax(-1, keepdim=True)
+        back = vectors * torch.where(size > least, 1 / size, 0.0).unsqueeze(-2)  # R⁺ᵀ
+        inside = R.mT @ precision @ R
+        mu, E = torch.linalg.eigh((inside + inside.mT) / 2)
+        mu = mu.clamp_min(-0.999)  # not positive definite elsewhere: that task is flagged
+        turned = back @ E
+        scale = lambda by: (turned * by.unsqueeze(-2)) @ turned.mT  # noqa: E731
+        return _NewRow(scale(mu / (1 + mu)), scale(1 - (1 + mu).rsqrt()))
+
+    def take(self, tasks: Tensor) -> _NewRow:
+        return _NewRow(self.explained[tasks], self.shrink[tasks])
+
+
+@dataclass(frozen=True, eq=False)
+class _Probing:
+    """tr[log(I + A) − A] of m tasks by random probes: rounds of them, until the error is small."""
+
+    group: _Group
+    point: Tensor
+    new: _NewRow
+    trace: Tensor  # tr A (m,)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The estimates (m,), where I + A is positive definite as far as the probes show, and their errors (m,)."""
+        shared = self.group.refit.shared
+        m, probes = len(self.point), shared.probes
+        value, error = torch.zeros(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+        active, used = torch.arange(m), 0
+        seen: list[list[Tensor]] = [[] for _ in range(m)]
+        while active.numel() and used < len(probes):
+            count = {0: FIRST_PROBES, FIRST_PROBES: MORE_PROBES}.get(used, used)
+            fresh = probes[used : used + count]
+            size = max(AT_ONCE // (6 * fresh.numel() * fresh.element_size()), 1)
+            for tasks in active.split(size):
+                depth = max((part.shape[1] // 2 for task in tasks.tolist() for part in seen[task][-1:]), default=0)
+                moments = self.moments(fresh, tasks, depth if used > FIRST_PROBES else 0)
+                for k, task in enumerate(tasks.tolist()):
+                    seen[task].append(moments[k])
+            used += len(fresh)
+            found = [estimate(seen[task], float(self.trace[task])) for task in active.tolist()]
+            value[active], spread, quadrature = torch.tensor(found, dtype=torch.float64).unbind(1)
+            if used == FIRST_PROBES:
+                spread = pooled(value[active], spread)
+            spread *= max(1 - used / shared.size, 0) ** 0.5  # probes are orthogonal: all of them have no error
+            error[active] = (spread**2 + quadrature**2).sqrt()
+            active = active[(spread > 2 * self.group.refit.error) & torch.isfinite(value[active])]
+        return value, torch.isfinite(value), error
+
+    def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
+        """wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, …: two of them (m, s, 2), or 2j + 1 for j Gauss nodes.
+
+        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number of them; 0: as many as it takes.
+        """
+        group = self.group.take(tasks)
+        s, C = len(probes), group.refit.outputs
+        at_x = torch.einsum("scf,mf->msc", probes.reshape(s, C, -1), group.phi)
+        shrink = self.new.shrink[tasks].to(at_x.dtype)
+        w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.pulled)
+        found: list[Tensor] = []
+        for count in range(1, MOST_NODES + 1):
+            form, r = self.changed(tasks, w)
+            assert r is not None
+            w = self.solved(tasks, r)
+            found = [*found[: 2 * count - 2], form, (r * w).sum(-1).double()]
+            if count == 1 and float(found[1].mean(1).amax()) < 2 * THIRD_ORDER:
+                break
+            if count < nodes:
+                continue
+            found.append(self.changed(tasks, w, pull=False)[0])
+            if count == nodes or self.enough(tasks, torch.stack(found, -1).mean(1)):
+                break
+        return torch.stack(found, -1)
+
+    def enough(self, tasks: Tensor, moments: Tensor) -> bool:
+        """Whether moments (m, 2j + 1) of some tasks have nodes enough for all of their values."""
+        values = [
+            from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)
+        ]
+        return all(value.quadrature < self.group.refit.error for value in values)
+
+    def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
+        """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
+        group = self.group.take(tasks)
+        inside = group.refit.shared.solve(r.flatten(0, 1)).reshape(r.shape)
+        along = torch.einsum("mcp,msp->msc", group.pulled, r)
+        explained = self.new.explained[tasks].to(r.dtype)
+        return inside - torch.einsum("msc,mcd,mdp->msp", along, explained, group.pulled)
+
+    def changed(self, tasks: Tensor, w: Tensor, pull: bool = True) -> tuple[Tensor, Tensor | None]:
+        """wᵀΔHw (m, s) in float64, and ΔHw (m, s, P), for w (m, s, P)."""
+        group = self.group.take(tasks)
+        refit = group.refit
+        likelihood, fisher = refit.posterior.likelihood, refit.fisher
+        m, s, C = len(tasks), w.shape[1], refit.outputs
+        step, directions = by_output(self.point[tasks], C), by_output(w.flatten(0, 1), C)
+        form = torch.zeros(m, s, dtype=torch.float64)
+        total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
+        for _, part, _ in group.chunks(m * s * C):
+            f = group.moved(part.x, step).add_(part.f.unsqueeze(1)).unsqueeze(2)  # (b, m, 1, C)
+            v = group.moved(part.x, directions).unflatten(1, (m, s))
+            y = part.targets.unsqueeze(1)
+            change = precision_times(likelihood, y, f, v, fisher)
+            change = part.weighted(change - precision_times(likelihood, y, part.f[:, None, None], v, fisher))
+            form += (v * change).sum(-1).sum(0, dtype=torch.float64)
+            if pull:
+                total += change.permute(3, 1, 2, 0).reshape(C * m * s, -1) @ part.x
+        if not pull:
+            return form, None
+        return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
+
+
+def pooled(value: Tensor, spread: Tensor) -> Tensor:
+    """Standard errors that are as large, relative to the values, as they are over all tasks: two probes do not tell more."""
+    good = torch.isfinite(value) & (value != 0)
+    if not bool(good.any()):
+        return spread
+    relative = (spread[good] / value[good]).square().mean().sqrt()
+    return torch.maximum(spread, relative * value.abs())
+
+
+class Remainder(NamedTuple):
+    """tr[log(I + A) − A] (NaN: an eigenvalue of I + A is not positive), and the error of the quadrature that gives it."""
+
+    value: float
+    quadrature: float
+
+
+def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
+    """tr[log(I + A) − A] from moments of probes (s, 2j) in rounds; its standard error; the error of the quadrature.
+
+    The standard error is a jackknife's over groups of probes.
+    """
+    least = min(part.shape[1] for part in rounds)
+    moments = torch.cat([part[:, :least] for part in rounds])
+    value, quadrature = from_moments(moments.mean(0).tolist(), trace)
+    groups = moments.tensor_split(min(len(moments), GROUPS))
+    total = moments.sum(0)
+    without = [(total - part.sum(0)) / (len(moments) - len(part)) for part in groups]
+    left = torch.tensor([from_moments(mean.tolist(), trace).value for mean in without], dtype=torch.float64)
+    return value, float((len(left) - 1) * left.var(correction=0)) ** 0.5, quadrature
+
+
+def from_moments(moments: list[float], trace: float) -> Remainder:
+    """tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
+
+    With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ² the Gauss nodes of the moments
+    give the mean of h. The first moment, whose expectation tr A is known, is a control variate for the second.
+    """
+    if not moments[1] > 0:
+        return Remainder(0.0 if moments[1] == 0 else math.nan, 0.0)
+    if len(moments) == 2:
+        return Remainder(-0.5 * moments[1], 0.0)
+    mean = moments[2] / moments[1]
+    weight = moments[1] - mean * (moments[0] - trace)
+    means = [-0.5 + mean / 3]  # the series
+    for count in range(1, len(moments) // 2 + 1):
+        nodes, shares = gauss_nodes(torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64))
+        if not float(nodes.min()) > -1:
+            return Remainder(math.nan, 0.0)
+        means.append(sum(w * _remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)))
+    share = FIRST_QUADRATURE if len(means) == 2 else QUADRATURE
+    return Remainder(weight * means[-1], share * abs(weight * (means[-1] - means[-2])))
+
+
+def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The j Gauss nodes and shares of a distribution from 2j moments (not normalised), fewer where it has fewer atoms."""
+    count = len(moments) // 2
+    index = torch.arange(count)
+    hankel = moments[index[:, None] + index]
+    factor, info = torch.linalg.cholesky_ex(hankel)
+    if int(info):
+        return gauss_nodes(moments[: 2 * (count - 1)])
+    shifted = moments[index[:, None] + index + 1]
+    inside = torch.linalg.solve_triangular(factor, shifted, upper=False)
+    inside = torch.linalg.solve_triangular(factor, inside.mT, upper=False)
+    nodes, vectors = torch.linalg.eigh((inside + inside.mT) / 2)
+    return nodes, vectors[0].square()
+
+
+def _remainder(t: float) -> float:
+    """(log(1 + t) − t)/t², by its series near zero."""
+    if abs(t) < 1e-3:
+        return -0.5 + t / 3 - t * t / 4
+    return (math.log1p(t) - t) / t**2
+
+
+def _first(where: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of each task's input among the different ones (m,), and a task with each of them (k,)."""
+    unique, index = where.unique(return_inverse=True)
+    first = torch.stack([(index == k).nonzero()[0, 0] for k in range(len(unique))])
+    return index, first
+
+
+def by_output(point: Tensor, outputs: int) -> Tensor:
+    """(m, P) -> (C, F, m), contiguous."""
+    return point.reshape(len(point), outputs, -1).permute(1, 2, 0).contiguous()
+
+
+def open_products(posterior: State, x: Any, options: Options, data: Any, single: bool) -> ProductsRefit:
+    """Stage one: a pass over the data for gradient and basis at θ̂, one for the curvature.
+
+    single: products in float32.
+    """
+    network, likelihood = posterior.network, posterior.likelihood
+    C, dtype = network.outputs, torch.float32 if single else torch.float64
+
+    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+        f, J = network.linearise(inputs, posterior.theta)
+        assert isinstance(J, Features)
+        return J.with_ones().to("cpu", dtype), f.double()
+
+    rows = replace(open_rows(posterior, data, prepare), size=_bytes)
+    F = posterior.theta.numel() // C
+    n, gradient = 0, torch.zeros(C * F, dtype=torch.float64)
+    middle = torch.zeros(F, F, dtype=torch.float64)
+    for block in rows:
+        n += block.y.shape[0]
+        phi = block.x.double()
+        gradient += Features(phi, C).pull(block.weighted(likelihood.score(block.y, block.f)))
+        level = block.weighted(likelihood.fisher(block.f)).diagonal(dim1=-2, dim2=-1).mean(-1)
+        middle += (phi * level.unsqueeze(-1)).mT @ phi
+    check_seen(posterior, n, gradient)
+    prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
+    basis, info = torch.linalg.cholesky_ex(middle + torch.diag(prior_precision.mean(0)))
+    if int(info):
+        raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
+
+    def white(phi: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.solve_triangular(basis, phi.double().mT, upper=False)
+        return found.mT.to(dtype).contiguous()
+
+    def ready(block: Block) -> Block:
+        cast = lambda part: part.to(dtype) if part is not None and part.is_floating_point() else part  # noqa: E731
+        return Block(white(block.x), cast(block.f), cast(block.y), cast(block.weights))
+
+    whitened = rows.changed(ready)
+    half = torch.linalg.solve_triangular(basis, torch.diag_embed(prior_precision), upper=False)
+    prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
+    # Single precision is for classes, whose observed curvature is the Fisher.
+    kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+    contrasts = _contrasts(posterior, prior_precision)
+    shared = None
+    for kind in kinds:
+        shared = shared_factor(whitened, likelihood, prior, kind, contrasts)
+        if shared is not None:
+            break
+    if shared is None:
+        if single:
+            return open_products(posterior, x, options, data, single=False)
+        raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
+    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
+    return ProductsRefit(
+        posterior=posterior,
+        options=options,
+        rows=whitened,
+        features=white(torch.cat([phi for phi, _ in parts])),
+        f=torch.cat([f for _, f in parts]),
+        basis=basis,
+        gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
+        shared=shared,
+        fallback=shared.kind != options.curvature,
+        prior_precision=prior,
+    )
+
+
+def _contrasts(posterior: State, prior_precision: Tensor) -> Contrasts | None:
+    """Contrasts of classes where the sum over them keeps the prior's curvature and no gradient moves along it."""
+    same = torch.equal(prior_precision, prior_precision[:1].expand_as(prior_precision))
+    if not (shift_invariant(posterior.likelihood) and same) or posterior.mode == AS_IS:
+        return None
+    return Contrasts(posterior.network.outputs)
+
+
+def _bytes(block: Block) -> int:
+    return sum(part.numel() * part.element_size() for part in (block.x, block.f, block.y))
