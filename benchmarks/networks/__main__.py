@@ -1,23 +1,27 @@
 """Real network tasks, with peers at their best, in one run.
 
-    python -m benchmarks.networks [--only clinc …] [--seeds 0 1 2] [--methods plug-in …] [--cache DIR]
-                                  [--json FILE] [--seconds 900] [--gigabytes 6] [--table]
+    python -m benchmarks.networks [--only clinc …] [--seeds 0 1 2] [--methods plug-in …]
+                                  [--cache DIR] [--json FILE] [--seconds 900] [--gigabytes 6]
+                                  [--again] [--table]
 
-Run from the root of the repository, with SSLA_NETWORKS and SSLA_DATA set (see tasks.py). Tasks are in
-tasks.py, methods in peers.py, scores in scores.py. Networks are trained once and kept in the cache, or
-before with `python -m benchmarks.networks.training`. A (task, seed, method) that is in the JSON file is not
-run again; --again runs the named methods again. --table prints the tables of the file without any run.
+Run from the root of the repository, with SSLA_NETWORKS and SSLA_DATA set (see tasks.py). Tasks are
+in tasks.py, methods in peers.py, scores in scores.py. Networks are trained once and kept in the
+cache, or before with `python -m benchmarks.networks.training`. A (task, seed, method) that is in
+the JSON file is not run again; --again runs the named methods again. --table prints the tables of
+the file without any run.
 
-Each method runs in a process of its own on one thread, with a limit on CPU seconds and on memory beyond the
-rows. A method that is refused, stopped or out of memory is recorded so. Last-layer methods start from
-features: their seconds do not contain the forward pass of the network. `fit` contains every choice on the
-validation rows; `predict` is of the test rows. Memory is the peak beyond what the process had at its start.
+Each method runs in a process of its own on one thread, with a limit on CPU seconds and on memory
+beyond the rows. A method that is refused, stopped or out of memory is recorded so. Last-layer
+methods start from features: their seconds do not contain the forward pass of the network. `fit`
+contains every choice on the validation rows; `predict` is of the test rows. Memory is the peak
+beyond what the process had at its start.
 
     loss      mean −log p(y): log-loss of classes, negative log density of standardised targets
-    ± se      standard error of the paired difference to the plug-in, over test rows (mean of the seeds)
+    ± se      standard error of the paired difference to the plug-in, over test rows
     ECE       15 bins, most probable class
-    AUROC     test rows against out-of-distribution inputs, by entropy (classes) or by the standard deviation
-              of y (regression); MI: by mutual information, or the standard deviation of the mean
+    AUROC     test rows against out-of-distribution inputs, by entropy (classes) or by the
+              standard deviation of y (regression); MI: by mutual information, or by the standard
+              deviation of the mean
 """
 
 from __future__ import annotations
@@ -139,7 +143,10 @@ def run(
 
 
 class Results:
-    """The records by task, seed and method, written after each; the losses of test rows are in the cache."""
+    """The records by task, seed and method, written after each run.
+
+    The losses of test rows are in the cache, for paired differences.
+    """
 
     def __init__(self, path: Path | None, cache: Path) -> None:
         self.path = path

@@ -1,25 +1,27 @@
-"""Doubt that a last layer does not see: three ways to add it, beside the plain last-layer posterior.
+"""Doubt that a last layer does not see: three ways to add it to the plain posterior.
 
-    python -m benchmarks.networks.doubt [--only clinc fashion cnn] [--seeds 0 1 2] [--cache DIR] [--json FILE]
+    python -m benchmarks.networks.doubt [--only clinc fashion cnn] [--seeds 0 1 2] [--cache DIR]
+    [--json FILE]
 
-A last-layer posterior does not contain the uncertainty of the earlier layers. Every variant below is the
-posterior of prototype.py (kfac at the trained head), with precision τ and temperature T of the lowest
-log-loss on the validation rows. No choice sees a shifted or out-of-distribution row.
+A last-layer posterior does not contain the uncertainty of the earlier layers. Every variant below
+is the posterior of prototype.py (kfac at the trained head), with precision τ and temperature T of
+the lowest log-loss on the validation rows. No choice sees a shifted or out-of-distribution row.
 
     plain         the last layer
-    rich          the prior covariance of the last layer is I + R in place of I. R is the part of the kernel of
-                  the earlier layers' Jacobian (the NTK) that is a function of the features: each random
-                  direction v of the earlier weights changes the outputs by J(x)v; a linear regression on the
-                  features gives coefficients m_v, and R is the mean of m_v m_vᵀ over directions and classes.
-                  The variance is at least that of `plain` for the same τ (arXiv 2602.01279, in our own form).
-    mahalanobis   K(x) times max(1, h(x)/q)², with h the leverage φᵀ(Σφφᵀ/n + ridge)⁻¹φ and q its 90% quantile
-                  on the validation rows: nine of ten rows keep their covariance
+    rich          the prior covariance of the last layer is I + R in place of I. R is the part of
+                  the kernel of the earlier layers' Jacobian (the NTK) that is a function of the
+                  features: each random direction v of the earlier weights changes the outputs by
+                  J(x)v; a linear regression on the features gives coefficients m_v, and R is the
+                  mean of m_v m_vᵀ over directions and classes. The variance is at least that of
+                  `plain` for the same τ (after arXiv 2602.01279).
+    mahalanobis   K(x) times max(1, h(x)/q)², with h² = φᵀ(Σφφᵀ/n + ridge)⁻¹φ and q the 90%
+                  quantile of h on the validation rows: nine of ten rows keep their covariance
     neighbours    the same with the mean distance to the ten nearest training features, in cosine
-    all weights   kfac of all weights at the trained network by `ssla.fit(weights="all")` (cnn alone), with
-                  the precision of the lowest validation log-loss, without a temperature
+    all weights   kfac of all weights at the trained network by `ssla.fit(weights="all")` (cnn
+                  alone), with the precision of the lowest validation log-loss and T = 1
 
-A variant is worth keeping if it raises the AUROC or lowers the log-loss under shift on every task, with a log-loss
-on test rows that is not higher.
+A variant is worth keeping if it raises the AUROC or lowers the log-loss under shift on every task,
+with a log-loss on test rows that is not higher.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ DRAWS = 128
 Predictor = Callable[[Tensor, Tensor], ClassPrediction]
 
 
-def searched(setting: Setting, phi: Callable[[Tensor], Tensor]) -> tuple[HeadCovariance, float, float]:
+def searched(
+    setting: Setting, phi: Callable[[Tensor], Tensor]
+) -> tuple[HeadCovariance, float, float]:
     """Covariance, temperature and validation loss of the best (τ, T), with transformed features."""
     f = in_chunks(setting.head, setting.phi.train[0])
     phi_val, y_val = setting.phi.validation

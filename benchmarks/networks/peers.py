@@ -1,9 +1,9 @@
 """The methods of the suite. Each is a function of a `Setting` that returns a `Predictor`.
 
-All start from the same trained network and the same validation rows. Last-layer methods start from the
-features of the network, so the forward pass of its body is in nobody's time. A method that has several
-settings is listed with all of them; `laplace-torch, best` takes the one with the lowest loss on the
-validation rows, which is a choice that a user can make.
+All start from the same trained network and the same validation rows. Last-layer methods start from
+the features of the network, so the forward pass of its body is in nobody's time. A method that has
+several settings is listed with all of them; `laplace-torch, best` takes the one with the lowest
+loss on the validation rows, which is a choice that a user can make.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def plug_in(setting: Setting) -> Predictor:
 
 
 def temperature(setting: Setting) -> Predictor:
-    """Temperature scaling by the validation rows; of a regression the σ of the validation residuals."""
+    """Temperature scaling by the validation rows; of a regression the σ of their residuals."""
     if not setting.classes:
         return constant_sd(setting, residual_sd(setting, setting.phi.validation))
     phi_val, y_val = setting.phi.validation
@@ -125,7 +125,7 @@ def mixture_of_real(f: Tensor, sd: float) -> RealPrediction:
 
 
 def ensemble(setting: Setting) -> Predictor:
-    """Deep ensemble of five: the mean of their probabilities; of a regression with the plug-in's σ."""
+    """Deep ensemble of five: the mean of their probabilities. A regression has the plug-in's σ."""
     outputs = member_outputs(setting)
     if setting.classes:
         return lambda x, phi: averaged(torch.softmax(outputs(x), -1))
@@ -145,7 +145,7 @@ def ensemble_temperature(setting: Setting) -> Predictor:
         def predict(x: Tensor, phi: Tensor) -> Prediction:
             members = torch.softmax(outputs(x), -1)
             powered = torch.softmax(members.mean(0).clamp_min(1e-30).log() / T, -1)
-            # Mutual information of the members before the power: the power does not change their spread.
+            # The mutual information is that of the members before the power.
             information = averaged(members).information
             return ClassPrediction(powered, torch.special.entr(powered).sum(-1) - information)
 
@@ -205,7 +205,7 @@ MOST_FULL_WEIGHTS = 2_000  # full: the sum of (P, P) matrices takes minutes beyo
 
 
 def laplace_fit(setting: Setting, structure: str, sd: float = 1.0) -> Any:
-    """The package's last-layer approximation, fitted to features through a model of one linear layer."""
+    """The package's last-layer approximation, fitted to features with one linear layer."""
     if laplace is None:
         raise NotApplicable(
             "laplace-torch is not installed: pip install -r benchmarks/requirements-peers.txt"
@@ -259,7 +259,8 @@ def laplace_outputs(setting: Setting, found: Any, phi: Tensor) -> tuple[Tensor, 
 def laplace_probs(setting: Setting, found: Any, phi: Tensor, link: str) -> ClassPrediction:
     """The package's probit or Monte Carlo predictive of linearised outputs.
 
-    With many classes the Monte Carlo predictive draws weights (pred_type="nn"), which is the same for a last layer.
+    With many classes the Monte Carlo predictive draws weights (pred_type="nn"), which is the same
+    for a last layer.
     """
     torch.manual_seed(0)
     if setting.head.out_features > MANY_CLASSES:
@@ -308,7 +309,7 @@ def laplace_predict(setting: Setting, found: Any, link: str) -> Predictor:
 
 
 def set_by_marginal_likelihood(setting: Setting, found: Any) -> None:
-    """As the package's documentation does: its own optimiser, or Adam on precision and σ of a regression."""
+    """As in the package's documentation: its own optimiser; of a regression Adam on τ and σ."""
     if setting.classes:
         found.optimize_prior_precision(pred_type="glm", method="marglik", prior_structure="scalar")
         return
@@ -327,8 +328,9 @@ def set_by_marginal_likelihood(setting: Setting, found: Any) -> None:
 def set_by_grid(setting: Setting, found: Any, link: str) -> None:
     """The precision of a grid with the lowest loss on the validation rows.
 
-    The package's own grid search scores a regression by its squared error, which no precision changes; here
-    the score is the log-loss for classes and for a regression, with σ by the validation residuals.
+    The package's own grid search scores a regression by its squared error, which no precision
+    changes; here the score is the log-loss for classes and for a regression, with σ by the
+    validation residuals.
     """
     phi_val, y_val = setting.phi.validation
     best = math.inf, 0.0

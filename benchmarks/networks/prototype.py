@@ -1,16 +1,19 @@
-"""A last layer of classes with prior precision and temperature by validation rows: the rule of the method's section 11.
+"""A last layer of classes with prior precision and temperature by validation rows.
 
-    python -m benchmarks.networks.prototype [--only clinc …] [--seeds 0 1 2] [--gaussian laplace variational]
+    python -m benchmarks.networks.prototype [--only clinc …] [--seeds 0 1 2] [--gaussian laplace
+    variational]
 
-A reference beside `ssla.fit(…, validation=…)`: independent code, short, kfac only, the trained head as the
-mean. For a temperature T the likelihood is softmax(f/T), so with φ the features and A = Σ φφᵀ/n
+A reference beside `ssla.fit(…, validation=…)`: independent code, short, kfac only, the trained head
+as the mean. For a temperature T the likelihood is softmax(f/T), so with φ the features and A = Σ
+φφᵀ/n
 
     precision of the weights  H = A ⊗ B + τ I,   B = Σ_i E[diag p − p pᵀ] / T²
     covariance of outputs     K(x) = V diag_j(Σ_i (Uᵀφ)_i² / (a_i b_j + τ)) Vᵀ
 
-with p = softmax(f/T) at the trained head (laplace), or averaged over f ~ N(f̂, K) in a fixed point of B
-(variational). Every (τ, T) of a grid is scored on the validation rows. Of all precisions τ whose best score
-is within one standard error (paired) of the best of all, the smallest is taken, with the T that is best there.
+with p = softmax(f/T) at the trained head (laplace), or averaged over f ~ N(f̂, K) in a fixed point
+of B (variational). Every (τ, T) of a grid is scored on the validation rows. Of all precisions τ
+whose best score is within one standard error (paired) of the best of all, the smallest is taken,
+with the T that is best there.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ TEMPERATURES = (0.6, 1.0, 1.5, 2.2, 3.3)
 FAR = 0.05  # nats above the best of a temperature, where smaller precisions are not tried
 NODES = 32  # of a row in scores of the grid
 FINAL_NODES = 256
+SHARE = 0.005  # of the best validation loss that more doubt may cost; measured on clinc and fashion
 FIT_NODES = 8
 FIT_ROWS = (
     5_000  # of the variational fixed point: sums over more rows changed clinc by less than .001
@@ -44,7 +48,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class HeadCovariance:
-    """K(x) = basis_b diag(v(x)) basis_bᵀ with v_j = Σ_i (φ basis_a)_i² / (values_a_i values_b_j + precision)."""
+    """K(x) = V diag(v) Vᵀ with v_j = Σ_i (Uᵀφ)_i² / (a_i b_j + τ); U, V are basis_a, basis_b."""
 
     basis_a: Tensor
     values_a: Tensor
@@ -70,7 +74,7 @@ def nodes(rows: int, classes: int, count: int, seed: int) -> Tensor:
 
 
 def fisher_sum(f: Tensor, temperature: float) -> Tensor:
-    """Σ over rows of (diag p − p pᵀ)/T²; f may have leading dimensions of nodes, whose mean is taken."""
+    """Σ over rows of (diag p − p pᵀ)/T².  f (N, C), or (nodes, N, C): then the mean over nodes."""
     p = torch.softmax(f / temperature, -1)
     count = f.shape[0] if f.dim() == 3 else 1
     p = p.reshape(-1, p.shape[-1])
@@ -78,7 +82,7 @@ def fisher_sum(f: Tensor, temperature: float) -> Tensor:
 
 
 class Head:
-    """The features and outputs of the training rows, with what does not depend on precision and temperature."""
+    """The features and outputs of the training rows, and the eigenbasis of A."""
 
     def __init__(self, phi: Tensor, f: Tensor) -> None:
         self.phi = with_ones(phi)
@@ -101,7 +105,7 @@ class Head:
     def variational(
         self, precision: float, temperature: float, start: Tensor | None, passes: int = 12
     ) -> Tensor:
-        """The fixed point of B = Σ E[Λ] under the covariance that B gives; the mean stays at the trained head."""
+        """The fixed point of B = Σ E[Λ] under the covariance that B gives; the mean is kept."""
         order = torch.randperm(self.n, generator=torch.Generator().manual_seed(0))[:FIT_ROWS]
         phi = self.phi[order]
         f = self.f[order]
@@ -176,7 +180,7 @@ class Search:
         return self.found[place]
 
     def down(self, temperature: float, precisions: Sequence[float]) -> None:
-        """From the largest precision to the first that is far beyond the best of this temperature."""
+        """From the largest precision to the first that is far worse than the best of this T."""
         lowest = float("inf")
         start = None
         for precision in sorted(precisions, reverse=True):
@@ -207,14 +211,18 @@ class Search:
         return list(self.found.values())
 
 
-def chosen(found: Sequence[Candidate], errors: float = 1.0) -> Candidate:
-    """The smallest precision within `errors` standard errors (paired) of the best, then the best temperature."""
+def chosen(found: Sequence[Candidate], errors: float = 1.0, share: float = SHARE) -> Candidate:
+    """The smallest precision with a loss near the best, and the best temperature there.
+
+    Near: within `errors` paired standard errors, or within `share` of the best loss. The paired
+    error alone is too strict: for neighbours on the grid it is 1e-4 nats with 5,000 rows.
+    """
     best = min(found, key=lambda c: float(c.losses.mean()))
     allowed = []
     for candidate in found:
         difference = candidate.losses - best.losses
         error = float(difference.std()) / len(difference) ** 0.5
-        if float(difference.mean()) <= errors * error:
+        if float(difference.mean()) <= max(errors * error, share * float(best.losses.mean())):
             allowed.append(candidate)
     smallest = min(c.precision for c in allowed)
     there = [c for c in allowed if c.precision == smallest]
@@ -276,11 +284,12 @@ def show(
                 print(f"  T {c.temperature:.2f} τ {c.precision:.3g}: {float(c.losses.mean()):.4f}")
         unscaled = Search(head, gaussian, phi.validation[0], f_val, y_val).run([1.0])
         picks = {
-            "best": chosen(found, 0.0),
-            "half an error": chosen(found, 0.5),
-            "one error": chosen(found, 1.0),
-            "T = 1, best": chosen(unscaled, 0.0),
-            "T = 1, one error": chosen(unscaled, 1.0),
+            "best": chosen(found, 0.0, 0.0),
+            "one error": chosen(found, 1.0, 0.0),
+            "0.5%": chosen(found, 1.0, 0.005),
+            "1%": chosen(found, 1.0, 0.01),
+            "T = 1, best": chosen(unscaled, 0.0, 0.0),
+            "T = 1, 0.5%": chosen(unscaled, 1.0, 0.005),
         }
         for label, pick in picks.items():
             cov = head.covariance(pick.B, pick.precision)

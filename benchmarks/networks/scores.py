@@ -1,4 +1,4 @@
-"""Scores of predictions: each takes class probabilities or the mean and standard deviation of a regression."""
+"""Scores of predictions of classes and of real targets."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Prediction(Protocol):
 
 @dataclass(frozen=True)
 class ClassPrediction:
-    """Class probabilities (N, C) and the mean entropy of the members or draws that they average (N,)."""
+    """Class probabilities (N, C) and the mean entropy (N,) of the members that they average."""
 
     probs: Tensor
     member_entropy: Tensor
@@ -117,7 +117,7 @@ class ClassPrediction:
 
 @dataclass(frozen=True)
 class RealPrediction:
-    """Mean, standard deviation of y and of the mean (N,); a Gaussian unless a predictive is given."""
+    """Mean, standard deviation of y and of the mean (N,): a Gaussian, or a given predictive."""
 
     mean: Tensor
     sd: Tensor
@@ -150,7 +150,7 @@ class RealPrediction:
 
 
 def ood_scores(test: Prediction, ood: Prediction) -> dict[str, float]:
-    """AUROC of each doubt, test rows against out-of-distribution inputs; a constant doubt has 0.5."""
+    """AUROC of each doubt: test rows against OOD inputs. A constant doubt has 0.5."""
     outside = ood.doubts()
     found = {}
     for name, inside in test.doubts().items():

@@ -1,9 +1,9 @@
 """The rows and networks of the suite: five tasks of classes and two regressions.
 
 Each task has rows that train the network, validation rows that the network never sees, test rows,
-out-of-distribution inputs (OOD) and shifted copies of the test rows. The rows are the same for every
-seed: a seed is the initialisation of a network and the order of its batches. No training stops early,
-so validation rows take no part in it.
+out-of-distribution inputs (OOD) and shifted copies of the test rows. The rows are the same for
+every seed: a seed is the initialisation of a network and the order of its batches. No training
+stops early, so validation rows take no part in it.
 
 clinc        150 intents as sentence embeddings; 256-512-512-150 with dropout 0.3;
              OOD: out-of-scope requests; shift: noise
@@ -58,7 +58,8 @@ class Rows:
 class Task:
     """One task: its rows, its network and how the network is trained.
 
-    `network` builds an untrained network of two parts, body and head; the head is its last linear layer.
+    `network` builds an untrained network of two parts, body and head; the head is its last linear
+    layer.
     """
 
     name: str
@@ -278,9 +279,9 @@ def sequences(count: int, tokens: tuple[int, int], generator: torch.Generator) -
 def sequence_rows() -> Rows:
     """A class is a motif of four tokens that stands at a random place, one of them often replaced.
 
-    10% of the labels are uniform over all classes. Out of distribution: motifs and background of which
-    half the tokens are from the part of the alphabet that never occurs in training. Shift: 10% and 20%
-    of the tokens replaced.
+    10% of the labels are uniform over all classes. Out of distribution: motifs and background of
+    which half the tokens are from the part of the alphabet that never occurs in training. Shift:
+    10% and 20% of the tokens replaced.
     """
     generator = torch.Generator().manual_seed(0)
     motifs = torch.randint(0, KNOWN_TOKENS, (SEQUENCE_CLASSES, 4), generator=generator)
@@ -339,7 +340,7 @@ def standardised(rows: Rows) -> Rows:
 
 
 def bike_rows() -> Rows:
-    """Log of the count of an hour, from season, calendar, hour and weather, in a random order of hours.
+    """Log of the count of an hour, from season, calendar, hour and weather.
 
     Hours with rain, snow or storm (8%) are out of distribution; their targets give a shift.
     """
@@ -376,8 +377,8 @@ GENERATED_INPUTS = 20
 def generated_rows() -> Rows:
     """A random smooth function of 20 inputs with Student noise of four degrees of freedom.
 
-    Training inputs are uniform in [-1, 1]; out of distribution, the first five inputs are between 1 and
-    1.8 in size.
+    Training inputs are uniform in [-1, 1]; out of distribution, the first five inputs are between 1
+    and 1.8 in size.
     """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(GENERATED_INPUTS, 24, generator=generator) / math.sqrt(

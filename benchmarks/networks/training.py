@@ -2,8 +2,8 @@
 
     python -m benchmarks.networks.training [--only clinc …] [--members 0 1 2 3 4] [--cache DIR]
 
-Training takes a minute or less for each network, and five minutes for each of fashion. A file that exists
-is not made again. Member s is the network of seed s; the ensemble has members 0 to 4.
+Training takes a minute or less for each network, and five minutes for each of fashion. A file that
+exists is not made again. Member s is the network of seed s; the ensemble has members 0 to 4.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def in_chunks(module: nn.Module, x: Tensor) -> Tensor:
 def features(task: Task, rows: Rows, seed: int, cache: Path) -> tuple[Rows, nn.Linear]:
     """The rows with the features of the network as inputs, and the trained last layer.
 
-    Every last-layer method starts from these, so the forward pass of the body is in no method's time.
+    Every last-layer method starts from these, so the forward pass of the body is in no method's
+    time.
     """
     network = trained(task, rows, seed, cache)
     body, head = network[0], network[1]
