@@ -44,7 +44,8 @@ def test_ece_of_one_bin_is_the_gap_between_confidence_and_accuracy():
 def test_auroc_is_that_of_scikit_learn():
     inside = torch.tensor([0.1, 0.2, 0.3])
     outside = torch.tensor([0.25, 0.9])
-    assert scores.auroc(inside, outside) == roc_auc_score(
+    together = [0.1, 0.2, 0.3, 0.25, 0.9]
+    assert scores.auroc(inside, outside) == roc_auc_score([0, 0, 0, 1, 1], together)
         [0, 0, 0, 1, 1], [0.1, 0.2, 0.3, 0.25, 0.9]
     )
 
