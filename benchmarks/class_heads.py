@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import networks
+import small_networks as networks
 import torch
 from class_sets import SETS, log_loss, trained
-from networks import Split
+from small_networks import Split
 from torch import Tensor, nn
 
 import ssla

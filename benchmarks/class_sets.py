@@ -42,15 +42,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import networks
 import numpy as np
+import small_networks as networks
 import torch
-from networks import LAPLACE, VARIATIONAL, Split
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import StandardScaler
+from small_networks import LAPLACE, VARIATIONAL, Split
 from torch import Tensor, nn
 
 import ssla

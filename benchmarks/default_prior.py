@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from networks import (
+from small_networks import (
     Split,
     breast_cancer,
     class_table,

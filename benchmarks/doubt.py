@@ -15,7 +15,7 @@ import argparse
 import warnings
 from collections.abc import Iterator
 
-import networks
+import small_networks as networks
 import torch
 import truth
 from torch import Tensor, nn

@@ -36,12 +36,12 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 
 import jax
 import jax.numpy as jnp
-import networks
 import numpy as np
+import small_networks as networks
 import torch
-from networks import LAPLACE, VARIATIONAL, Split
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
+from small_networks import LAPLACE, VARIATIONAL, Split
 from torch import Tensor, nn
 
 import ssla

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import networks
+import small_networks as networks
 import torch
 from torch import Tensor, nn
 
