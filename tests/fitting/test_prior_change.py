@@ -42,7 +42,7 @@ def net(outputs=1, seed=0):
 def fit(model, y, prior=OLD, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return ssla.fit(model, (X, y), prior=prior, gaussian="laplace", **options)
+        return ssla.fit(model, (X, y), prior=prior, gaussian="laplace", **{"mode": "polish"} | options)
 
 
 def at(posterior, model):

@@ -1,11 +1,13 @@
-"""The default mode of a classifier's last layer: tilt where it is trained, polish where it is not."""
+"""The default mode of a last layer: tilt where it is trained, polish where it is not."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
@@ -14,8 +16,19 @@ from torch import Tensor, nn
 import ssla
 from ssla import fitting
 from ssla.data import open_source
-from ssla.fitting.trained import LOGITS, Verdict, judged
-from ssla.likelihoods import Bernoulli, Categorical, Likelihood, Poisson, Tempered
+from ssla.fitting.trained import LOGITS, STRONGER, Verdict, judged, judged_numbers
+from ssla.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+    Tempered,
+    custom,
+)
 
 CLASSES = 3
 HEADS = ("trained", "random", "zero", "small", "wrong")
@@ -83,7 +96,8 @@ def test_figures_equal_those_of_autograd(kind: str) -> None:
 def test_at_the_maximum_nothing_is_missing() -> None:
     x, y = rows()
     layer = head(x, y, "trained")
-    best = ssla.fit(layer, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(1e-6), gaussian="laplace").parameters
+    prior = ssla.priors.Gaussian(1e-6)
+    best = ssla.fit(layer, (x, y), likelihood=Categorical(), prior=prior, mode="polish", gaussian="laplace").parameters
     layer.load_state_dict(best)
     found = verdict(layer, (x, y), Categorical())
     assert found.missing == 0
@@ -165,19 +179,17 @@ def test_the_default_is_the_mode_that_it_names(kind: str, law: str, gaussian: st
 
 
 @pytest.mark.parametrize("kind", ["trained", "random"])
-def test_a_prior_or_a_mode_that_is_given_decides(kind: str) -> None:
+def test_a_mode_that_is_given_decides_and_a_prior_does_not(kind: str) -> None:
     x, y = rows()
     layer, options = head(x, y, kind), {"likelihood": Categorical(), "gaussian": "laplace"}
-    assert ssla.fit(layer, (x, y), prior=ssla.priors.Gaussian(), **options).report.mode == "polish"
+    mode = "tilt" if kind == "trained" else "polish"
+    assert ssla.fit(layer, (x, y), prior=ssla.priors.Gaussian(), **options).report.mode == mode
     assert ssla.fit(layer, (x, y), mode="polish", **options).report.mode == "polish"
     assert ssla.fit(layer, (x, y), mode="tilt", **options).report.mode == "tilt"
 
 
-def test_other_targets_and_other_weights_are_not_judged() -> None:
+def test_other_weights_than_a_last_layer_are_not_judged() -> None:
     x, y = rows()
-    counts = ssla.fit(nn.Linear(4, 1).double(), (x, y), likelihood=Poisson())
-    assert counts.report.mode == "polish"
-    assert "was chosen" not in str(counts.report)
     whole = ssla.fit(
         nn.Sequential(nn.Linear(4, 4), nn.Tanh(), head(x, y, "random")).double(), (x, y), likelihood=Categorical(), weights="all"
     )
@@ -223,3 +235,93 @@ def test_the_note_is_kept_by_save_update_and_a_new_prior(tmp_path: Path) -> None
         assert found.report.mode == "tilt"
         assert "mode='tilt' was chosen" in str(found.report)
         assert torch.equal(found.theta, post.theta)
+
+
+# --- numbers and counts --------------------------------------------------------------------
+
+
+OTHERS: dict[str, tuple[Likelihood, int]] = {
+    "gaussian, noise estimated": (Gaussian(noise="estimate"), 1),
+    "gaussian": (Gaussian(noise=0.3), 1),
+    "two targets": (Gaussian(noise="estimate"), 2),
+    "mean and log variance": (HeteroscedasticGaussian(), 2),
+    "student": (StudentT(df=4.0, scale=0.3), 1),
+    "poisson": (Poisson(), 1),
+    "negative binomial": (NegativeBinomial(dispersion=0.2), 1),
+    "custom": (custom(lambda y, f: -0.5 * ((y - f[..., 0]) / 0.3) ** 2 - 0.286, outputs=1), 1),
+}
+
+
+def numbers(name: str, unit: float = 1.0) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A last layer that the targets come from."""
+    generator = torch.Generator().manual_seed(2)
+    likelihood, outputs = OTHERS[name]
+    law = Gaussian(noise=0.3) if name in ("gaussian, noise estimated", "two targets", "custom") else likelihood
+    x = torch.randn(200, 4, dtype=torch.float64, generator=generator)
+    layer = nn.Linear(4, outputs).double().eval()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(outputs, 4, generator=generator))
+        layer.bias.fill_(0.5)
+        if name == "mean and log variance":
+            layer.weight[1] *= 0.3
+            layer.bias[1] = -2.0
+        y = law.sample(layer(x), 1, generator)[0].reshape(-1, outputs if outputs == 2 and "two" in name else 1)
+        layer.weight *= unit
+        layer.bias *= unit
+    return layer, x, (unit * y).squeeze(1) if y.shape[1] == 1 else unit * y
+
+
+@pytest.mark.parametrize("structure", ["dense", "kfac", "diag"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_trained_head_of_numbers_is_kept_and_an_untrained_one_is_polished(name: str, structure: str) -> None:
+    likelihood, _ = OTHERS[name]
+    layer, x, y = numbers(name)
+    kept = ssla.fit(layer, (x, y), likelihood=likelihood, structure=structure, gaussian="laplace")
+    assert kept.report.mode == "tilt"
+    assert torch.equal(kept.theta, kept.network.theta)
+    assert "best constant prediction" in str(kept.report)
+    torch.manual_seed(0)
+    for untrained in (0.0, -1.0):
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight *= untrained
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a wrong head is far from its targets
+            found = ssla.fit(other, (x, y), likelihood=likelihood, structure=structure, gaussian="laplace")
+        assert found.report.mode == "polish"
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e6])
+def test_units_of_the_targets_do_not_matter(unit: float) -> None:
+    name = "gaussian, noise estimated"
+    for factor, mode in ((1.0, "tilt"), (0.0, "polish")):
+        layer, x, y = numbers(name, unit)
+        with torch.no_grad():
+            layer.weight *= factor
+        assert ssla.fit(layer, (x, y), likelihood=OTHERS[name][0]).report.mode == mode
+
+
+def test_the_gain_of_gaussian_noise_is_that_of_least_squares() -> None:
+    """learned and missing by sums of squares in NumPy, with the noise that suits each prediction."""
+    layer, x, y = numbers("gaussian, noise estimated")
+    with torch.no_grad():
+        layer.weight *= 0.5
+    reader = fitting.Reader(open_source((x, y)), layer, "last_layer", 2**30)
+    job = fitting.checked_job(reader, Gaussian(noise=1.0), None, "dense", None, None, 2**30)
+    sums, target = job._read(None)
+    assert target.numbers is not None
+    found = judged_numbers(sums, target.numbers, Gaussian(noise=1.0), True)
+    assert found is not None
+    ones = torch.cat([x, torch.ones(200, 1).double()], 1).numpy()
+    r = (y - layer(x)[:, 0]).detach().numpy()
+    total, own = float(((y - y.mean()) ** 2).sum()), float((r**2).sum())
+    assert found.learned == pytest.approx(100 * np.log(total / own))
+    sigma2, best = own / 200, 0.0
+    tau = (ones**2).sum() / 200 / (9 * total / 200)
+    for factor in STRONGER:
+        H = ones.T @ ones / sigma2 + factor * tau * np.eye(5)
+        step = np.linalg.solve(H, ones.T @ r / sigma2)
+        after = float(((r - ones @ step) ** 2).sum())
+        used = np.trace(np.linalg.solve(H, ones.T @ ones / sigma2))
+        best = max(best, 100 * np.log(own / after) - used)
+    assert found.missing == pytest.approx(best)

@@ -141,7 +141,7 @@ def test_other_structures_follow_the_unit(structure):
 @pytest.mark.parametrize("c", UNITS)
 def test_the_predictive_is_the_conjugate_one_at_the_chosen_prior_and_noise(c):
     """N(φᵀm, φᵀAφ + σ²) from the features, computed in unit scale, where the arithmetic is easy."""
-    posterior, _ = fit_in("gaussian", c)
+    posterior, _ = fit_in("gaussian", c, mode="polish")
     p, prior = posterior.predict(NEW), posterior.prior
     assert isinstance(prior, priors.Gaussian)
     assert isinstance(posterior.likelihood.noise, float)

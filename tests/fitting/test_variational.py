@@ -191,12 +191,12 @@ def test_the_bounds_slope_in_the_precision(likelihood: Likelihood, monkeypatch: 
 @pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson(), HeteroscedasticGaussian()], ids=repr)
 def test_tuning_finds_the_highest_bound(likelihood: Likelihood) -> None:
     model, x, y = problem(likelihood)
-    tuned = ssla.fit(model, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="variational").tune()
+    options = {"likelihood": likelihood, "gaussian": "variational", "mode": "polish"}
+    tuned = ssla.fit(model, (x, y), prior=ssla.priors.Gaussian(), **options).tune()
     best = float(tuned.bound_prior.scale_precision[0])
 
     def bound(precision: float) -> float:
-        prior = ssla.priors.Gaussian(precision)
-        return ssla.fit(model, (x, y), likelihood=likelihood, prior=prior, gaussian="variational").log_evidence()
+        return ssla.fit(model, (x, y), prior=ssla.priors.Gaussian(precision), **options).log_evidence()
 
     assert bound(best) == pytest.approx(tuned.log_evidence(), abs=5e-3)
     assert bound(best) > max(bound(best * 1.5), bound(best / 1.5)) - 1e-3

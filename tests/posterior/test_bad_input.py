@@ -264,8 +264,10 @@ def test_a_prior_too_strong_for_the_targets_is_warned_about():
         model.bias.fill_(50.0)
     for likelihood in (L.Gaussian(noise="estimate"), L.Gaussian(noise=10.0)):
         with pytest.warns(UserWarning, match=r"polish moved the network away.*residuals grew by a factor of.*mode='tilt'"):
-            ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian())
-    weak = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(precision=1e-4))
+            ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian(), mode="polish")
+        kept = ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian())
+        assert kept.report.mode == "tilt"
+    weak = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(precision=1e-4), mode="polish")
     assert abs(weak.likelihood.noise - 1) < 0.3
 
 

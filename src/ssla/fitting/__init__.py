@@ -153,7 +153,7 @@ def fit_roughly(
     prior: Prior,
     weights: str,
     structure: str | Structure,
-    mode: str | None,
+    mode: str | None = None,
 ) -> State:
     """As `fit`, with a variational Gaussian of a lower accuracy: enough to choose a prior."""
     with announced():

@@ -101,7 +101,7 @@ class Job:
         verdict = None if self.mode is not None else self._verdict(sums, target)
         if verdict is not None and mode == POLISH:
             mode = verdict.mode
-            self.notes.append(verdict.note)
+            self.notes.append(verdict.note("the class frequencies" if target.classes else "the best constant prediction"))
         theta, steps = network.theta, 0
         if estimate:
             sums, self.likelihood = estimate_noise(network, sums, bound, mode == POLISH, self._at_noise)

@@ -16,6 +16,7 @@ noise that suits each.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from ssla.structures.jacobians import Features
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
 SAMPLE, SAMPLE_OF_CHUNK = 2048, 256  # rows for the best constant of likelihoods without a closed form
 CONSTANT_STEPS = 50
+STRONGER = (1.0, 10.0, 100.0)  # factors on τ for numbers and counts
 SHARE = 0.75  # of what the features allow
 
 
@@ -112,7 +114,6 @@ class Verdict(NamedTuple):
 
     learned: float
     missing: float
-    constant: str = "the class frequencies"
 
     @property
     def trained(self) -> bool:
@@ -122,27 +123,24 @@ class Verdict(NamedTuple):
     def mode(self) -> str:
         return TILT if self.trained else POLISH
 
-    @property
-    def note(self) -> str:
+    def note(self, constant: str) -> str:
+        """For a report; `constant` says what the network is compared with."""
         if self.learned > 0:
-            learned = f"the network's log likelihood is {self.learned:.3g} above that of {self.constant}"
+            learned = f"the network's log likelihood is {self.learned:.3g} above that of {constant}"
         else:
-            learned = f"the network's log likelihood is {-self.learned:.3g} below that of {self.constant}"
+            learned = f"the network's log likelihood is {-self.learned:.3g} below that of {constant}"
         missing = f"a Newton step of the last layer would add {self.missing:.3g} beyond noise"
         trained = "trained" if self.trained else "not trained"
         return f"mode={self.mode!r} was chosen, because the last layer is {trained}: {learned}, and {missing}"
 
 
-CONSTANT = "the best constant prediction"
-
-
 def judged_numbers(sums: Sums, numbers: Numbers, likelihood: Likelihood, estimated: bool) -> Verdict | None:
-    """From the sums at the trained weights; None where no constant prediction is found to compare with.
+    """From the sums at the trained weights; None where there is nothing to learn, or no constant to compare with.
 
     estimated: whether the noise is: the sums are then those at a noise of one.
     """
     if not numbers.squares > 0 or not bool((numbers.spread > 0).all()):
-        return Verdict(math.inf, 0.0, CONSTANT)  # without features or differences there is nothing to learn
+        return None
     return _gaussian(sums, numbers, estimated) if isinstance(likelihood, Gaussian) else _other(sums, numbers, likelihood)
 
 
@@ -154,13 +152,12 @@ def _gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
     if estimated:
         sums = sums.at_noise(noise.repeat_interleave(size // len(noise)))
     precision = numbers.precision((numbers.spread / n).sqrt(), size)
-    gain, determined = _newton_gain(sums, precision)
     if not estimated:
-        return Verdict(float(((numbers.spread - residuals) / (2 * noise**2)).sum()), max(gain - determined, 0.0), CONSTANT)
-    learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
+        learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
+        return Verdict(learned, _missing(sums, precision, lambda gain: gain))
     count = n * len(noise)  # the squared residuals, in units of the noise
-    missing = -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
-    return Verdict(learned, max(missing - determined, 0.0), CONSTANT)
+    learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
+    return Verdict(learned, _missing(sums, precision, lambda gain: -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))))
 
 
 def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
@@ -172,8 +169,8 @@ def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | No
     learned = numbers.weight * float(each.mean())
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
     power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
-    gain, determined = _newton_gain(sums, numbers.precision(units, len(sums.statistics.gradient)))
-    return Verdict(learned, max(gain - power * determined, 0.0), CONSTANT)
+    precision = numbers.precision(units, len(sums.statistics.gradient))
+    return Verdict(learned, power * _missing(sums, precision, lambda gain: gain / power))
 
 
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
@@ -200,14 +197,22 @@ def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | Non
     return here
 
 
-def _newton_gain(sums: Sums, precision: Tensor) -> tuple[float, float]:
-    """What a Newton step under N(0, 1/τ) adds to the log likelihood, and how many parameters the rows determine."""
+def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
+    """What a Newton step adds beyond noise, under τ or a stronger prior: with few rows a weak one has too many parameters.
+
+    worth: what a gain of the quadratic is in log likelihood.
+    """
     statistics, g = sums.statistics, sums.statistics.gradient
     if isinstance(statistics.curvature, Kfac):  # it takes one precision
         precision = torch.full_like(precision, float(precision.log().mean().exp()))
-    step = sums.newton_step(g, precision)
-    determined = float((1 - precision * statistics.curvature.with_prior(precision).variances()).sum())
-    return float(g @ step) - 0.5 * float(step @ sums.newton_curvature.push(step)), determined
+    most = 0.0
+    for factor in STRONGER:
+        tau = factor * precision
+        step = sums.newton_step(g, tau)
+        determined = float((1 - tau * statistics.curvature.with_prior(tau).variances()).sum())
+        gain = float(g @ step) - 0.5 * float(step @ sums.newton_curvature.push(step))
+        most = max(most, worth(gain) - determined)
+    return most
 
 
 def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:

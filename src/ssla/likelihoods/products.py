@@ -19,9 +19,7 @@ def shift_invariant(likelihood: Likelihood) -> bool:
     return isinstance(base, Categorical)
 
 
-def precision_times(
-    likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False
-) -> Tensor:
+def precision_times(likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
     """Λ(y, f) v.  v (..., C) -> (..., C). Of classes p∘v − p(pᵀv), over the square of the temperature."""
     if isinstance(likelihood, Tempered):
         return likelihood.beta * precision_times(likelihood.base, y, f, v, fisher)
@@ -33,9 +31,7 @@ def precision_times(
     return (precision @ v.unsqueeze(-1)).squeeze(-1)
 
 
-def precision_trace(
-    likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False
-) -> Tensor:
+def precision_trace(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
     """tr(K Λ(y, f)) of m outputs in each of b rows.  y (b, 1, ...), f (b, m, C), K (b, C, C) symmetric -> (b, m)."""
     if isinstance(likelihood, Tempered):
         return likelihood.beta * precision_trace(likelihood.base, y, f, K, fisher)

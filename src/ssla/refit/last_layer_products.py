@@ -12,7 +12,7 @@ by a few random probes, the same for all tasks, until its standard error is belo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -371,8 +371,8 @@ class _NewRow(NamedTuple):
         mu, E = torch.linalg.eigh((inside + inside.mT) / 2)
         mu = mu.clamp_min(-0.999)  # not positive definite elsewhere: that task is flagged
         turned = back @ E
-        scale = lambda by: (turned * by.unsqueeze(-2)) @ turned.mT  # noqa: E731
-        return _NewRow(scale(mu / (1 + mu)), scale(1 - (1 + mu).rsqrt()))
+        factors = (mu / (1 + mu), 1 - (1 + mu).rsqrt())
+        return _NewRow(*((turned * factor.unsqueeze(-2)) @ turned.mT for factor in factors))
 
     def take(self, tasks: Tensor) -> _NewRow:
         return _NewRow(self.explained[tasks], self.shrink[tasks])
@@ -440,9 +440,7 @@ class _Probing:
 
     def enough(self, tasks: Tensor, moments: Tensor) -> bool:
         """Whether moments (m, 2j + 1) of some tasks have nodes enough for all of their values."""
-        values = [
-            from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)
-        ]
+        values = [from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)]
         return all(value.quadrature < self.group.refit.error for value in values)
 
     def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
@@ -597,8 +595,9 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
         return found.mT.to(dtype).contiguous()
 
     def ready(block: Block) -> Block:
-        cast = lambda part: part.to(dtype) if part is not None and part.is_floating_point() else part  # noqa: E731
-        return Block(white(block.x), cast(block.f), cast(block.y), cast(block.weights))
+        y = block.y.to(dtype) if block.y.is_floating_point() else block.y
+        weights = None if block.weights is None else block.weights.to(dtype)
+        return Block(white(block.x), block.f.to(dtype), y, weights)
 
     whitened = rows.changed(ready)
     half = torch.linalg.solve_triangular(basis, torch.diag_embed(prior_precision), upper=False)
