@@ -19,6 +19,7 @@ from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import RowNodes, concave, of_classes
 from ssla.network import Network, output_words
+from ssla.numerics.conjugate import Product
 from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe, trained_scale
 from ssla.state import (
@@ -210,19 +211,25 @@ class Job:
 
     def average(self, theta: Tensor, moves: bool = True) -> Average:
         """Passes for averages over Gaussians, with the network linearised at θ; `moves`: whether their means move."""
-        structure, fisher = self._averaged_structure()
-        row_nodes = self._row_nodes
+        return Averages(self, theta, *self._averaged_structure(), moves, self._row_nodes)
 
-        def average(mean: Tensor, covariance: Operator) -> Sums:
-            around = Around(mean - theta, covariance, fisher, moves, row_nodes)
-            order = Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)
-            found = self._with_inputs(self.data.read(replace(order, inputs=self.inputs is None)).sums)
+    def product(self, theta: Tensor, around: Around | None = None) -> Product:
+        """Products with Σ JᵀΛJ at θ, or with its averages: a pass each, over features kept if they fit in memory."""
+        order = Order(theta, self.likelihood, self.structure, self.mode, self.marks, around=around, inputs=False)
+
+        def product(v: Tensor) -> Tensor:
+            found = self.data.read(replace(order, direction=v)).sums
             assert found is not None
-            if isinstance(covariance, DenseOperator):
-                covariance.forget()  # the next pass has another Gaussian
-            return found
+            return found.statistics.gradient
 
-        return average
+        return product
+
+    def averages_around(self, around: Around, theta: Tensor, structure: Structure) -> Sums:
+        """One pass."""
+        order = Order(theta, self.likelihood, structure, self.mode, self.marks, around=around, inputs=self.inputs is None)
+        found = self._with_inputs(self.data.read(order).sums)
+        assert found is not None
+        return found
 
     @property
     def _row_nodes(self) -> RowNodes | None:
@@ -436,13 +443,12 @@ class Job:
 
     @property
     def _polish(self) -> Polish:
-        return Polish(self._collect, self._network.linear, isinstance(self.likelihood, Gaussian), self.notes)
+        gaussian = isinstance(self.likelihood, Gaussian)
+        return Polish(self._collect, self._network.linear, gaussian, self.notes, product=self.product)
 
     def _order(self, theta: Tensor | None) -> Order:
         unchosen = self._unchosen
-        return Order(
-            theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational, unchosen=unchosen
-        )
+        return Order(theta, self.likelihood, self.structure, self.mode, self.marks, averages=self._variational, unchosen=unchosen)
 
     @property
     def _unchosen(self) -> Unchosen | None:
@@ -462,6 +468,31 @@ class Job:
         if sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
         return sums, found.target
+
+
+@dataclass(frozen=True, eq=False)
+class Averages:
+    """Passes of a job for averages over Gaussians, with the network linearised at θ: an `Average`."""
+
+    job: Job
+    theta: Tensor
+    structure: Structure
+    fisher: bool
+    moves: bool
+    row_nodes: RowNodes | None
+
+    def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
+        found = self.job.averages_around(self._around(mean, covariance), self.theta, self.structure)
+        if isinstance(covariance, DenseOperator):
+            covariance.forget()  # the next pass has another Gaussian
+        return found
+
+    def product(self, mean: Tensor, covariance: Operator) -> Product | None:
+        """For a last layer, whose features are cheap to read again."""
+        return self.job.product(self.theta, self._around(mean, covariance)) if self.job.data.network.linear else None
+
+    def _around(self, mean: Tensor, covariance: Operator) -> Around:
+        return Around(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
 def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure) -> Tensor | None:

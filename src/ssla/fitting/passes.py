@@ -29,6 +29,8 @@ from ssla.structures.memory import bytes_of, refuse_beyond_budget
 # Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker factors of classes, whose own
 # steps converge too, and otherwise. It is held three times: at the start, now, and at the next step.
 NEWTON_SHARE, NEWTON_SHARE_OF_OTHERS = 4, 2
+# Parameters of a last layer with Kronecker factors up to which it has that curvature: at (50k, 768, 2) it took 6 of 9 seconds.
+MOST_FOR_NEWTON = 1000
 # Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay within 1.5 budgets
 # (tests/fitting/test_memory.py).
 CHUNK_SHARE = 8  # intermediate results of one chunk
@@ -73,6 +75,7 @@ class Order:
     averages: bool = False  # whether passes for averages over a Gaussian will follow
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
+    direction: Tensor | None = None  # sum Σ JᵀΛJ d only, in place of the gradient
     unchosen: Unchosen | None = None  # the structure is still to be chosen, once the network is open
 
     def chosen(self, network: Network, budget: int) -> Order:
@@ -97,7 +100,12 @@ class Order:
         return self.structure
 
     def newton(self, network: Network, budget: int) -> bool:
-        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it."""
+        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it.
+
+        Where they have none, they take products with the curvature, a pass each.
+        """
+        if self.direction is not None:
+            return False
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
@@ -105,7 +113,8 @@ class Order:
             share = 1  # it is the same matrix as that of the statistics
         elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
             share = NEWTON_SHARE
-        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= budget // share
+        slow = network.linear and isinstance(self.structure, Kfac) and network.layout.size > MOST_FOR_NEWTON
+        return steps and not same and not slow and Dense(dual=False).memory(extent_of(network)) <= budget // share
 
     def again(self, network: Network, budget: int) -> bool:
         """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
@@ -206,6 +215,9 @@ class Reader:
                 order = self._chosen(order)
                 newton = order.newton(network, self.budget)
                 total = Sums.zero(network.layout.size, order.structure_for(network), newton, order.inputs)
+            if order.direction is not None:
+                total = total.add_product(f, J, row.y, row.weights, order.likelihood, order.direction, order.around, chunk)
+                continue
             if order.around is not None:
                 total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around, chunk)
                 continue
@@ -236,7 +248,8 @@ class Reader:
 
     def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
-            return row.linearised(theta, order.around is not None and order.around.row_nodes is not None)
+            many = order.around is not None and order.around.row_nodes is not None
+            return row.linearised(theta, many or order.direction is not None)
         f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 

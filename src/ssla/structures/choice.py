@@ -102,9 +102,7 @@ def _features(extent: Extent) -> int:
 
 def time_in_words(seconds: float) -> str:
     """A number of seconds as text."""
-    if seconds < 1:
-        return "1 s"
-    for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
-        if seconds < limit:
-            break
+    if seconds < 120:
+        return f"{max(round(seconds), 1)} s"
+    unit, word = (60, "min") if seconds < 7200 else (3600, "h")
     return f"{float(f'{seconds / unit:.2g}'):,.0f} {word}"
