@@ -49,7 +49,6 @@ DIAGONAL_FACTOR = (
     "one by structure=ssla.structures.Kfac(output_factor='full')"
 )
 NOISE_ROUNDS = 10
-MANY_OUTPUTS = 1000  # beyond, the default is the Gaussian at the mode
 
 
 @dataclass(eq=False)
@@ -151,19 +150,14 @@ class Job:
     @property
     def averages(self) -> bool:
         """Whether `averaged` will make a variational Gaussian by passes."""
-        return self._variational and self.repeatable and not self._too_many
-
-    @property
-    def _too_many(self) -> bool:
-        """Outputs for a default: each round factorises a C×C matrix and averages over C outputs of each row."""
-        return self.gaussian is None and self._network.outputs > MANY_OUTPUTS
+        return self._variational and self.repeatable
 
     def averaged(self, posterior: State, choose: Choose | None = None) -> State:
         """The state with a variational Gaussian where one is wanted; `choose` chooses its prior."""
         if not self._variational:
             same = isinstance(self.likelihood, Gaussian) and self.gaussian == VARIATIONAL
             return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL)) if same else posterior
-        if not self.repeatable or self._too_many:
+        if not self.repeatable:
             return self._without_averages(posterior)
         structure, fisher = self._averaged_structure()
         if fisher:
@@ -257,18 +251,14 @@ class Job:
         return (whole, False) if fits else (structure, True)
 
     def _without_averages(self, posterior: State) -> State:
-        """Laplace in place of the default: for data that can be read only once, or too many outputs."""
+        """Laplace in place of the default: for data that can be read only once."""
         if self.gaussian == VARIATIONAL:
             raise ValueError(
                 "gaussian='variational' reads the data several times, but they can be read only once (a generator). Give a "
                 "DataLoader, a list of batches or arrays, or gaussian='laplace'."
             )
-        message = "gaussian='laplace' was used in place of 'variational', "
-        if self._too_many:
-            message += f"which takes long with more than {MANY_OUTPUTS:,} outputs; ask for it by gaussian='variational'"
-        else:
-            message += "which reads the data several times"
-            warn(f"{message}: these can be read only once. Give a DataLoader or arrays, or gaussian='laplace'.")
+        message = "gaussian='laplace' was used in place of 'variational', which reads the data several times"
+        warn(f"{message}: these can be read only once. Give a DataLoader or arrays, or gaussian='laplace'.")
         return replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(message))))
 
     def _to_mode(self, theta: Tensor, sums: Sums, bound: BoundPrior) -> tuple[Tensor, Sums, int]:

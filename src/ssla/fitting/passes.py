@@ -18,6 +18,7 @@ from ssla.likelihoods.averages import of_classes
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
+from ssla.numerics.progress import Text
 from ssla.priors import Prior
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Structure
@@ -104,7 +105,7 @@ class Order:
 
         Where they have none, they take products with the curvature, a pass each.
         """
-        if self.direction is not None:
+        if self.direction is not None or (self.around is not None and self.around.row_nodes is not None):
             return False
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
@@ -191,9 +192,11 @@ class Reader:
     model: nn.Module | None
     weights: str | list[str] | tuple[str, ...]
     budget: int
-    progress: bool = False
+    progress: bool | None = None  # None: after two seconds, on a terminal
     opened: Network | None = None
-    passes: int = 0
+    passes: int = 0  # over the source
+    reads: int = 0  # passes over the source or what is kept of it
+    text: Text = field(default_factory=lambda: Text("fit"))
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
     decided: tuple[Order, Order] | None = None  # the last order without a structure, and the same with the one that was chosen
@@ -207,6 +210,15 @@ class Reader:
 
     def read(self, order: Order) -> Pass:
         """One pass: the sums at order.theta."""
+        self.reads += 1
+        if self.progress is None and self.kept:
+            self.text.show(f"pass {self.reads:,} over stored features")
+        try:
+            return self._read(order)
+        finally:
+            self.text.close()
+
+    def _read(self, order: Order) -> Pass:
         total: Sums | None = None
         target = TargetRange()
         for chunk, (row, seen, theta, f, J) in enumerate(self._linear_rows(order)):

@@ -29,7 +29,8 @@ NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache
 # up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change predictives by less than 2e-4 in KL, and
 # for many classes the sums over rows average out what one row's nodes miss
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
-MANY_ROWS = 4096  # from so many rows on, pooled sums over classes have nodes of their own in each row
+# from so many rows on, or beyond so many classes, pooled sums over classes have nodes of their own in each row
+MANY_ROWS, MANY_CLASSES = 4096, 1000
 # Measured at (10k, 512, 10) against 512 nodes a row: 8 change the variances of outputs by 0.4%, 64 by 0.6%, so that the rounds'
 # own tolerance hides the rest (benchmarks/head_speed.py --nodes).
 NODES_OF_ALL_ROWS = 1 << 17
@@ -50,7 +51,7 @@ class RowNodes:
     @staticmethod
     def for_rows(rows: int, classes: int) -> RowNodes | None:
         """For a sum over so many rows; None: nodes that all rows share are as fast, or more accurate."""
-        if rows < MANY_ROWS:
+        if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
         count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs(classes)))
         return RowNodes(2 * math.ceil(count / 2))
