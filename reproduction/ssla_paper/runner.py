@@ -180,7 +180,7 @@ def _timed(function: Callable[..., Record], settings: Mapping[str, Any]) -> Reco
 
 
 def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[tuple[Task, Record]]:
-    from ssla.fitting.watching import progress_bar
+    from ssla.numerics.progress import progress_bar
 
     if jobs == 1 or len(tasks) < 2:
         for task in progress_bar(tasks, len(tasks), progress and bool(tasks), label, "task"):

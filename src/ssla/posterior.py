@@ -296,7 +296,7 @@ def fit(
     gaussian: str | None = None,
     output: Output = None,
     memory_budget: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Posterior:
     """Fit a Laplace posterior to a trained network, ready to predict distributions.
 
@@ -338,7 +338,7 @@ def fit(
     memory_budget:
         Bytes that intermediate results may take (1 GiB if not given).
     progress:
-        Show a bar (needs tqdm).
+        Show how far the fit is: True (a bar; needs tqdm), False, or None: after two seconds, on a terminal only.
 
     Under an initialised `torch.distributed` group every rank gives its own shard, and all get the same posterior of all of them
     (see `ssla.distributed`).

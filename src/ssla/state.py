@@ -20,6 +20,7 @@ from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, Stud
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.network import Network, difference, fingerprint, marks, module_of
 from ssla.numerics.digests import digest
+from ssla.numerics.progress import progress_bar
 from ssla.numerics.roots import Root
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
 from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
@@ -349,7 +350,7 @@ class State:
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
         graph = differentiable and torch.is_grad_enabled() and any(part.requires_grad for part in leaves(inputs))
-        for part in self.network.chunks(inputs, self.memory_budget):
+        for part in progress_bar(self.network.chunks(inputs, self.memory_budget), None, None, "predict", "chunk"):
             f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta, graph)
             if graph:
                 _refuse_disconnected(f, part)

@@ -326,14 +326,16 @@ class TestInput:
         with pytest.raises(ValueError, match="several times"):
             ssla.fit(model, batches(), gaussian="variational", **options)  # type: ignore[arg-type]
 
-    def test_very_many_outputs_get_the_gaussian_at_the_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ssla.fitting.job.MANY_OUTPUTS", 3)
-        model, x, y = problem(Categorical())
-        post = ssla.fit(model, (x, y), likelihood=Categorical())
-        assert post.gaussian == "laplace"
-        assert "more than 3 outputs" in str(post.report)
+    @pytest.mark.filterwarnings("ignore:The network is not at the mode")
+    def test_very_many_outputs_are_averaged_too(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1200)).eval()
+        x, y = torch.randn(60, 4), torch.randint(1200, (60,))
+        post = ssla.fit(model, (x, y), likelihood=Categorical(), structure="kfac", mode="tilt")
+        assert post.gaussian == "variational"
         assert post.tuning_history is not None
-        assert ssla.fit(model, (x, y), likelihood=Categorical(), gaussian="variational").gaussian == "variational"
+        laplace = ssla.fit(model, (x, y), likelihood=Categorical(), structure="kfac", mode="tilt", gaussian="laplace")
+        assert laplace.gaussian == "laplace"
 
     def test_names(self) -> None:
         model, x, y = problem(Bernoulli())

@@ -1,5 +1,7 @@
 """What is said before the work agrees with what the work reports."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -75,4 +77,27 @@ def test_a_refusal_names_the_most_accurate_structure_that_fits_first():
     model = nn.Sequential(nn.Linear(600, 10)).eval()
     batches = [(torch.randn(10, 600), torch.arange(10))]  # the number of rows is not announced
     with pytest.raises(ValueError, match=r"Use structure='kfac' \(.*\) or structure='low_rank' .* or structure='diag'"):
-        ssla.fit(model, batches, likelihood=L.Categorical(), memory_budget=2**26)
+        ssla.fit(model, batches, likelihood=L.Categorical(), structure="dense", memory_budget=2**26)
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(200, 8, 3), (10_000, 512, 10), (50_000, 768, 2), (5000, 512, 1000)])
+def test_the_default_structure_is_dense_where_it_is_cheap(rows, width, outputs):
+    model = nn.Sequential(nn.Identity(), nn.Linear(width, outputs))
+    cost = ssla.estimate_cost(model, rows, gaussian=False)
+    assert cost.structure == ("dense" if rows == 200 else "kfac")
+    assert cost.fits
+    assert "chosen: " in str(cost)
+    assert cost.seconds < 180
+    assert cost.seconds < ssla.estimate_cost(model, rows, gaussian=False, structure="dense").seconds or rows == 200
+    assert math.isnan(ssla.estimate_cost(model, rows, structure="diag").seconds)
+
+
+def test_the_estimate_chooses_what_the_fit_chooses():
+    torch.manual_seed(0)
+    x, y = torch.randn(5000, 200), torch.arange(5000) % 20
+    model = nn.Sequential(nn.Identity(), nn.Linear(200, 20)).eval()
+    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=ssla.priors.Gaussian(10.0), mode="tilt")
+    cost = ssla.estimate_cost(model, 5000, gaussian=False)
+    assert post.report.structure == cost.structure == "kfac"
+    assert f"chosen: {cost.choice}" in str(post.report)
+    assert "dense would take about" in cost.choice

@@ -28,6 +28,7 @@ from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within
 from ssla.fitting.ranks import alone
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of, open_network
+from ssla.numerics.progress import wanted
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 from ssla.structures import Structure
@@ -53,7 +54,7 @@ def fit(
     gaussian: str | None = None,
     output: Output = None,
     memory_budget: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Posterior:
     """`ssla.fit` on shards of data that workers read.
 
@@ -129,7 +130,7 @@ class Cluster:
     model: nn.Module
     weights: str | list[str] | tuple[str, ...]
     budget: int
-    progress: bool
+    progress: bool | None
     passes: int = 0
     opening: Inputs | None = None
     opened: Network | None = None
@@ -150,7 +151,7 @@ class Cluster:
         self.passes += 1
         # the private copy and its names: later changes to the user's module do not change the sums
         task = ShardTask(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
-        label = f"pass {self.passes}" if self.progress else None
+        label = f"pass {self.passes}" if wanted(self.progress) else None
         found: Pass = self.engine.merged(read_shard, task, self.shards, merge_pair, label)
         return found
 

@@ -19,6 +19,7 @@ from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import RowNodes, concave, of_classes
 from ssla.network import Network, output_words
+from ssla.numerics.conjugate import Product
 from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe, trained_scale
 from ssla.state import (
@@ -49,7 +50,6 @@ DIAGONAL_FACTOR = (
     "one by structure=ssla.structures.Kfac(output_factor='full')"
 )
 NOISE_ROUNDS = 10
-MANY_OUTPUTS = 1000  # beyond, the default is the Gaussian at the mode
 
 
 @dataclass(eq=False)
@@ -161,12 +161,7 @@ class Job:
     @property
     def averages(self) -> bool:
         """Whether `averaged` will make a variational Gaussian by passes."""
-        return self._variational and self.repeatable and not self._too_many and not self._too_long
-
-    @property
-    def _too_many(self) -> bool:
-        """Outputs for a default: each round factorises a C×C matrix and averages over C outputs of each row."""
-        return self.gaussian is None and self._network.outputs > MANY_OUTPUTS
+        return self._variational and self.repeatable and not self._too_long
 
     @property
     def _too_long(self) -> bool:
@@ -231,19 +226,25 @@ class Job:
 
     def average(self, theta: Tensor, moves: bool = True) -> Average:
         """Passes for averages over Gaussians, with the network linearised at θ; `moves`: whether their means move."""
-        structure, fisher = self._averaged_structure()
-        row_nodes = self._row_nodes
+        return Averages(self, theta, *self._averaged_structure(), moves, self._row_nodes)
 
-        def average(mean: Tensor, covariance: Operator) -> Sums:
-            around = Around(mean - theta, covariance, fisher, moves, row_nodes)
-            order = Order(theta, self.likelihood, structure, self.mode, self.marks, around=around)
-            found = self._with_inputs(self.data.read(replace(order, inputs=self.inputs is None)).sums)
+    def product(self, theta: Tensor, around: Around | None = None) -> Product:
+        """Products with Σ JᵀΛJ at θ, or with its averages: a pass each, over features kept if they fit in memory."""
+        order = Order(theta, self.likelihood, self.structure, self.mode, self.marks, around=around, inputs=False)
+
+        def product(v: Tensor) -> Tensor:
+            found = self.data.read(replace(order, direction=v)).sums
             assert found is not None
-            if isinstance(covariance, DenseOperator):
-                covariance.forget()  # the next pass has another Gaussian
-            return found
+            return found.statistics.gradient
 
-        return average
+        return product
+
+    def averages_around(self, around: Around, theta: Tensor, structure: Structure) -> Sums:
+        """One pass."""
+        order = Order(theta, self.likelihood, structure, self.mode, self.marks, around=around, inputs=self.inputs is None)
+        found = self._with_inputs(self.data.read(order).sums)
+        assert found is not None
+        return found
 
     @property
     def _row_nodes(self) -> RowNodes | None:
@@ -271,19 +272,14 @@ class Job:
         return (whole, False) if fits else (structure, True)
 
     def _without_averages(self, posterior: State) -> State:
-        """Laplace in place of the default.
-
-        For data that can be read only once, too many outputs, or Jacobians that are not kept.
-        """
+        """Laplace in place of the default: for data that can be read only once, or Jacobians that are not kept."""
         if self.gaussian == VARIATIONAL:
             raise ValueError(
                 "gaussian='variational' reads the data several times, but they can be read only once (a generator). Give a "
                 "DataLoader, a list of batches or arrays, or gaussian='laplace'."
             )
         message = "gaussian='laplace' was used in place of 'variational', "
-        if self._too_many:
-            message += f"which takes long with more than {MANY_OUTPUTS:,} outputs; ask for it by gaussian='variational'"
-        elif self._too_long and self.repeatable:
+        if self._too_long and self.repeatable:
             size = self.rows * self._network.jacobian_per_row
             message += (
                 f"which takes {self._network.outputs} backward passes over the data in each of its rounds: the Jacobians of all "
@@ -472,7 +468,8 @@ class Job:
 
     @property
     def _polish(self) -> Polish:
-        return Polish(self._collect, self._network.linear, isinstance(self.likelihood, Gaussian), self.notes)
+        gaussian = isinstance(self.likelihood, Gaussian)
+        return Polish(self._collect, self._network.linear, gaussian, self.notes, product=self.product)
 
     def _order(self, theta: Tensor | None) -> Order:
         return Order(
@@ -504,6 +501,31 @@ class Job:
         if sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
         return sums, found.target
+
+
+@dataclass(frozen=True, eq=False)
+class Averages:
+    """Passes of a job for averages over Gaussians, with the network linearised at θ: an `Average`."""
+
+    job: Job
+    theta: Tensor
+    structure: Structure
+    fisher: bool
+    moves: bool
+    row_nodes: RowNodes | None
+
+    def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
+        found = self.job.averages_around(self._around(mean, covariance), self.theta, self.structure)
+        if isinstance(covariance, DenseOperator):
+            covariance.forget()  # the next pass has another Gaussian
+        return found
+
+    def product(self, mean: Tensor, covariance: Operator) -> Product | None:
+        """For a last layer, whose features are cheap to read again."""
+        return self.job.product(self.theta, self._around(mean, covariance)) if self.job.data.network.linear else None
+
+    def _around(self, mean: Tensor, covariance: Operator) -> Around:
+        return Around(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
 def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure) -> Tensor | None:

@@ -1,22 +1,23 @@
 """The mode: Newton ascent of the log posterior, a pass for each step unless the sums determine it.
 
-Where a last layer is too large for its dense curvature, steps with Kronecker factors or a diagonal alone converge slowly. L-BFGS
-then corrects them by the changes of the gradient in the last steps: tens of passes where hundreds were not enough.
+Where a last layer is too large for its dense curvature, steps with Kronecker factors or a diagonal alone do not converge. The
+Newton step is then found by conjugate gradients, with exact products of the curvature (a pass each) and the structure as the
+preconditioner.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, climbing
+from ssla.fitting.sums import Sums, climbing, newton_by_products
+from ssla.numerics.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
-from ssla.structures import Dense, Operator
+from ssla.structures import Dense
 
 RUNAWAY = (
     "polish diverges: after {steps} Newton steps the curvature of the log posterior is no longer positive definite. "
@@ -29,8 +30,8 @@ MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass
 # last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
 APPROXIMATE = 0.01  # standard deviations a parameter, where a last layer has only an approximate curvature
-REMEMBERED = 20  # steps whose changes of the gradient correct the next
-KEPT = 10  # steps for which a factorised curvature is kept
+PRECISE = 0.03  # by which conjugate gradients reduce the residual of a Newton step. A guess: its error is that of the next step
+MOST_PRODUCTS = 30  # for one Newton step
 NEARLY = 0.3  # standard deviations a parameter
 VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
 TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
@@ -38,35 +39,6 @@ TRUSTED_DECREMENT = 1e-4  # so close to the mode, the gain is below rounding err
 
 class NoModeError(ValueError):
     """Newton steps ran to where the curvature cannot be factorised, or (`Polish.refuses`) reached no mode."""
-
-
-@dataclass(eq=False)
-class Corrections:
-    """L-BFGS: the last steps of an ascent, how much the gradient fell along each, and a factorised curvature."""
-
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    operator: Operator | None = None
-    age: int = 0
-
-    def add(self, step: Tensor, fall: Tensor) -> None:
-        """Steps without curvature along them are left out."""
-        if float(step @ fall) > 1e-12 * float(torch.linalg.vector_norm(step) * torch.linalg.vector_norm(fall)):
-            self.pairs = [*self.pairs[1 - REMEMBERED :], (step, fall)]
-
-    def step(self, sums: Sums, gradient: Tensor, precision: Tensor) -> Tensor:
-        """The step for a gradient, with Σ JᵀΛJ + prior for the directions that no pair tells of."""
-        if self.operator is None or self.age == KEPT:
-            self.operator, self.age = climbing(sums.statistics.curvature, precision), 0
-        self.age += 1
-        rest, shares = gradient.clone(), []
-        for step, fall in reversed(self.pairs):
-            share = float(step @ rest) / float(step @ fall)
-            rest -= share * fall
-            shares.append(share)
-        out = self.operator.solve(rest)
-        for (step, fall), share in zip(self.pairs, reversed(shares), strict=True):
-            out += (share - float(fall @ out) / float(step @ fall)) * step
-        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +50,7 @@ class Polish:
     gaussian: bool  # whether the noise is Gaussian
     notes: list[str]
     refuses: bool = False  # where no mode is reached: NoModeError in place of a warning
+    product: Callable[[Tensor], Product] | None = None  # θ -> products with Σ JᵀΛJ there, a pass each
 
     def run(self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False) -> tuple[Tensor, Sums, int]:
         """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where a prior is still to be chosen."""
@@ -87,15 +60,16 @@ class Polish:
         enough = NEARLY * math.sqrt(len(theta)) if nearly else enough
         quadratic = self.linear and self.gaussian and isinstance(sums.newton_curvature, Dense)
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
-        trials, corrections, last = 0, Corrections(), None
+        trials = 0
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
-            if approximate and last is not None:
-                corrections.add(theta - last[0], last[1] - gradient)
-            last = theta, gradient
             try:
                 own = bound.precision(theta)
-                step = corrections.step(sums, gradient, own) if approximate else sums.newton_step(gradient, own)
+                if approximate and self.product is not None:
+                    operator = climbing(sums.statistics.curvature, own)
+                    step = newton_by_products(self.product(theta), gradient, own, operator, PRECISE, MOST_PRODUCTS)
+                else:
+                    step = sums.newton_step(gradient, own)
             except ValueError as error:
                 if step_count == 0:
                     raise

@@ -18,6 +18,7 @@ from ssla.likelihoods.averages import of_classes
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
+from ssla.numerics.progress import Text
 from ssla.priors import Prior
 from ssla.state import POLISH, TILT
 from ssla.structures import Dense, Extent, Kfac, Structure
@@ -29,6 +30,8 @@ from ssla.structures.memory import bytes_of, refuse_beyond_budget
 # Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker factors of classes, whose own
 # steps converge too, and otherwise. It is held three times: at the start, now, and at the next step.
 NEWTON_SHARE, NEWTON_SHARE_OF_OTHERS = 4, 2
+# Parameters of a last layer with Kronecker factors up to which it has that curvature: at (50k, 768, 2) it took 6 of 9 seconds.
+MOST_FOR_NEWTON = 1000
 # Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay within 1.5 budgets
 # (tests/fitting/test_memory.py).
 CHUNK_SHARE = 8  # intermediate results of one chunk
@@ -74,6 +77,7 @@ class Order:
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
     inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
+    direction: Tensor | None = None  # sum Σ JᵀΛJ d only, in place of the gradient
     unchosen: Unchosen | None = None  # the structure is still to be chosen, once the network is open
 
     def chosen(self, network: Network, budget: int) -> Order:
@@ -98,7 +102,12 @@ class Order:
         return self.structure
 
     def newton(self, network: Network, budget: int) -> bool:
-        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it."""
+        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it.
+
+        Where they have none, they take products with the curvature, a pass each.
+        """
+        if self.direction is not None or (self.around is not None and self.around.row_nodes is not None):
+            return False
         same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
@@ -106,7 +115,8 @@ class Order:
             share = 1  # it is the same matrix as that of the statistics
         elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
             share = NEWTON_SHARE
-        return steps and not same and Dense(dual=False).memory(extent_of(network)) <= budget // share
+        slow = network.linear and isinstance(self.structure, Kfac) and network.layout.size > MOST_FOR_NEWTON
+        return steps and not same and not slow and Dense(dual=False).memory(extent_of(network)) <= budget // share
 
     def again(self, network: Network, budget: int) -> bool:
         """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
@@ -183,9 +193,11 @@ class Reader:
     model: nn.Module | None
     weights: str | list[str] | tuple[str, ...]
     budget: int
-    progress: bool = False
+    progress: bool | None = None  # None: after two seconds, on a terminal
     opened: Network | None = None
-    passes: int = 0
+    passes: int = 0  # over the source
+    reads: int = 0  # passes over the source or what is kept of it
+    text: Text = field(default_factory=lambda: Text("fit"))
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
     decided: tuple[Order, Order] | None = None  # the last order without a structure, and the same with the one that was chosen
@@ -199,6 +211,15 @@ class Reader:
 
     def read(self, order: Order) -> Pass:
         """One pass: the sums at order.theta."""
+        self.reads += 1
+        if self.progress is None and self.kept:
+            self.text.show(f"pass {self.reads:,} over stored features")
+        try:
+            return self._read(order)
+        finally:
+            self.text.close()
+
+    def _read(self, order: Order) -> Pass:
         total: Sums | None = None
         target = TargetRange()
         for chunk, (row, seen, theta, f, J) in enumerate(self._linear_rows(order)):
@@ -207,6 +228,9 @@ class Reader:
                 order = self._chosen(order)
                 newton = order.newton(network, self.budget)
                 total = Sums.zero(network.layout.size, order.structure_for(network), newton, order.inputs)
+            if order.direction is not None:
+                total = total.add_product(f, J, row.y, row.weights, order.likelihood, order.direction, order.around, chunk)
+                continue
             if order.around is not None:
                 total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around, chunk)
                 continue
@@ -238,7 +262,8 @@ class Reader:
 
     def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
-            return row.linearised(theta, order.around is not None and order.around.row_nodes is not None)
+            many = order.around is not None and order.around.row_nodes is not None
+            return row.linearised(theta, many or order.direction is not None)
         f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ssla._checks import finite
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import RowNodes, averages, of_classes, pooled_fisher
+from ssla.likelihoods.averages import RowNodes, averages, curvature_product, of_classes, pooled_fisher
 from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.numerics.conjugate import Product, conjugate_gradients
 from ssla.numerics.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
@@ -153,6 +154,31 @@ class Sums:
         newton = None if self.newton is None else _accumulated(self.newton, J, precision)
         return replace(self, statistics=statistics, newton=newton)
 
+    def add_product(
+        self,
+        f: Tensor,
+        J: Jacobian,
+        y: Tensor,
+        weights: Tensor | None,
+        likelihood: Likelihood,
+        direction: Tensor,
+        around: Around | None = None,
+        chunk: int = 0,
+    ) -> Sums:
+        """Σ JᵀΛJ d in place of the gradient, and no curvature; with `around` the averages of Λ over that Gaussian."""
+        u = J.push(direction).double()
+        if around is None:
+            turned = curvature_product(likelihood, y, f, u)
+        else:
+            mean = f + J.push(around.shift) if bool(around.shift.any()) else f
+            row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
+            turned = curvature_product(likelihood, y, mean, u, root_of(around.covariance, J), around.fisher, row_nodes)
+        if weights is not None:
+            turned = turned * weights[:, None]
+        s = self.statistics
+        more = replace(s, n=s.n + f.shape[0], gradient=s.gradient + J.pull(turned.to(J.dtype)))
+        return replace(self, statistics=more)
+
     def _pool(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
         """The row weights (B,) where the sum of the rows' precisions is enough."""
         if not pools(self.statistics.curvature, J):
@@ -236,6 +262,27 @@ def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
         if prior_precision.dim() == 2 or bool((prior_precision >= 0).all()):
             raise
         return curvature.with_prior(prior_precision.clamp_min(0))
+
+
+def newton_by_products(
+    product: Product,
+    gradient: Tensor,
+    prior_precision: Tensor,
+    structure: Operator,
+    tolerance: float,
+    most: int,
+) -> Tensor:
+    """(S + T)⁻¹ g by conjugate gradients on products S v; `structure`, about that inverse, is the preconditioner.
+
+    Where the curvature is not positive, it is the step as far as it was found, or the structure's own.
+    """
+
+    def whole(v: Tensor) -> Tensor:
+        prior = prior_precision * v if prior_precision.dim() == 1 else prior_precision @ v
+        return product(v) + prior
+
+    step = conjugate_gradients(whole, gradient, structure.solve, tolerance, most)
+    return structure.solve(gradient) if step is None else step
 
 
 def residual(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:

@@ -16,14 +16,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, climbing
-from ssla.numerics.conjugate import conjugate_gradients
+from ssla.fitting.sums import Sums, climbing, newton_by_products
+from ssla.numerics.conjugate import Product
 from ssla.priors import Prior
 from ssla.state import FIT, VARIATIONAL, Note, State, Statistics, Variational, evidence_bound
 from ssla.structures import Operator, Structure
@@ -41,10 +41,22 @@ MOST_NARROWINGS = 30
 ROUNDS_FROM_THERE = 12  # for rows that are slightly others
 CONVERGED = 0.03  # standard deviations of the last step of the mean, after these rounds
 
-Average = Callable[[Tensor, Operator], Sums]
-"""(mean, covariance) -> the sums of averages over that Gaussian: a pass over the data."""
+PRECISE = 0.1  # by which conjugate gradients reduce the residual of a step of the mean. A guess: each round takes another step
+MOST_PRODUCTS = 6  # for one step (method, section 11)
 Choose = Callable[[State], "Prior | None"]
 """A state with averages -> a better prior; None: keep the one it has."""
+
+
+class Average(Protocol):
+    """Passes for averages over a Gaussian of θ."""
+
+    def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
+        """The sums of averages."""
+        ...
+
+    def product(self, mean: Tensor, covariance: Operator) -> Product | None:
+        """Products with Σ JᵀE[Λ]J, a pass each; None where they are too slow."""
+        ...
 
 
 class Place(NamedTuple):
@@ -193,19 +205,23 @@ class Climb:
         """The Newton step of the mean."""
         gradient = self._gradient(here)
         averages = here.averages
-        if averages.newton is None:  # the structure's curvature, which is only near the bound's
-            return covariance.solve(gradient)
         precision = self.state.bound_prior.precision(here.mean)
+        if averages.newton is None:
+            product = self.average.product(here.mean, here.covariance)
+            if product is None:  # the structure's curvature, which is only near the bound's
+                return covariance.solve(gradient)
+            return newton_by_products(self._of_all_rows(product), gradient, precision, covariance, PRECISE, MOST_PRODUCTS)
         if self.kept is None:
             return averages.newton_step(gradient, precision)
-        newton, earlier = averages.newton, self.kept.statistics.curvature
+        of_all_rows = self._of_all_rows(averages.newton.push)
+        return newton_by_products(of_all_rows, gradient, precision, covariance, tolerance=1e-8, most=200)
 
-        def product(v: Tensor) -> Tensor:
-            prior = precision * v if precision.dim() == 1 else precision @ v
-            return newton.push(v) + earlier.push(v) + prior
-
-        step = conjugate_gradients(product, gradient, covariance.solve)
-        return covariance.solve(gradient) if step is None else step
+    def _of_all_rows(self, product: Product) -> Product:
+        """Products with the curvature of the rows that are read, and of the earlier ones."""
+        if self.kept is None:
+            return product
+        earlier = self.kept.statistics.curvature
+        return lambda v: product(v) + earlier.push(v)
 
     def _state_at(self, here: Place) -> State:
         statistics = replace(here.averages.statistics, curvature=here.curvature)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.data import Batch, Source
 from ssla.fitting.trained import Classes, Numbers
+from ssla.numerics.progress import progress_bar
 from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
@@ -181,17 +182,5 @@ def warn_residual(report: Report) -> None:
         )
 
 
-def bar(source: Source, length: int | None, show: bool, label: str) -> Iterable[Batch]:
+def bar(source: Source, length: int | None, show: bool | None, label: str) -> Iterable[Batch]:
     return progress_bar(source, length, show, label, "batch")
-
-
-def progress_bar(items: Iterable[T], length: int | None, show: bool, label: str, unit: str) -> Iterable[T]:
-    """The items, with a bar if it is to be shown."""
-    if not show:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
-    shown: Iterable[T] = tqdm(items, total=length, desc=label, unit=unit)
-    return shown

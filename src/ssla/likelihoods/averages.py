@@ -9,6 +9,7 @@ none at all.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,8 @@ NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache
 # up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change predictives by less than 2e-4 in KL, and
 # for many classes the sums over rows average out what one row's nodes miss
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
-MANY_ROWS = 4096  # from so many rows on, pooled sums over classes have nodes of their own in each row
+# from so many rows on, or beyond so many classes, pooled sums over classes have nodes of their own in each row
+MANY_ROWS, MANY_CLASSES = 4096, 1000
 # Measured at (10k, 512, 10) against 512 nodes a row: 8 change the variances of outputs by 0.4%, 64 by 0.6%, so that the rounds'
 # own tolerance hides the rest (benchmarks/head_speed.py --nodes).
 NODES_OF_ALL_ROWS = 1 << 17
@@ -49,7 +51,7 @@ class RowNodes:
     @staticmethod
     def for_rows(rows: int, classes: int) -> RowNodes | None:
         """For a sum over so many rows; None: nodes that all rows share are as fast, or more accurate."""
-        if rows < MANY_ROWS:
+        if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
         count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs(classes)))
         return RowNodes(2 * math.ceil(count / 2))
@@ -228,32 +230,78 @@ def _of_classes(
     return Derivatives(beta * log_prob, beta / temperature * score, precision)
 
 
+def curvature_product(
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    u: Tensor,
+    root: Root | None = None,
+    fisher: bool = False,
+    row_nodes: RowNodes | None = None,
+) -> Tensor:
+    """Λ u for each row at f; with a root, E[Λ] u under N(f, R Rᵀ).  u (B, C) -> (B, C).
+
+    For classes no matrix of a row is formed at f, nor with nodes of its own for each row. `fisher` and `row_nodes` as in
+    `averages`.
+    """
+    B, C = f.shape
+    if of_classes(likelihood) and root is None:
+        p = likelihood.mean(f)
+        return _weight(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
+    if of_classes(likelihood) and row_nodes is not None and isinstance(root, ScaledRoot):
+        parts = []
+        for rows, _, p in _at_row_nodes(likelihood, y, f, root, row_nodes):
+            here = u[rows].to(p.dtype).mT.unsqueeze(-1)
+            parts.append(p.mul(here - (p * here).sum(0)).mean(2, dtype=torch.float64).mT)
+        return _weight(likelihood) * torch.cat(parts)
+    size = max(NUMBERS_AT_ONCE // C**2, 1)
+    products = []
+    for start in range(0, B, size):
+        rows = slice(start, start + size)
+        if root is None:
+            precision = likelihood.precision(y[rows], f[rows])
+        else:
+            precision = averages(likelihood, y[rows], f[rows], root.take(rows), fisher).precision
+        products.append((precision @ u[rows].to(precision.dtype).unsqueeze(-1)).squeeze(-1))
+    return torch.cat(products)
+
+
+def _at_row_nodes(
+    likelihood: Likelihood, y: Tensor, f: Tensor, root: ScaledRoot, nodes: RowNodes
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Blocks of rows, with E log p(y|f) (b,) of the base law and the probabilities at their nodes (C, b, S)."""
+    B, C = f.shape
+    temperature = _temperature(likelihood)
+    generator = torch.Generator().manual_seed(nodes.seed)
+    logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
+    scale = (root.scale / temperature).mT.contiguous()
+    size = max(max(BLOCK, C * C) // (nodes.count * C), 1)
+    for start in range(0, B, size):
+        rows = slice(start, start + size)
+        here = logits[:, rows].unsqueeze(-1)
+        z = torch.randn(C, here.shape[1], nodes.count // 2, dtype=root.dtype, generator=generator)
+        z.mul_(scale[:, rows].unsqueeze(-1))
+        if root.basis is not None:
+            z = (root.basis @ z.flatten(1)).view_as(z)
+        p = torch.cat([here + z, here - z], 2)
+        p -= p.amax(0)
+        own = p.gather(0, y[rows].long()[None, :, None].expand(1, -1, nodes.count))[0]
+        sums = p.exp_().sum(0)
+        log_prob = own.sub_(sums.log()).mean(1, dtype=torch.float64)
+        p /= sums
+        yield rows, log_prob, p
+
+
 def _of_classes_by_rows(
     likelihood: Likelihood, y: Tensor, f: Tensor, root: ScaledRoot, pool: Tensor, diagonal: bool, nodes: RowNodes
 ) -> Derivatives:
     """As `_of_classes` for pooled rows, with `nodes`, in the dtype of the root. Sums over blocks of rows are float64."""
     beta, temperature = _beta(likelihood), _temperature(likelihood)
     B, C = f.shape
-    half = nodes.count // 2
-    generator = torch.Generator().manual_seed(nodes.seed)
-    logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
-    scale = (root.scale / temperature).mT.contiguous()
     log_prob, mean = torch.empty(B, dtype=torch.float64), torch.empty(C, B, dtype=torch.float64)
     total = torch.zeros((C,) if diagonal else (C, C), dtype=torch.float64)
-    size = max(max(BLOCK, C * C) // (nodes.count * C), 1)
-    for start in range(0, B, size):
-        rows = slice(start, start + size)
-        here = logits[:, rows].unsqueeze(-1)
-        count = here.shape[1]
-        z = torch.randn(C, count, half, dtype=root.dtype, generator=generator).mul_(scale[:, rows].unsqueeze(-1))
-        if root.basis is not None:
-            z = (root.basis @ z.flatten(1)).view_as(z)
-        p = torch.cat([here + z, here - z], 2)  # (C, b, S)
-        p -= p.amax(0)
-        own = p.gather(0, y[rows].long()[None, :, None].expand(1, -1, nodes.count))[0]
-        sums = p.exp_().sum(0)
-        log_prob[rows] = own.sub_(sums.log()).mean(1, dtype=torch.float64)
-        p /= sums
+    for rows, own, p in _at_row_nodes(likelihood, y, f, root, nodes):
+        log_prob[rows] = own
         mean[:, rows] = p.mean(2)
         weights = pool[rows].to(root.dtype).div(nodes.count)
         if diagonal:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ssla._checks import one_of, warn
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
+from ssla.numerics.progress import delay_of, tqdm_class, wanted
 from ssla.priors import BoundGaussian
 from ssla.refit.all_weights import open_all_weights
 from ssla.refit.all_weights_dual import MOST_OUTPUTS, bytes_needed, fits
@@ -75,7 +76,8 @@ class WeightRefit:
         The error allowed in log density, before normalisation, when a whole predictive is drawn from few refits (inside its
         99.9% region).
     progress:
-        Show a bar over the tasks, with the gradients taken so far (needs tqdm).
+        Show a bar over the tasks, with the gradients taken so far: True (needs tqdm), False, or None: after two seconds, on a
+        terminal only, where tqdm is installed.
     """
 
     tolerance: float | None = None
@@ -86,7 +88,7 @@ class WeightRefit:
     on_failure: str = FALLBACK
     data: Any = None
     interpolation: float = 1e-4
-    progress: bool = False
+    progress: bool | None = None
 
     name = "weights"
 
@@ -203,16 +205,13 @@ def _within_budget(what: str, need: int, posterior: State, instead: str) -> None
 
 
 @contextmanager
-def _progress(count: int, show: bool) -> Iterator[Progress | None]:
+def _progress(count: int, show: bool | None) -> Iterator[Progress | None]:
     """A progress bar over tasks, if it is to be shown. It counts the tasks that converged and the gradients taken so far."""
-    if not show:
+    tqdm = tqdm_class(required=show is True) if wanted(show) else None
+    if tqdm is None:
         yield None
         return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("progress=True needs tqdm: pip install 'ssla[progress]'.") from None
-    with tqdm(total=count, desc=f"{count:,} refits", unit="refit") as bar:
+    with tqdm(total=count, desc=f"{count:,} refits", unit="refit", delay=delay_of(show)) as bar:
         rounds = 0
 
         def progress(done: int) -> None:

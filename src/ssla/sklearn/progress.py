@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ssla.fitting.watching import progress_bar
+from ssla.numerics.progress import progress_bar
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _features(extent: Extent) -> int:
 
 def time_in_words(seconds: float) -> str:
     """A number of seconds as text."""
-    if seconds < 1:
-        return "1 s"
-    unit, word = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
+    if seconds < 120:
+        return f"{max(round(seconds), 1)} s"
+    unit, word = (60, "min") if seconds < 7200 else (3600, "h")
     return f"{float(f'{seconds / unit:.2g}'):,.0f} {word}"

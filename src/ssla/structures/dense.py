@@ -52,7 +52,7 @@ class DenseOperator:
 
     def root_for_sums(self, J: Jacobian) -> FullRoot:
         """The same from H⁻¹ itself, which is faster for the rows of a fit, where rounding errors of H⁻¹ are small enough."""
-        if isinstance(J, Features) and J.by_pairs and self._benign:
+        if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._benign:
             return full_root(J.form(self._inverse))
         return self.root(J)
 

@@ -60,7 +60,7 @@ class Features:
 
     def rotated_squares(self, basis: Tensor) -> Tensor:
         """(φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
-        kept = self.__dict__.get("_squares")
+        kept: tuple[Tensor, Tensor] | None = self.__dict__.get("_squares")
         if kept is not None and kept[0] is basis:
             known: Tensor = kept[1]
             return known
@@ -133,8 +133,25 @@ class Features:
             for b in range(a + 1):
                 yield a, b, (phi * precision[:, a, b, None]).mT @ phi
 
+    @property
+    def by_blocks(self) -> bool:
+        """Whether `form` is faster by the blocks of S than by a factor of it: wide features of several outputs."""
+        return self.outputs > FEW_OUTPUTS and self.width > WIDEST
+
+    def _form_by_blocks(self, S: Tensor) -> Tensor:
+        """K_ab = ((φ S_ab) ∘ φ) 1: a product B × F × F for each pair of outputs, where a factor takes C of them."""
+        C, F = self.outputs, self.width
+        phi = self.double().phi
+        K = torch.empty(len(phi), C, C, dtype=torch.float64)
+        for a in range(C):
+            for b in range(a + 1):
+                K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(phi @ S.view(C, F, C, F)[a, :, b, :], phi)
+        return K
+
     def form(self, S: Tensor) -> Tensor:
         """J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
+        if self.by_blocks:
+            return self._form_by_blocks(S)
         C, F = self.outputs, self.width
         a, b, outputs = pairs(C)
         i, j, _ = pairs(F)
