@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,9 +98,9 @@ class Space:
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
-    @property
+    @cached_property
     def levels(self) -> Tensor:
-        """Log precisions now, the mean of each group (G,)."""
+        """Log precisions now, the mean of each group (G,). Each evaluation of the evidence needs them."""
         return torch.stack([self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))])
 
     def middle(self, scanned: float) -> Tensor:
