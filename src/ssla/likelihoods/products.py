@@ -19,6 +19,15 @@ def shift_invariant(likelihood: Likelihood) -> bool:
     return isinstance(base, Categorical)
 
 
+def score_change(likelihood: Likelihood, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
+    """g(y, f) − g(y, before).  (..., C). Of classes y cancels."""
+    if isinstance(likelihood, Tempered):
+        return likelihood.beta * score_change(likelihood.base, y, f, before)
+    if isinstance(likelihood, Categorical):
+        return likelihood.logits((likelihood.mean(f) - likelihood.mean(before)).neg_())
+    return likelihood.score(y, f) - likelihood.score(y, before)
+
+
 def precision_times(likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
     """Λ(y, f) v.  v (..., C) -> (..., C). Of classes p∘v − p(pᵀv), over the square of the temperature."""
     if isinstance(likelihood, Tempered):
@@ -32,12 +41,13 @@ def precision_times(likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fis
 
 
 def precision_trace(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
-    """tr(K Λ(y, f)) of m outputs in each of b rows.  y (b, 1, ...), f (b, m, C), K (b, C, C) symmetric -> (b, m)."""
+    """tr(K Λ(y, f)) of m outputs in each of b rows.  y (b, ...), f (m, b, C), K (b, C, C) symmetric -> (m, b)."""
     if isinstance(likelihood, Tempered):
         return likelihood.beta * precision_trace(likelihood.base, y, f, K, fisher)
     if isinstance(likelihood, Categorical):
         p = likelihood.mean(f)
-        variances = K.diagonal(dim1=-2, dim2=-1).unsqueeze(1)
-        return likelihood.logits(likelihood.logits((p * (variances - p @ K)).sum(-1)))
+        through = (p.movedim(0, 1) @ K).movedim(1, 0)
+        variances = K.diagonal(dim1=-2, dim2=-1)
+        return likelihood.logits(likelihood.logits((p * (variances - through)).sum(-1)))
     precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
-    return torch.einsum("bcd,bmcd->bm", K, precision.expand(*f.shape, f.shape[-1]))
+    return torch.einsum("bcd,mbcd->mb", K, precision.expand(*f.shape, f.shape[-1]))

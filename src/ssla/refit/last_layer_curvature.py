@@ -18,6 +18,8 @@ from ssla.refit.contrasts import Contrasts
 from ssla.refit.increments import FISHER
 from ssla.refit.last_layer_group import pairs
 from ssla.refit.rows import Block
+from ssla.structures import Operator
+from ssla.structures.jacobians import Features
 
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
 FEW_PROBES = 64  # of a determinant: as many as any problem may have
@@ -43,10 +45,9 @@ class SharedFactor:
     def outputs(self) -> int:
         return self.Q.shape[0]
 
-    @property
-    def size(self) -> int:
-        """P'."""
-        return self.inverse.shape[0]
+    def missing(self, used: int) -> float:
+        """The standard error with `used` probes over that of as many independent ones: all P' of them have none."""
+        return float(max(1 - used / len(self.inverse), 0) ** 0.5)
 
     @cached_property
     def width(self) -> int:
@@ -71,6 +72,39 @@ class SharedFactor:
         for number, (a, b) in enumerate(pairs(count)):
             inside[a, b] = inside[b, a] = entries[number]
         return self.Q @ inside.movedim(-1, 0) @ self.Q.mT
+
+
+@dataclass(frozen=True, eq=False)
+class SharedStructure:
+    """The fitted structure in place of H⁻¹, where no P×P matrix fits: it steers the steps, and determinants are its own.
+
+    log|H̃| − log|H| is then log|S + ΔH + JᵀΛJ| − log|S| with the structure's S in place of H(θ̂). The mode θ̃ and the increments of
+    likelihood and prior are exact as before. The error of the determinant is that of the structure; it is not known.
+    """
+
+    operator: Operator
+    probes: Tensor  # of N(0, S⁻¹) (S, P)
+    outputs: int
+    kind: str = FISHER
+
+    def missing(self, used: int) -> float:
+        return 1.0
+
+    def solve(self, values: Tensor) -> Tensor:
+        return self.operator.solve_many(values.double().mT).mT.to(values.dtype)
+
+    def covariances(self, x: Tensor) -> Tensor:
+        """The features (F, b): K is quickly computed from them, and large."""
+        return x.mT
+
+    def matrices(self, entries: Tensor) -> Tensor:
+        return self.operator.covariance(Features(entries.mT.double(), self.outputs)).to(entries.dtype)
+
+
+def shared_structure(operator: Operator, outputs: int, kind: str, dtype: torch.dtype) -> SharedStructure:
+    """With few probes: a last layer of this size is expensive."""
+    probes = operator.sample(FEW_PROBES, torch.Generator().manual_seed(SEED))
+    return SharedStructure(operator, probes.to(dtype), outputs, kind)
 
 
 def factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:

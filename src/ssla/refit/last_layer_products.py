@@ -22,12 +22,19 @@ from torch import Tensor
 
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.products import precision_times, precision_trace, shift_invariant
+from ssla.likelihoods.products import precision_times, precision_trace, score_change, shift_invariant
 from ssla.numerics import linalg
 from ssla.refit.anderson import Found, Progress, Slope, ascend
 from ssla.refit.contrasts import Contrasts
 from ssla.refit.increments import FISHER, OBSERVED, at_mode
-from ssla.refit.last_layer_curvature import SharedFactor, shared_factor
+from ssla.refit.last_layer_curvature import (
+    FEW_PROBES,
+    SharedFactor,
+    SharedStructure,
+    factor_bytes,
+    shared_factor,
+    shared_structure,
+)
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows
 from ssla.refit.solved import FROZEN, Options, Solved, own_increment, own_pull
 from ssla.state import AS_IS, State
@@ -40,10 +47,11 @@ CACHE_ELEMENTS = 1 << 18  # rows × tasks × outputs worked on together: they st
 MOST_TASKS = 16
 MOST_NODES = 4  # of the quadrature over eigenvalues
 FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
+RARE_OUTPUT = 1e-4  # precision of an output at the new row below which it is left out of what that row explains
+SINGULAR = 1e-6  # of the pivots of a matrix of moments: smaller ones are rounding
 GROUPS = 16  # of probes, for the standard error
 AT_ONCE = 1 << 26  # bytes of the probes of all tasks
 FIRST_PROBES, MORE_PROBES = 2, 6  # of the first two rounds; each later round has as many as all before it
-THIRD_ORDER = 0.03  # ½ tr A² from which the third order counts (below it: less than 3e-4 in log density)
 # The standard error in log density at which probing ends: with few rows × parameters, and with many of them.
 ERROR, LARGE_ERROR = 5e-4, 2e-3
 LARGE = 2e7  # rows × parameters: a product with them takes 2 ms
@@ -64,7 +72,7 @@ class ProductsRefit:
     f: Tensor  # f̂ at x (N, C)
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
-    shared: SharedFactor
+    shared: SharedFactor | SharedStructure
     fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
     prior_precision: Tensor  # in the basis (C, F, F)
 
@@ -244,11 +252,11 @@ class _Group:
         m, C = self.f.shape
         total = torch.zeros(C * m, self.phi.shape[1], dtype=refit.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
-        for block, f in self.outputs(point):
-            score = likelihood.score(block.targets, f) - likelihood.score(block.y, block.f).unsqueeze(1)
+        for part, f in self.outputs(point):
+            change = score_change(likelihood, part.y, f, part.f)
             if not likelihood.linear_domain:
-                outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
-            total += block.weighted(score).permute(2, 1, 0).reshape(C * m, -1) @ block.x
+                outside |= ~torch.isfinite(likelihood.log_prob(part.y, f)).all(-1)
+            total += by_component(weighted(change, part)).flatten(0, 1) @ part.x
         gradient = total.reshape(C, m, -1).movedim(0, 1).reshape(m, -1)
         own = self.f + self.push(point).double()
         gradient = gradient + self.pull(law.score(self.y, own)) + self.prior_gradient(point)
@@ -281,24 +289,26 @@ class _Group:
                 yield block, Block(block.x[part], block.f[part], block.y[part], weights), part
 
     def moved(self, x: Tensor, step: Tensor) -> Tensor:
-        """φᵀΔ of rows under m steps: x (b, F), step (C, F, m) -> (b, m, C), stored component-major."""
-        return (x @ step).movedim(0, -1)
+        """φᵀΔ of rows under m steps: x (b, F), step (C, m, F) -> (m, b, C), stored component-major."""
+        moved: Tensor = (step.flatten(0, 1) @ x.mT).reshape(*step.shape[:2], -1)
+        return moved.movedim(0, -1)
 
     def outputs(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Parts of the rows, with the outputs of all tasks on them (b, m, C)."""
+        """Parts of the rows, with the outputs of all tasks on them (m, b, C)."""
         m, C = self.f.shape
         step = by_output(point, C)
         for _, part, _ in self.chunks(m * C):
-            yield part, self.moved(part.x, step).add_(part.f.unsqueeze(1))
+            yield part, self.moved(part.x, step).add_(part.f)
 
     def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Likelihood and prior increments (m,), the former with the tilt."""
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         step = refit.original(point)
         total = refit.law.log_prob(self.y, self.f + self.push(point).double())
-        for block, f in self.outputs(point):
-            change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
-            total = total + block.weighted(change).sum(0, dtype=torch.float64)
+        for part, f in self.outputs(point):
+            change = likelihood.log_prob_difference(part.y, f, part.f)
+            change = change if part.weights is None else change * part.weights
+            total = total + change.sum(-1, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
             total = total - step @ refit.gradient
         return total, refit.prior.value(step)
@@ -331,26 +341,31 @@ class _Group:
         refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
         m, C = self.f.shape
         places, first = _first(self.where)
-        across = self.pulled[first].reshape(len(first), C, C, -1).permute(2, 3, 0, 1)  # (C, F, k, C)
-        across = across.reshape(C, across.shape[1], -1)
+        # Outputs that the new row says nothing about have no part in G.
+        rows = (new.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT).any(0).nonzero().squeeze(-1)
+        F = self.phi.shape[1]
+        across = self.pulled[first][:, rows].reshape(len(first), len(rows), C, F)  # input, row of U, output, feature
+        across = across.permute(2, 0, 1, 3).reshape(C, len(first) * len(rows), F).contiguous()
         total = torch.zeros(m, dtype=torch.float64)
-        cross = torch.zeros(m, C, C, dtype=torch.float64)
+        cross = torch.zeros(m, len(rows), len(rows), dtype=torch.float64)
         step = by_output(point, C)
-        for block, part, place in self.chunks(C * max(m, len(first) * C)):
-            f = self.moved(part.x, step).add_(part.f.unsqueeze(1))
-            before = part.f.unsqueeze(1)
+        for block, part, place in self.chunks(C * max(m, len(first) * len(rows), C)):
+            f = self.moved(part.x, step).add_(part.f)
             K = refit.shared.matrices(refit.covariances(block)[:, place])
-            change = precision_trace(likelihood, part.targets, f, K, fisher)
-            change = change - precision_trace(likelihood, part.targets, before, K, fisher)
-            total += part.weighted(change).sum(0, dtype=torch.float64)
-            c = self.moved(part.x, across).unflatten(1, (len(first), C))  # (b, k, C, C): row a of U, output of row i
-            targets = part.targets.unsqueeze(1)
+            before = part.f.unsqueeze(0)
+            change = precision_trace(likelihood, part.y, f, K, fisher)
+            change = change - precision_trace(likelihood, part.y, before, K, fisher)
+            change = change if part.weights is None else change * part.weights
+            total += change.sum(-1, dtype=torch.float64)
+            if not len(rows):
+                continue
+            c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))  # (k, rows of U, b, C)
             for task in range(m):
-                own = c[:, places[task]]
-                pushed = precision_times(likelihood, targets[:, 0], f[:, task : task + 1], own, fisher)
-                pushed = pushed - precision_times(likelihood, targets[:, 0], before, own, fisher)
-                cross[task] += torch.einsum("bac,bdc->ad", own, part.weighted(pushed)).double()
-        return total - (new.explained * cross).sum((-2, -1))
+                own = c[places[task]]
+                pushed = precision_times(likelihood, part.y, f[task], own, fisher)
+                pushed = weighted(pushed - precision_times(likelihood, part.y, part.f, own, fisher), part)
+                cross[task] += (by_component(own) @ by_component(pushed).mT).sum(0).double()
+        return total - (new.explained[:, rows][:, :, rows] * cross).sum((-2, -1))
 
 
 class _NewRow(NamedTuple):
@@ -371,8 +386,12 @@ class _NewRow(NamedTuple):
         mu, E = torch.linalg.eigh((inside + inside.mT) / 2)
         mu = mu.clamp_min(-0.999)  # not positive definite elsewhere: that task is flagged
         turned = back @ E
-        factors = (mu / (1 + mu), 1 - (1 + mu).rsqrt())
-        return _NewRow(*((turned * factor.unsqueeze(-2)) @ turned.mT for factor in factors))
+
+        def scaled(by: Tensor) -> Tensor:
+            product: Tensor = (turned * by.unsqueeze(-2)) @ turned.mT
+            return product
+
+        return _NewRow(scaled(mu / (1 + mu)), scaled(1 - (1 + mu).rsqrt()))
 
     def take(self, tasks: Tensor) -> _NewRow:
         return _NewRow(self.explained[tasks], self.shrink[tasks])
@@ -396,6 +415,8 @@ class _Probing:
         seen: list[list[Tensor]] = [[] for _ in range(m)]
         while active.numel() and used < len(probes):
             count = {0: FIRST_PROBES, FIRST_PROBES: MORE_PROBES}.get(used, used)
+            if len(probes) < FEW_PROBES:  # all there are: no error is left
+                count = len(probes)
             fresh = probes[used : used + count]
             size = max(AT_ONCE // (6 * fresh.numel() * fresh.element_size()), 1)
             for tasks in active.split(size):
@@ -406,9 +427,9 @@ class _Probing:
             used += len(fresh)
             found = [estimate(seen[task], float(self.trace[task])) for task in active.tolist()]
             value[active], spread, quadrature = torch.tensor(found, dtype=torch.float64).unbind(1)
-            if used == FIRST_PROBES:
+            if used == FIRST_PROBES < len(probes):
                 spread = pooled(value[active], spread)
-            spread *= max(1 - used / shared.size, 0) ** 0.5  # probes are orthogonal: all of them have no error
+            spread *= shared.missing(used)
             error[active] = (spread**2 + quadrature**2).sqrt()
             active = active[(spread > 2 * self.group.refit.error) & torch.isfinite(value[active])]
         return value, torch.isfinite(value), error
@@ -429,7 +450,7 @@ class _Probing:
             assert r is not None
             w = self.solved(tasks, r)
             found = [*found[: 2 * count - 2], form, (r * w).sum(-1).double()]
-            if count == 1 and float(found[1].mean(1).amax()) < 2 * THIRD_ORDER:
+            if count == 1 and self.enough(tasks, torch.stack(found, -1).mean(1)):
                 break
             if count < nodes:
                 continue
@@ -439,9 +460,9 @@ class _Probing:
         return torch.stack(found, -1)
 
     def enough(self, tasks: Tensor, moments: Tensor) -> bool:
-        """Whether moments (m, 2j + 1) of some tasks have nodes enough for all of their values."""
+        """Whether moments of some tasks (m, 2 or 2j + 1) are enough for all of their values."""
         values = [from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)]
-        return all(value.quadrature < self.group.refit.error for value in values)
+        return all(value.quadrature < 2 * self.group.refit.error for value in values)
 
     def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
         """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
@@ -461,14 +482,13 @@ class _Probing:
         form = torch.zeros(m, s, dtype=torch.float64)
         total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
         for _, part, _ in group.chunks(m * s * C):
-            f = group.moved(part.x, step).add_(part.f.unsqueeze(1)).unsqueeze(2)  # (b, m, 1, C)
-            v = group.moved(part.x, directions).unflatten(1, (m, s))
-            y = part.targets.unsqueeze(1)
-            change = precision_times(likelihood, y, f, v, fisher)
-            change = part.weighted(change - precision_times(likelihood, y, part.f[:, None, None], v, fisher))
-            form += (v * change).sum(-1).sum(0, dtype=torch.float64)
+            f = group.moved(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
+            v = group.moved(part.x, directions).unflatten(0, (m, s))
+            change = precision_times(likelihood, part.y, f, v, fisher)
+            change = weighted(change - precision_times(likelihood, part.y, part.f, v, fisher), part)
+            form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
             if pull:
-                total += change.permute(3, 1, 2, 0).reshape(C * m * s, -1) @ part.x
+                total += by_component(change).flatten(0, 2) @ part.x
         if not pull:
             return form, None
         return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
@@ -513,8 +533,8 @@ def from_moments(moments: list[float], trace: float) -> Remainder:
     """
     if not moments[1] > 0:
         return Remainder(0.0 if moments[1] == 0 else math.nan, 0.0)
-    if len(moments) == 2:
-        return Remainder(-0.5 * moments[1], 0.0)
+    if len(moments) == 2:  # |tr A³| ≤ (tr A²)^{3/2}
+        return Remainder(-0.5 * moments[1], moments[1] ** 1.5 / 3)
     mean = moments[2] / moments[1]
     weight = moments[1] - mean * (moments[0] - trace)
     means = [-0.5 + mean / 3]  # the series
@@ -533,7 +553,8 @@ def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(count)
     hankel = moments[index[:, None] + index]
     factor, info = torch.linalg.cholesky_ex(hankel)
-    if int(info):
+    pivots = factor.diagonal()
+    if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
         return gauss_nodes(moments[: 2 * (count - 1)])
     shifted = moments[index[:, None] + index + 1]
     inside = torch.linalg.solve_triangular(factor, shifted, upper=False)
@@ -557,8 +578,18 @@ def _first(where: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_output(point: Tensor, outputs: int) -> Tensor:
-    """(m, P) -> (C, F, m), contiguous."""
-    return point.reshape(len(point), outputs, -1).permute(1, 2, 0).contiguous()
+    """(m, P) -> (C, m, F), contiguous."""
+    return point.reshape(len(point), outputs, -1).movedim(1, 0).contiguous()
+
+
+def by_component(values: Tensor) -> Tensor:
+    """(..., C) -> (C, ...), contiguous: without a copy where they are stored so."""
+    return values.movedim(-1, 0).contiguous()
+
+
+def weighted(values: Tensor, part: Block) -> Tensor:
+    """values (..., b, C) times the row weights."""
+    return values if part.weights is None else values * part.weights.unsqueeze(-1)
 
 
 def open_products(posterior: State, x: Any, options: Options, data: Any, single: bool) -> ProductsRefit:
@@ -586,30 +617,39 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
         middle += (phi * level.unsqueeze(-1)).mT @ phi
     check_seen(posterior, n, gradient)
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
-    basis, info = torch.linalg.cholesky_ex(middle + torch.diag(prior_precision.mean(0)))
-    if int(info):
-        raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
+    whole = factor_bytes(C, F, dtype) <= posterior.memory_budget
+    basis = torch.eye(F, dtype=torch.float64)
+    if whole:
+        basis, info = torch.linalg.cholesky_ex(middle + torch.diag(prior_precision.mean(0)))
+        if int(info):
+            raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
 
     def white(phi: Tensor) -> Tensor:
+        if not whole:
+            return phi
         found: Tensor = torch.linalg.solve_triangular(basis, phi.double().mT, upper=False)
         return found.mT.to(dtype).contiguous()
 
     def ready(block: Block) -> Block:
+        by_class = block.f.to(dtype).mT.contiguous().mT  # component-major, as the outputs of many tasks
         y = block.y.to(dtype) if block.y.is_floating_point() else block.y
         weights = None if block.weights is None else block.weights.to(dtype)
-        return Block(white(block.x), block.f.to(dtype), y, weights)
+        return Block(white(block.x), by_class, y, weights)
 
-    whitened = rows.changed(ready)
+    rows = rows.changed(ready)
     half = torch.linalg.solve_triangular(basis, torch.diag_embed(prior_precision), upper=False)
     prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
-    # Single precision is for classes, whose observed curvature is the Fisher.
-    kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
-    contrasts = _contrasts(posterior, prior_precision)
-    shared = None
-    for kind in kinds:
-        shared = shared_factor(whitened, likelihood, prior, kind, contrasts)
-        if shared is not None:
-            break
+    shared: SharedFactor | SharedStructure | None = None
+    if not whole:
+        shared = shared_structure(posterior.operator, C, options.curvature, dtype)
+    else:
+        # Single precision is for classes, whose observed curvature is the Fisher.
+        kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+        contrasts = _contrasts(posterior, prior_precision)
+        for kind in kinds:
+            shared = shared_factor(rows, likelihood, prior, kind, contrasts)
+            if shared is not None:
+                break
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)
@@ -618,7 +658,7 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     return ProductsRefit(
         posterior=posterior,
         options=options,
-        rows=whitened,
+        rows=rows,
         features=white(torch.cat([phi for phi, _ in parts])),
         f=torch.cat([f for _, f in parts]),
         basis=basis,

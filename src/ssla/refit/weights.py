@@ -23,7 +23,6 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
-from ssla.refit.last_layer_curvature import factor_bytes
 from ssla.refit.last_layer_products import SINGLE_TOLERANCE, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
@@ -64,7 +63,10 @@ class WeightRefit:
         Gauss–Newton), or "hessian" (with the network's second derivatives, for few weights). Where it is indefinite at the
         end, that task uses the Fisher and is counted.
     logdet:
-        "exact" at θ̃ (default for a last layer and for few weights; many weights on few rows have it too), "frozen" (at θ̂, plus
+        "exact" at θ̃ (default for few weights and for a last layer whose P×P matrices fit the memory budget; many weights on few
+        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random probes with a
+        stated error, 5e-4 to 2e-3 in log density; beyond what a single P×P matrix allows, by the fitted structure, with an error
+        that is not known), "frozen" (at θ̂, plus
         the new point's own part: an error of O(1/n), but large at a y far out; default otherwise), or "structure" (the fitted
         structure at θ̃; a pass over the data for each task).
     on_failure:
@@ -120,7 +122,7 @@ class WeightRefit:
         """Stage one: what does not depend on y."""
         if posterior.network.linear:
             options = self._last_layer(posterior)
-            if options.logdet == TRACES:
+            if self._by_products(posterior):
                 return open_products(posterior, x, options, self.data, self._single(posterior))
             return open_last_layer(posterior, x, options, self.data)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
@@ -141,19 +143,24 @@ class WeightRefit:
         curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature  # f is linear: the observed is the Hessian
         assert curvature is not None
         size = posterior.theta.numel()
-        logdet = self.logdet or (EXACT if self._dense_fits(posterior) else TRACES)
-        memory = 6 if logdet == TRACES else 4
-        if logdet == TRACES:
+        by_products = self._by_products(posterior)
+        if by_products:
             self._check_traces(posterior)
         else:
             instead = "logdet='traces', refit='output'"
             _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
-        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory)
+        logdet = self.logdet or (TRACES if by_products else EXACT)
+        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=6 if by_products else 4)
 
-    def _dense_fits(self, posterior: State) -> bool:
-        """Whether a P×P matrix for each task fits. Priors without products over the features have no other engine."""
+    def _by_products(self, posterior: State) -> bool:
+        """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or because none fits.
+
+        Priors that are not Gaussian have the dense engine only.
+        """
+        if self.logdet in (EXACT, TRACES):
+            return self.logdet == TRACES
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
-        return not gaussian or dense_bytes(posterior) <= posterior.memory_budget
+        return gaussian and dense_bytes(posterior) > posterior.memory_budget
 
     def _check_traces(self, posterior: State) -> None:
         """ValueError where a last layer cannot be refitted by products with its features."""
@@ -162,10 +169,6 @@ class WeightRefit:
                 "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, but this posterior has "
                 f"{posterior.report.prior}. Use logdet='exact', ssla.priors.Gaussian, or refit='output'."
             )
-        size, outputs = posterior.theta.numel(), posterior.network.outputs
-        dtype = torch.float32 if self._single(posterior) else torch.float64
-        need = factor_bytes(outputs, size // outputs, dtype)
-        _within_budget(f"A refit of a last layer with {size:,} parameters", need, posterior, "refit='output'")
 
     def _single(self, posterior: State) -> bool:
         """Whether products are in single precision: classes, which have no rounding, at a tolerance that it meets."""
@@ -173,6 +176,8 @@ class WeightRefit:
 
     def _all_weights(self, posterior: State) -> Options:
         size = posterior.theta.numel()
+        if self.logdet == TRACES:
+            raise ValueError("logdet='traces' is for a last layer. For weights='all' use 'exact', 'frozen' or 'structure'.")
         logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
         curvature = self.curvature or OBSERVED
         if size > SMALL and curvature == HESSIAN and logdet != STRUCTURE:
