@@ -97,7 +97,7 @@ class SoftmaxIntegrals:
             factors = self._factors(root.take(block), shared.mean_squares(own))
             return _Nodes(factors, lambda nodes: shared.at_nodes(own, nodes))
 
-        return self._in_blocks(f, at, self._rows_at_once(NODES_AT_ONCE, root.dtype), root.dtype)
+        return self._in_blocks(f, at, NODES_AT_ONCE, root.dtype)
 
     def _by_product(self, f: Tensor, root: Root) -> Sums:
         """All nodes of a block of rows at once: a product with each row's own root."""
@@ -109,7 +109,7 @@ class SoftmaxIntegrals:
             mean_squares = (moved * moved).mean(1) if not self.whitened else moved
             return _Nodes(self._factors(own, mean_squares), lambda nodes: moved[:, nodes])
 
-        return self._in_blocks(f, at, self._rows_at_once(len(half), root.dtype), root.dtype)
+        return self._in_blocks(f, at, len(half), root.dtype)
 
     def _factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
         """w (b, C): each output has its own variance exactly, which many outputs' nodes have only in the mean."""
@@ -123,12 +123,12 @@ class SoftmaxIntegrals:
         affordable = self.budget // (COPIES * dtype.itemsize * entries)
         return max(min(ENTRIES_AT_ONCE // entries, affordable), 1)
 
-    def _in_blocks(self, f: Tensor, at: Callable[[slice], _Nodes], rows: int, dtype: torch.dtype) -> Sums:
-        """rows: of a block."""
+    def _in_blocks(self, f: Tensor, at: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype) -> Sums:
+        """nodes: of a slab."""
         top = (f - f.amax(1, keepdim=True)).clamp_min(LOWEST).to(dtype)
-        slabs = _blocks(len(self.half), NODES_AT_ONCE)
+        slabs = _blocks(len(self.half), nodes)
         found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
-        for block in _blocks(len(f), rows):
+        for block in _blocks(len(f), self._rows_at_once(nodes, dtype)):
             part = _Block(top[block], at(block), slabs)
             for whole, values in zip(found, part.sums(2 * len(self.half)), strict=True):
                 whole[block] = values
