@@ -9,11 +9,11 @@ import math
 
 import pytest
 import torch
+from benchmarks.networks import prototype, scores, tasks
 from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 from torch import nn
 
 import ssla
-from benchmarks.networks import prototype, scores, tasks
 from ssla.likelihoods import Categorical
 
 
@@ -46,8 +46,6 @@ def test_auroc_is_that_of_scikit_learn():
     outside = torch.tensor([0.25, 0.9])
     together = [0.1, 0.2, 0.3, 0.25, 0.9]
     assert scores.auroc(inside, outside) == roc_auc_score([0, 0, 0, 1, 1], together)
-        [0, 0, 0, 1, 1], [0.1, 0.2, 0.3, 0.25, 0.9]
-    )
 
 
 def test_best_temperature_has_a_zero_derivative():
