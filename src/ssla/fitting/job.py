@@ -186,12 +186,12 @@ class Job:
                 f"the variational Gaussian takes the expected Fisher information, because structure={structure.name!r} needs it"
             )
             posterior = replace(posterior, report=replace(posterior.report, notes=(*posterior.report.notes, Note(note))))
-        found = self._climb(posterior, choose).run()
+        found = self.climb(posterior, choose).run()
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
 
-    def _climb(self, posterior: State, choose: Choose | None) -> Climb:
-        """From the mode, or from the Gaussian of similar rows."""
+    def climb(self, posterior: State, choose: Choose | None = None) -> Climb:
+        """The rounds to the variational Gaussian: from the mode, or from the Gaussian of similar rows."""
         start = self.start
         if start is None and self._row_nodes is not None:
             start = Variational(posterior.theta, self._narrow(posterior.statistics), posterior.tilted)

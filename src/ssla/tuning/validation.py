@@ -30,12 +30,12 @@ from ssla._checks import warn
 from ssla.data import Source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Reader, thinned
-from ssla.fitting.variational import ROUGH, Average, Climb
+from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.likelihood import Dispersed, dispersed, dispersion_in_words
 from ssla.predictive.leave_one_out import ranks
 from ssla.priors import BoundGaussian
-from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, Validation, Variational
+from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, Validation
 from ssla.tuning.choice import Setting, best_spread, cross_fitted, mean_and_error
 from ssla.tuning.score_table import Scored, ScoreTable
 from ssla.tuning.space import posterior_prior
@@ -334,27 +334,23 @@ class Search:
         best = self.whole.of(LAPLACE).best
         factors = (1.0,) if self.fixed_prior else VARIATIONAL_PRECISIONS
         for spread in VARIATIONAL_SPREADS if not self.fixed_spread else (1.0,):
-            law = self.likelihood_at(spread * best.spread)
-            average = self._search_job(law).average(self.start.theta, moves=False)
+            job = self._search_job(self.likelihood_at(spread * best.spread))
             settings = [Setting(self.mode, VARIATIONAL, spread * best.spread, factor * best.precision) for factor in factors]
-            self.whole.descend(self._variational_candidates(settings, average))
+            self.whole.descend(self._variational_candidates(settings, job))
 
     def _search_job(self, likelihood: Likelihood) -> Job:
         """Passes over some of the training rows, which count for all of them."""
         data = self.job.data
         if isinstance(data, Reader):
             data = thinned(data, SEARCH_ROWS)
-        return replace(self.job, data=data, likelihood=likelihood, mode=self.mode, gaussian=None, notes=[])
+        return replace(self.job, data=data, likelihood=likelihood, mode=self.mode, gaussian=None, tolerance=ROUGH, notes=[])
 
-    def _variational_candidates(self, settings: list[Setting], average: Average) -> Iterator[list[Scored]]:
+    def _variational_candidates(self, settings: list[Setting], job: Job) -> Iterator[list[Scored]]:
         """Each found from the one before it."""
-        previous: Variational | None = None
         for setting in settings:
             state = self.state_at(setting, self._statistics(setting.spread))
-            if previous is not None:
-                state = replace(state, variational=previous)
-            found = Climb(state, average, tolerance=ROUGH, most=SEARCH_ROUNDS).run()
-            previous = found.variational
+            found = replace(job.climb(state), most=SEARCH_ROUNDS).run()
+            job = replace(job, start=found.variational)
             yield [(setting, Candidate(state.likelihood, found.covariance, None))]
 
 
