@@ -258,6 +258,19 @@ def test_a_predictive_worse_than_the_network_warns() -> None:
         )
 
 
+def test_without_validation_a_posterior_that_fails_warns() -> None:
+    """Classes that the network separates: the Gaussian at the mode is almost the prior, which is far too wide."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 30, generator=generator, dtype=torch.float64)
+    model = nn.Linear(30, 5).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(20 * torch.randn(5, 30, generator=generator))
+        y = model(x).argmax(1)
+    options = {"likelihood": L.Categorical(), "prior": Gaussian(1e-3), "mode": "tilt"}
+    with pytest.warns(RuntimeWarning, match="training rows the predictive is worse than the network itself"):
+        ssla.fit(model, (x, y), gaussian="laplace", **options)
+
+
 # --- forms of data -------------------------------------------------------------------------------
 
 

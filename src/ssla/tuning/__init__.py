@@ -33,6 +33,7 @@ from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
+from ssla.tuning.guard import warn_on_training_rows
 from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
 from ssla.tuning.space import NOISE, PRIOR, Space
 from ssla.tuning.validation import choose_by_validation
@@ -64,7 +65,9 @@ def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State
     if validation is not None:
         return choose_by_validation(job, validation, held_out)
     found = job.run()
-    return choose_prior(found, job) if job.prior is None else found
+    posterior = choose_prior(found, job) if job.prior is None else found
+    warn_on_training_rows(posterior)
+    return posterior
 
 
 def tune(

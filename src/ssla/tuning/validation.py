@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import warn
 from ssla.data import Source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Reader, thinned
@@ -37,6 +36,7 @@ from ssla.predictive.leave_one_out import ranks
 from ssla.priors import BoundGaussian
 from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, Validation
 from ssla.tuning.choice import Setting, best_spread, cross_fitted, mean_and_error
+from ssla.tuning.guard import warn_on_validation_rows
 from ssla.tuning.score_table import Scored, ScoreTable
 from ssla.tuning.space import posterior_prior
 from ssla.tuning.validation_rows import Candidate, ValidationRows
@@ -387,7 +387,7 @@ def _with_report(posterior: State, search: Search, setting: Setting, held_out: b
     if kept:
         with _quiet():
             final = rows.scores([own])[0]
-        _guard(final, plug_in, weights)
+        warn_on_validation_rows(final, plug_in, weights)
     return replace(posterior, report=replace(posterior.report, validation=report))
 
 
@@ -404,16 +404,3 @@ def _coverage(rows: ValidationRows, own: Candidate) -> dict[str, float]:
             inside[level] += float(weights @ share)
         total += float(weights.sum())
     return {f"{level:g}": hits / total for level, hits in inside.items()} if total > 0 else {}
-
-
-def _guard(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn where the predictive is clearly worse than the network itself."""
-    loss = mean_and_error(plug_in - scores, weights)
-    if loss.mean > 2 * loss.error:
-        own, network = (-mean_and_error(part, weights).mean for part in (scores, plug_in))
-        warn(
-            f"On the validation rows the predictive is worse than the network itself: a negative log density of {own:.4g} "
-            f"against {network:.4g} a row. Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) weights="
-            "'all' with a structure that is too simple. Leave the options out, or use weights='last_layer'.",
-            RuntimeWarning,
-        )

@@ -116,7 +116,7 @@ class ValidationRows:
         found = torch.empty(len(candidates), self.count, dtype=torch.float64)
         for rows, f, J in self._chunks():
             for number, candidate in enumerate(candidates):
-                found[number, rows] = self._log_densities(candidate, self.y[rows], f, J)
+                found[number, rows] = log_densities(candidate, self.y[rows], f, J)
         return found.nan_to_num(nan=-torch.inf)
 
     def predictives(self, candidate: Candidate, most: int) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
@@ -143,13 +143,15 @@ class ValidationRows:
             if batch.y.shape[0]:
                 yield from self.posterior.linearised(batch.x)
 
-    def _log_densities(self, candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
-        law, mean = candidate.likelihood.predictive, _moved(candidate, f, J)
-        if law.linear_domain:
-            return log_average(law, y, mean, candidate.covariance.root(J).scaled(candidate.scale))
-        K = candidate.covariance.covariance(J).double() * candidate.scale**2
-        with _quiet():
-            return predictive_of_outputs(law, mean, K).log_prob(y).double()
+
+def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
+    """log ∫ p(y|f) N(f) df of rows with outputs f (b, C) and Jacobian J -> (b,)."""
+    law, mean = candidate.likelihood.predictive, _moved(candidate, f, J)
+    if law.linear_domain:
+        return log_average(law, y, mean, candidate.covariance.root(J).scaled(candidate.scale))
+    K = candidate.covariance.covariance(J).double() * candidate.scale**2
+    with _quiet():
+        return predictive_of_outputs(law, mean, K).log_prob(y).double()
 
 
 def _moved(candidate: Candidate, f: Tensor, J: Jacobian) -> Tensor:

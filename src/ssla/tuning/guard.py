@@ -1,0 +1,69 @@
+"""The guard at the end of every fit: a predictive that is clearly worse than the network itself says so."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssla._checks import warn
+from ssla.data import checked, slice_inputs
+from ssla.state import State
+from ssla.tuning.choice import mean_and_error
+from ssla.tuning.validation_rows import Candidate, log_densities
+
+GUARD_ROWS = 256  # training rows that are compared, from the first batch
+# Nats a row. A posterior gives up some confidence on rows that its network has memorised, and is
+# better for it on others: on clinc .1 nats. Posteriors that fail lose 1 and more (method.md, 11).
+WORSE_ON_TRAINING_ROWS = 0.5
+CAUSES = (
+    "Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) gaussian='laplace' for classes, whose "
+    "curvature at memorised rows is almost zero; (c) weights='all' with a structure that is too simple. Give validation rows "
+    "(validation=), leave the options out, or use weights='last_layer'."
+)
+
+
+def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    """Warn where log densities (n,) of validation rows are lower than the network's own by two standard errors."""
+    loss = mean_and_error(plug_in - scores, weights)
+    if loss.mean > 2 * loss.error:
+        _warn("validation rows", scores, plug_in, weights)
+
+
+def warn_on_training_rows(posterior: State) -> None:
+    """Warn where some training rows are predicted far worse than by the network itself.
+
+    For posteriors that can read their data again. A comparison on rows that the network has seen favours the network: only a
+    large loss counts.
+    """
+    source = posterior.source
+    if source is None or not source.repeatable:
+        return
+    outputs = posterior.network.outputs
+    support = posterior.likelihood.support_for(outputs)
+    batch = next((batch for batch in source if batch.y.shape[0]), None)
+    if batch is None:
+        return
+    _, y, _ = checked(batch, support, outputs)
+    y = y[:GUARD_ROWS]
+    own = Candidate(posterior.likelihood, posterior.covariance, None)
+    parts, means = [], []
+    start = 0
+    for f, J in posterior.linearised(slice_inputs(batch.x, slice(0, GUARD_ROWS))):
+        parts.append(log_densities(own, y[start : start + len(f)], f.double(), J))
+        means.append(f.double())
+        start += len(f)
+    scores = torch.cat(parts)
+    plug_in = posterior.likelihood.predictive.log_prob(y, torch.cat(means))
+    ones = torch.ones(len(y), dtype=torch.float64)
+    loss = mean_and_error(plug_in - scores, ones)
+    if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
+        _warn("training rows", scores, plug_in, ones)
+
+
+def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    own, network = (-mean_and_error(part, weights).mean for part in (scores, plug_in))
+    warn(
+        f"On the {rows} the predictive is worse than the network itself: a negative log density of {own:.4g} against "
+        f"{network:.4g} a row. {CAUSES}",
+        RuntimeWarning,
+    )
