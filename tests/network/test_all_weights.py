@@ -305,3 +305,18 @@ def test_a_large_first_batch_is_opened_with_few_rows():
 
     open_network(Counting().double().eval(), "all", randn(500, 3))
     assert max(seen) == 16
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_estimate_of_memory_is_that_of_the_fit(name):
+    model, x, y = made(name)
+    post = fit(model, x, y)
+    assert ssla.estimate_cost(model, 9, weights="all", structure="kfac").statistics == post.report.memory
+
+
+def test_a_refusal_names_what_works():
+    model, x, y = made("batch norm")
+    needed = fit(model, x, y).report.memory
+    expected = r"Use structure='diag' \(.*\), or fewer weights \(weights='last_layer', or a list of parameter names\)"
+    with pytest.raises(ValueError, match=expected):
+        fit(model, x, y, memory_budget=needed - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch, unknown_name
 from ssla.network.frozen import Output, checked_output
@@ -183,13 +183,20 @@ def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: n
 
 def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
     """(inputs including the bias, outputs) of each layer with a Kronecker form that has free parameters."""
-    found = []
+    found: list[tuple[int, int]] = []
     for prefix, layer in model.named_modules():
-        free = [f"{prefix}.{name}" if prefix else name for name, _ in layer.named_parameters(recurse=False)]
-        free = [name for name in free if name in names]
-        if not free or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+        own = dict(layer.named_parameters(recurse=False))
+        full = {name: f"{prefix}.{name}" if prefix else name for name in own}
+        if not any(name in names for name in full.values()):
             continue
-        if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
-            continue
-        found.append((layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]))
+        if isinstance(layer, nn.MultiheadAttention):
+            parts: tuple[Tensor, ...] = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+            if layer.in_proj_weight is not None:
+                parts = layer.in_proj_weight.chunk(3)
+            found += [(part.shape[1] + (layer.in_proj_bias is not None), part.shape[0]) for part in parts]
+        elif isinstance(layer, nn.RNNBase) and layer.proj_size == 0:
+            parts = tuple(value for name, value in own.items() if name.startswith("weight"))
+            found += [(part.shape[1] + bool(layer.bias), part.shape[0]) for part in parts]
+        elif isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
+            found.append((layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]))
     return tuple(found)

@@ -18,9 +18,12 @@ def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: in
     """ValueError if the statistics, or a single row's intermediate results, are larger than the budget."""
     need = structure.memory(extent)
     if need > budget:
+        instead = alternatives(structure.name, extent, budget)
+        if len(extent.layers) > 1 and not instead.startswith("fewer weights"):
+            instead += ", or fewer weights (weights='last_layer', or a list of parameter names)"
         raise ValueError(
             f"structure={structure.name!r} with {extent.size:,} free parameters needs {in_words(need)}, more than the memory "
-            f"budget of {in_words(budget)}. Use {alternatives(structure.name, extent, budget)}, or a larger memory_budget."
+            f"budget of {in_words(budget)}. Use {instead}, or a larger memory_budget."
         )
     if bytes_per_row > budget:
         raise ValueError(
