@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssla._checks import warn
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.products import precision_times, precision_trace, score_change, shift_invariant
@@ -641,6 +642,12 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
     shared: SharedFactor | SharedStructure | None = None
     if not whole:
+        warn(
+            f"No matrix of {posterior.theta.numel():,} × {posterior.theta.numel():,} fits the memory budget, so the determinants "
+            "of the refits are those of the fitted structure, with an error that is not known (with kfac 0.1 in log probability "
+            "was seen). Fit with a larger memory_budget, or use refit='output'.",
+            RuntimeWarning,
+        )
         shared = shared_structure(posterior.operator, C, options.curvature, dtype)
     else:
         # Single precision is for classes, whose observed curvature is the Fisher.
