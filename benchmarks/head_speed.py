@@ -80,6 +80,8 @@ def run(method: str, case: str, structure: str) -> None:
             if method == "ssla":
                 import ssla
 
+                _ = ssla.fit  # loaded on first use
+
                 start = time.process_time()
                 likelihood = ssla.likelihoods.Categorical() if classes else ssla.likelihoods.Gaussian(noise="estimate")
                 options = {} if structure == "default" else {"structure": structure}

@@ -353,7 +353,7 @@ class TestManyClasses:
 
 
 def test_the_mode_of_many_classes_is_found_without_their_dense_curvature(monkeypatch):
-    """Steps with Kronecker factors, corrected by L-BFGS, end where Newton steps with the dense curvature do."""
+    """Newton steps by conjugate gradients, preconditioned by Kronecker factors, end where those with the dense curvature do."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 20)).double().eval(), X(300, 6)
     y = (3 * X(6, 20).mT @ x.mT).argmax(0)  # classes that can be told apart: the curvature varies much from row to row
@@ -361,7 +361,7 @@ def test_the_mode_of_many_classes_is_found_without_their_dense_curvature(monkeyp
     exact = ssla.fit(model, (x, y), **options)
     monkeypatch.setattr("ssla.fitting.passes.NEWTON_SHARE", 1 << 30)
     found = ssla.fit(model, (x, y), **options)
-    assert found.report.steps > exact.report.steps
+    assert found.report.steps <= exact.report.steps  # they end sooner, within 0.01 standard deviations of each parameter
     assert found.report.residual_after < 0.02 * len(found.theta) ** 0.5
     away = found.theta - exact.theta
     assert float(away @ exact.statistics.curvature.push(away)) < (0.05 * len(away) ** 0.5) ** 2

@@ -521,8 +521,10 @@ class Averages:
         return found
 
     def product(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """For a last layer, whose features are cheap to read again."""
-        return self.job.product(self.theta, self._around(mean, covariance)) if self.job.data.network.linear else None
+        """For a last layer, whose features are cheap to read again, unless the structure is the whole curvature."""
+        if isinstance(self.structure, Dense) or not self.job.data.network.linear:
+            return None
+        return self.job.product(self.theta, self._around(mean, covariance))
 
     def _around(self, mean: Tensor, covariance: Operator) -> Around:
         return Around(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)

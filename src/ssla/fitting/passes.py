@@ -262,8 +262,7 @@ class Reader:
 
     def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
-            many = order.around is not None and order.around.row_nodes is not None
-            return row.linearised(theta, many or order.direction is not None)
+            return row.linearised(theta, order.around is not None and order.around.row_nodes is not None)
         f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 
