@@ -10,7 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.likelihoods import products
-from ssla.refit import last_layer_curvature, last_layer_products
+from ssla.refit import last_layer_curvature, last_layer_products, weights
 from ssla.refit.last_layer_products import ProductsRefit, _NewRow, from_moments, gauss_nodes
 from support.refits import FAMILIES, inputs, last_layer, seeded
 
@@ -259,3 +259,12 @@ def test_refits_that_change_no_row_have_an_exact_determinant_too():
     likely = post.predict(new).probs.argmax(1, keepdim=True).double()
     solved = EXACT(post.state, new).solve(likely)
     assert solved.converged.all()
+
+
+def test_without_a_shared_factor_the_default_refuses(monkeypatch):
+    """Determinants of a structure may be off by .1: only who asks for them by name gets them."""
+    post, new = class_problem(n=300, width=20, classes=4)
+    for module, name in ((weights, "factor_bytes"), (weights, "dense_bytes")):
+        monkeypatch.setattr(module, name, lambda *_: 1 << 60)
+    with pytest.raises(ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"):
+        post.predict(new, refit="weights")

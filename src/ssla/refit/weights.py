@@ -23,6 +23,7 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
+from ssla.refit.last_layer_curvature import factor_bytes
 from ssla.refit.last_layer_products import SINGLE_TOLERANCE, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
@@ -146,6 +147,13 @@ class WeightRefit:
         by_products = self._by_products(posterior)
         if by_products:
             self._check_traces(posterior)
+            if self.logdet is None:
+                # Without a shared factor determinants come from the structure, and may be off by .1: only where asked for.
+                outputs = posterior.network.outputs
+                dtype = torch.float32 if self._single(posterior) else torch.float64
+                need = factor_bytes(outputs, size // outputs, dtype)
+                instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
+                _within_budget(f"A refit of a last layer with {size:,} parameters", need, posterior, instead)
         else:
             instead = "logdet='traces', refit='output'"
             _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
