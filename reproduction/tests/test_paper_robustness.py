@@ -115,7 +115,14 @@ def test_a_prior_by_the_rows_left_out_keeps_the_mode_and_scores_better_on_them()
     out, module = methods.held_out[0], methods.modules[0]
     with quiet():
         whole, part = (
-            ssla.fit(module, (found.x[r], found.y[r]), likelihood=Categorical(), prior=ssla.priors.Gaussian(), gaussian="laplace")
+            ssla.fit(
+                module,
+                (found.x[r], found.y[r]),
+                likelihood=Categorical(),
+                prior=ssla.priors.Gaussian(),
+                mode="polish",
+                gaussian="laplace",
+            )
             for r in (out | True, ~out)
         )
         assert torch.equal(methods.validated.theta, whole.theta)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.data import open_source
-from ssla.fitting import Reader, again, fit_roughly
+from ssla.fitting import Reader, again, fit_at_mode
 from ssla.fitting.passes import Order
 from ssla.fitting.variational import ROUGH, Climb
 from ssla.likelihoods import (
@@ -470,8 +470,8 @@ def test_separated_classes_take_few_passes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_rough_fit_has_a_bound_that_is_nearly_as_high() -> None:
     model, x, y = separated()
     prior = ssla.priors.Gaussian(0.1)
-    post = ssla.fit(model, (x, y), likelihood=Categorical(), prior=prior)
-    rough = fit_roughly(model, (x, y), Categorical(), prior, "last_layer", "dense")
+    post = fit_at_mode(model, (x, y), Categorical(), prior)
+    rough = fit_at_mode(model, (x, y), Categorical(), prior, rough=True)
     assert rough.report.rounds < post.report.rounds
     assert torch.equal(rough.theta, post.theta)
     assert post.log_evidence() - 10 * ROUGH * len(post.mean) <= rough.log_evidence() <= post.log_evidence()

@@ -196,9 +196,9 @@ def fitted(name, weights):
     likelihood, f, _ = CASES[name]
     model = net(f.shape[1])
     with torch.no_grad():
-        if name in ("natural", "poisson identity"):  # outputs inside their domain
+        if name in ("natural", "scaled natural", "poisson identity"):  # outputs inside their domain
             model[2].weight.mul_(0.01)
-            model[2].bias.copy_(torch.tensor([0.0, -1.0] if name == "natural" else [3.0]))
+            model[2].bias.copy_(torch.tensor([0.0, -1.0] if "natural" in name else [3.0]))
     return ssla.fit(
         model,
         (X, targets(likelihood, f.shape[1])),

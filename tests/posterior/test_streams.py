@@ -220,6 +220,6 @@ def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
         assert note not in wide.report.notes
 
     right = mlp()(X).squeeze(1).detach() + 0.01 * Y
-    strong = ssla.fit(mlp(), (X, right), likelihood=L.Gaussian(noise=0.05), prior=priors.Gaussian(1e6))
+    strong = ssla.fit(mlp(), (X, right), likelihood=L.Gaussian(noise=0.05), prior=priors.Gaussian(1e6), mode="polish")
     assert any(note.startswith("polish moved") for note in strong.report.notes)
     assert not any("polish moved" in note for note in strong.with_prior(priors.Gaussian(1e-3)).report.notes)

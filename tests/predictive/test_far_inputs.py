@@ -36,7 +36,8 @@ def posterior(outputs, dtype, structure="dense", weights="last_layer"):
     draws = torch.rand(150, generator=generator)
     y = (draws < torch.sigmoid(f[:, 0])).long() if outputs == 1 else torch.softmax(f, 1).cumsum(1).lt(draws[:, None]).sum(1)
     likelihood = L.Bernoulli() if outputs == 1 else L.Categorical()
-    given = {"structure": structure, "weights": weights, "prior": priors.Gaussian(1.0)}
+    mode = "polish" if weights == "last_layer" else None
+    given = {"structure": structure, "weights": weights, "prior": priors.Gaussian(1.0), "mode": mode}
     return ssla.fit(module, (x, y.clamp_max(max(outputs, 2) - 1)), likelihood=likelihood, **given)
 
 

@@ -188,7 +188,7 @@ def fitted(name, n=40, **options):
     x = X[:n]
     law, y, outputs = targets(name, X)
     options = {"gaussian": "laplace", "prior": ssla.priors.Gaussian()} | options
-    return ssla.fit(mlp(outputs=outputs, width=4), (x, y[:n]), likelihood=law, **options)
+    return ssla.fit(mlp(outputs=outputs, width=4), (x, y[:n]), likelihood=law, mode="polish", **options)
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "categorical"])

@@ -121,6 +121,7 @@ def test_the_modes_are_those_of_the_dense_engine():
 # --- estimates and their errors --------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
 def test_the_stated_error_is_honest_with_few_probes(monkeypatch):
     """Of 8 of 252 probes: deviations are as large as stated, neither ten times smaller nor larger."""
     post, new = class_problem(n=300, width=62, classes=5, noise=2.5)

@@ -21,7 +21,7 @@ def test_fact_1_gaussian_linear_is_exact_before_normalisation(outputs):
     y = x @ inputs(3, 3, outputs) + 0.5 * inputs(30, 4, outputs)
     noise = torch.linspace(0.4, 0.9, outputs, dtype=torch.float64)
     model = nn.Linear(3, outputs, dtype=torch.float64)
-    post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(0.7, mean=0.2))
+    post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(0.7, mean=0.2), mode="polish")
     target = 2 * inputs(6, 5, outputs)
     design, new_design = (torch.cat([a, torch.ones(len(a), 1)], 1).numpy() for a in (x, new))
     expected = np.zeros(6)

@@ -29,6 +29,7 @@ def test_last_layer_equals_brute_force(name):
             assert abs(float(totals[i, j]) - expected) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
 def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypatch):
     """Three classes far apart: p of the others is 1e-3 to 1e-9, their refits go far. By the shared preconditioner alone some
     of them do not arrive."""

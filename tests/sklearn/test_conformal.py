@@ -241,7 +241,7 @@ def test_the_scores_are_those_of_the_networks_that_held_the_rows_out(classifier)
         module, law = ensemble.modules[m], ensemble.components[m].posterior.likelihood
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            post = ssla.fit(module, (z[~held], codes[~held]), likelihood=law, prior=prior)
+            post = ssla.fit(module, (z[~held], codes[~held]), likelihood=law, prior=prior, mode="polish")
         forest = replace(ensemble.trees.forest, roots=ensemble.trees.forest.roots[m * trees : (m + 1) * trees])
         parts = [post.predict(z[held]), as_trained(module, law, z[held]), ensemble.trees.layer.predict(forest(z[held]))]
         network, share = 1 - ensemble.trees.share, ensemble.trees.share

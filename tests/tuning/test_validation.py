@@ -246,7 +246,7 @@ def test_the_model_and_the_rows_are_not_changed() -> None:
 
 def test_a_predictive_worse_than_the_network_warns() -> None:
     given = problem(L.Categorical(), 4, 1.0)
-    with pytest.warns(RuntimeWarning, match="worse than the network itself"):
+    with pytest.warns(UserWarning, match="worse than the network itself"):
         ssla.fit(
             given.model,
             (given.train[0][:12], given.train[1][:12]),
@@ -267,7 +267,7 @@ def test_without_validation_a_posterior_that_fails_warns() -> None:
         model.weight.copy_(20 * torch.randn(5, 30, generator=generator))
         y = model(x).argmax(1)
     options = {"likelihood": L.Categorical(), "prior": Gaussian(1e-3), "mode": "tilt"}
-    with pytest.warns(RuntimeWarning, match="training rows the predictive is worse than the network itself"):
+    with pytest.warns(UserWarning, match="training rows the predictive is worse than the network itself"):
         ssla.fit(model, (x, y), gaussian="laplace", **options)
 
 

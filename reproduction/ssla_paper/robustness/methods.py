@@ -65,6 +65,7 @@ def quiet() -> Iterator[None]:
             "polish moved",
             "The network is not at the mode",
             "Tuning ended at the edge",
+            "On the training rows the predictive is worse",
             r"\d+ of \d+ predictives are",
         ):
             warnings.filterwarnings("ignore", start, UserWarning)

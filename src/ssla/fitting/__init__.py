@@ -42,7 +42,7 @@ __all__ = [
     "checked_weights",
     "collect",
     "fit_again",
-    "fit_roughly",
+    "fit_at_mode",
     "polish_again",
     "shared",
     "update",
@@ -146,20 +146,24 @@ def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = F
     return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, start).run()
 
 
-def fit_roughly(
+def fit_at_mode(
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
     prior: Prior,
-    weights: str,
-    structure: str | Structure,
-    mode: str | None = None,
+    weights: str = LAST_LAYER,
+    structure: str | Structure = "dense",
+    rough: bool = False,
 ) -> State:
-    """As `fit`, with a variational Gaussian of a lower accuracy: enough to choose a prior."""
+    """As `fit` with a prior, but a last layer is polished where it has a mode, trained or not.
+
+    For networks of which held-out rows choose the prior afterwards. rough: with a variational Gaussian of a lower accuracy, which
+    is enough to choose a prior.
+    """
     with announced():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
-        job = checked_job(shared(reader), likelihood, prior, structure, mode, None, DEFAULT_BUDGET)
-    return replace(job, tolerance=ROUGH).run()
+        job = checked_job(shared(reader), likelihood, prior, structure, None, None, DEFAULT_BUDGET)
+    return replace(job, judges=False, tolerance=ROUGH if rough else None).run()
 
 
 def fit_again(posterior: State, chunks: list[Chunk]) -> State:

@@ -65,6 +65,7 @@ class Job:
     gaussian: str | None = None
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     tolerance: float | None = None  # of the variational Gaussian; None: its own default
+    judges: bool = True  # whether a trained last layer is kept where no mode is given
     validated: bool = False  # whether validation rows choose: further jobs will read the same data
     notes: list[str] = field(default_factory=list)
     repeatable: bool = True
@@ -98,7 +99,7 @@ class Job:
         mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
-        verdict = None if self.mode is not None else self._verdict(sums, target)
+        verdict = self._verdict(sums, target) if self.mode is None and self.judges else None
         if verdict is not None and mode == POLISH:
             mode = verdict.mode
             self.notes.append(verdict.note("the class frequencies" if target.classes else "the best constant prediction"))

@@ -173,14 +173,14 @@ def whitened(size: int) -> bool:
 
 def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C), mean entropy (B,)."""
-    top = (f - f.amax(1, keepdim=True)).clamp_min(LOWEST)
+    top = f - f.amax(1, keepdim=True)
     logits = deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
     logits.sub_(logits.amax(1, keepdim=True))
     p = logits.exp()
     sums = p.sum(1, keepdim=True)
     p.mul_(sums.reciprocal())
     # H(p) = log Σ exp(logits) − Σ p logits at each node
-    entropy = (sums.log_().sum((1, 2)) - logits.mul_(p).sum((1, 2))).double() / z.shape[1]
+    entropy = (sums.log_().sum((1, 2)) - logits.clamp_min_(LOWEST).mul_(p).sum((1, 2))).double() / z.shape[1]
     mean = p.mean(-1)
     spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
     log_probs = mean.double().log()

@@ -125,7 +125,7 @@ class SoftmaxIntegrals:
 
     def _in_blocks(self, f: Tensor, at: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype) -> Sums:
         """nodes: of a slab."""
-        top = (f - f.amax(1, keepdim=True)).clamp_min(LOWEST).to(dtype)
+        top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
         slabs = _blocks(len(self.half), nodes)
         found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
         for block in _blocks(len(f), self._rows_at_once(nodes, dtype)):

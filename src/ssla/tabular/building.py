@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name, warn
-from ssla.fitting import fit_roughly, polish_again
+from ssla.fitting import fit_at_mode, polish_again
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.network import LAST_LAYER
-from ssla.posterior import Posterior, fit
+from ssla.posterior import Posterior
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.priors import Gaussian as GaussianPrior
@@ -301,11 +300,7 @@ class _Work:
         """rough: only to choose a prior."""
         data, prior = self.data.of(rows), prior or GaussianPrior(self.settings.schedule.precision)
         weights, structure = self.settings.weights, self.settings.structure
-        # Rows that early stopping left out choose the prior: the head of each network follows it.
-        mode = POLISH if weights == LAST_LAYER else None
-        if rough:
-            return Posterior(fit_roughly(module, data, likelihood, prior, weights, structure, mode))
-        return fit(module, data, likelihood=likelihood, prior=prior, weights=weights, structure=structure, mode=mode)
+        return Posterior(fit_at_mode(module, data, likelihood, prior, weights, structure, rough))
 
     def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise; none where a constant is better."""

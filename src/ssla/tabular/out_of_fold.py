@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssla.fitting import fit_at_mode
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.network.unset import unset_linear
-from ssla.posterior import Posterior, fit
+from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture
 from ssla.predictive.normals import averaged
 from ssla.priors import Gaussian
 from ssla.refit import Refit
-from ssla.state import POLISH, Marginal
+from ssla.state import Marginal
 from ssla.tabular.component import Component
 from ssla.tabular.scaling import Scaling, units_of
 from ssla.tabular.stacking import shares
@@ -182,7 +183,7 @@ def _fitted(weight: Tensor, bias: Tensor, data: Any, likelihood: Any, precision:
     with warnings.catch_warnings():  # the start is the prior's mean, which the fit may leave
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        return fit(linear(weight, bias), data, likelihood=likelihood, prior=prior, structure=structure, mode=POLISH)
+        return Posterior(fit_at_mode(linear(weight, bias), data, likelihood, prior, structure=structure))
 
 
 def _line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:

@@ -65,5 +65,4 @@ def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
     warn(
         f"On the {rows} the predictive is worse than the network itself: a negative log density of {own:.4g} against "
         f"{network:.4g} a row. {CAUSES}",
-        RuntimeWarning,
     )
