@@ -343,14 +343,14 @@ class State:
         """θ̂ by name (after `polish` not the module's own values)."""
         return self.network.layout.unpack(self.theta.clone())
 
-    def linearised(self, x: Any, differentiable: bool = False) -> Iterator[tuple[Tensor, Jacobian]]:
+    def linearised(self, x: Any, differentiable: bool = False, progress: bool | None = None) -> Iterator[tuple[Tensor, Jacobian]]:
         """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time.
 
         differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is then held.
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
         graph = differentiable and torch.is_grad_enabled() and any(part.requires_grad for part in leaves(inputs))
-        for part in progress_bar(self.network.chunks(inputs, self.memory_budget), None, None, "predict", "chunk"):
+        for part in progress_bar(self.network.chunks(inputs, self.memory_budget), None, progress, "predict", "chunk"):
             f, J = self.network.linearise(part, self.mean if self.network.linear else self.theta, graph)
             if graph:
                 _refuse_disconnected(f, part)

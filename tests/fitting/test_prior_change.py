@@ -42,7 +42,8 @@ def net(outputs=1, seed=0):
 def fit(model, y, prior=OLD, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return ssla.fit(model, (X, y), prior=prior, gaussian="laplace", **{"mode": "polish"} | options)
+        mode = "polish" if options.get("weights", "last_layer") == "last_layer" else None
+        return ssla.fit(model, (X, y), prior=prior, gaussian="laplace", **{"mode": mode} | options)
 
 
 def at(posterior, model):

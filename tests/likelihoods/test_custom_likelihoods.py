@@ -299,7 +299,7 @@ def test_polish_over_kinks_with_a_little_curvature_ends_and_warns(most, monkeypa
     counted = Counted(lambda y, f: laplace(y, f) - 0.01 * (y - f[..., 0]) ** 2)
     likelihood = L.custom(counted, fisher=lambda f: torch.ones_like(f)[..., None])
     with pytest.warns(RuntimeWarning, match="polish (did not reach the mode|stopped after .* a log density with kinks)"):
-        post = ssla.fit(linear(), (X, Y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
+        post = ssla.fit(linear(), (X, Y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace", mode="polish")
     assert counted.calls <= 4 * (most + 3)
     assert any(note.startswith("polish ") for note in post.report.notes)
 

@@ -120,6 +120,7 @@ def test_a_network_too_wide_for_a_matrix_is_fitted_by_its_rows_within_the_budget
 # --- the sketch ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_low_rank_tends_to_dense_as_the_rank_grows(kind):
     x, new = rows(80), rows(30, seed=2)

@@ -99,8 +99,9 @@ class Job:
         mode = self._order(None).mode_for(network)
         if isinstance(self.likelihood.predictive, Custom) and sums.straight:
             sums, mode = replace(sums, newton=None), self._without_polish(mode)
-        verdict = self._verdict(sums, target) if self.mode is None and self.judges else None
-        if verdict is not None and mode == POLISH:
+        judged_by_sums = self.judges and self.mode is None and mode == POLISH
+        verdict = self._verdict(sums, target) if judged_by_sums else None
+        if verdict is not None:
             mode = verdict.mode
             self.notes.append(verdict.note("the class frequencies" if target.classes else "the best constant prediction"))
         theta, steps = network.theta, 0

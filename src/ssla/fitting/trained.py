@@ -31,7 +31,7 @@ from ssla.structures.jacobians import Features
 
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
 SAMPLE, SAMPLE_OF_CHUNK = 2048, 256  # rows for the best constant of likelihoods without a closed form
-CONSTANT_STEPS = 50
+CONSTANT_STEPS = 20
 STRONGER = (1.0, 10.0, 100.0)  # factors on τ for numbers and counts
 SHARE = 0.75  # of what the features allow
 

@@ -48,7 +48,7 @@ def warn_on_training_rows(posterior: State) -> None:
     own = Candidate(posterior.likelihood, posterior.covariance, None)
     parts, means = [], []
     start = 0
-    for f, J in posterior.linearised(slice_inputs(batch.x, slice(0, GUARD_ROWS))):
+    for f, J in posterior.linearised(slice_inputs(batch.x, slice(0, GUARD_ROWS)), progress=False):
         parts.append(log_densities(own, y[start : start + len(f)], f.double(), J))
         means.append(f.double())
         start += len(f)

@@ -59,7 +59,7 @@ class ValidationRows:
             x, y, w = checked(batch, support, outputs)
             targets.append(y)
             weights.append(torch.ones(len(y), dtype=torch.float64) if w is None else w)
-            for f, J in posterior.linearised(x):
+            for f, J in posterior.linearised(x, progress=False):
                 means.append(f.double())
                 size += bytes_of(J)
                 if kept is not None and size <= posterior.memory_budget // KEPT_SHARE:
@@ -141,7 +141,7 @@ class ValidationRows:
     def _again(self) -> Iterator[tuple[Tensor, Jacobian]]:
         for batch in self.source:
             if batch.y.shape[0]:
-                yield from self.posterior.linearised(batch.x)
+                yield from self.posterior.linearised(batch.x, progress=False)
 
 
 def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
