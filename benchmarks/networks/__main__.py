@@ -232,7 +232,8 @@ def table(task: str, records: list[Record]) -> str:
         else ["RMSE", "coverage 50%", "coverage 90%", "coverage 95%"]
     )
     columns = [*keys, "AUROC", "AUROC MI", *shifts]
-    header = ["method", "loss", "difference ± se", *columns, "fit s", "predict ms/row", "peak MB"]
+    header = ["method", "seeds", "loss", "difference ± se", *columns]
+    header += ["fit s", "predict ms/row", "peak MB"]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     others = []
     for method in [LAPLACE_BEST, *METHODS]:
@@ -245,7 +246,7 @@ def table(task: str, records: list[Record]) -> str:
             ][:1]
             continue
         difference = f"{mean_of(mine, 'difference'):+.4f} ± {mean_of(mine, 'difference se'):.4f}"
-        row = [method, cell(mean_of(mine, "loss"), 4), difference]
+        row = [method, str(len(mine)), cell(mean_of(mine, "loss"), 4), difference]
         row += [
             cell(mean_of(mine, key), 4 if key in ("ECE", "Brier") or key.startswith("shift") else 3)
             for key in columns
