@@ -22,7 +22,7 @@ from ssla.state import TILT, VARIATIONAL
 
 # Nats a row. Settings next to each other may have a paired standard error of 1e-4 (fashion, 5,000
 # rows), which would leave no room for doubt that is worth .05 in the AUROC of other inputs.
-LEAST_LOSS, MOST_LOSS = 0.001, 0.003
+LEAST_LOSS, MOST_LOSS = 0.001, 0.002
 
 
 class Setting(NamedTuple):
