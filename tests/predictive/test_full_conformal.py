@@ -166,6 +166,7 @@ def set_by_fits(law, outputs, x, y, at, candidates, level):
                 likelihood=law,
                 prior=ssla.priors.Gaussian(),
                 gaussian="laplace",
+                mode="polish",
             )
             scores.append(full_conformal.score(law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])))
         scores = torch.cat(scores)
