@@ -32,7 +32,7 @@ PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 # from so many rows on, or beyond so many classes, pooled sums over classes have nodes of their own in each row
 MANY_ROWS, MANY_CLASSES = 4096, 1000
 # Measured at (10k, 512, 10) against 512 nodes a row: 8 change the variances of outputs by 0.4%, 64 by 0.6%, so that the rounds'
-# own tolerance hides the rest (benchmarks/head_speed.py --nodes).
+# own tolerance hides the rest (10,000 × 512 × 10, by a script that was not kept).
 NODES_OF_ALL_ROWS = 1 << 17
 FEWEST_NODES = 8  # of a row
 BLOCK = 1 << 18  # numbers of those nodes that are worked on together: more for many classes, whose matrix is as large
