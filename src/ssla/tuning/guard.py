@@ -12,8 +12,8 @@ from ssla.tuning.choice import mean_and_error
 from ssla.tuning.validation_rows import Candidate, log_densities
 
 GUARD_ROWS = 256  # training rows that are compared, from the first batch
-# Nats a row. A posterior gives up some confidence on rows that its network has memorised, and is
-# better for it on others: on clinc .1 nats. Posteriors that fail lose 1 and more (method.md, 11).
+# Nats a row: a guess. A posterior gives up some confidence on rows that its network has memorised,
+# and may be better for it on others. Posteriors that fail lose 1 and more (method.md, section 11).
 WORSE_ON_TRAINING_ROWS = 0.5
 CAUSES = (
     "Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) gaussian='laplace' for classes, whose "
