@@ -157,6 +157,40 @@ def test_the_temperature_is_what_the_network_is_off_by(law: type, outputs: int, 
     assert own <= truth + 0.03
 
 
+def separated(rows: int) -> Problem:
+    """Three classes that the network tells apart without an error, in rows of any part."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(8, 3).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(4 * torch.eye(3, 8))
+        model.bias.zero_()
+    x = torch.randn(4 * rows, 8, generator=generator, dtype=torch.float64)
+    x = x[x[:, :3].topk(2).values.diff()[:, 0] < -0.4][: TRAIN + rows]
+    y = x[:, :3].argmax(1)
+    assert len(x) == TRAIN + rows
+    return Problem(model, (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:]), (x, y))
+
+
+# The warning: such rows choose a strong prior.
+@pytest.mark.filterwarnings("ignore:The network is not at the mode")
+@pytest.mark.parametrize("rows", [100, 1000])
+def test_rows_without_an_error_leave_the_temperature_finite(rows: int) -> None:
+    """Their likelihood grows as the temperature T falls; the prior of log T gives a maximum."""
+    given = separated(rows)
+    options = {"likelihood": L.Categorical(), "validation": given.unseen, "mode": "tilt"}
+    found = ssla.fit(given.model, given.train, **options)
+    f, y = given.model(given.unseen[0]).detach(), given.unseen[1]
+
+    def loss(log_temperature: np.ndarray) -> float:
+        value = float(log_temperature[0])
+        entropy = nn.functional.cross_entropy(f / math.exp(value), y, reduction="sum")
+        return 0.5 * value**2 + float(entropy)
+
+    best = math.exp(minimize(loss, np.array([0.0]), method="Nelder-Mead").x[0])
+    assert found.report.validation.network_spread == pytest.approx(best, rel=0.03)  # one of a grid
+    assert found.likelihood.temperature > 0.6 * best
+
+
 def test_wrong_noise_is_corrected() -> None:
     given = problem(L.HeteroscedasticGaussian(scale=2.0), 2)
     posterior = ssla.fit(given.model, given.train, likelihood=L.HeteroscedasticGaussian(), validation=given.unseen, mode="tilt")
@@ -287,6 +321,45 @@ def test_loaders_lists_and_arrays_are_the_same_rows() -> None:
     for other in found[1:]:
         assert other.likelihood.temperature == pytest.approx(found[0].likelihood.temperature, rel=1e-9)
         torch.testing.assert_close(other.predict(x).probs, found[0].predict(x).probs)
+
+
+class Texts(nn.Module):
+    """Embeddings averaged over the tokens that the mask shows; the answer is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        shown = self.embedding(ids) * mask[:, :, None]
+        return {"logits": self.head(shown.sum(1) / mask.sum(1, keepdim=True))}
+
+
+@pytest.mark.parametrize("weights", ["last_layer", ["embedding.weight"]])
+def test_dicts_of_different_lengths_are_the_same_rows(weights: str | list[str]) -> None:
+    """Batches padded to their own longest text, as Hugging Face has them, and all rows padded at once."""
+    model = Texts().double().eval()
+    ids = torch.randint(1, 20, (90, 6))
+    ids[::2, 4:] = 0
+    mask, y = (ids > 0).long(), ids[:, 0] % 3
+    batches = []
+    for rows in (slice(0, 90, 2), slice(1, 90, 2)):
+        length = int(mask[rows].sum(1).max())
+        parts = {"ids": ids[rows, :length], "mask": mask[rows, :length]}
+        batches.append(parts | {"labels": y[rows]})
+    assert len({batch["ids"].shape for batch in batches}) == 2
+    order = torch.cat([torch.arange(0, 90, 2), torch.arange(1, 90, 2)])
+    whole = ({"ids": ids[order], "mask": mask[order]}, y[order])
+    train = ({"ids": ids[:40], "mask": mask[:40]}, y[:40])
+    options = {"likelihood": L.Categorical(), "output": "logits", "weights": weights, "mode": "tilt"}
+    forms = (whole, batches, iter(batches))
+    fits = [ssla.fit(model, train, validation=form, gaussian="laplace", **options) for form in forms]
+    loss = nn.functional.cross_entropy(model(**whole[0])["logits"].detach(), whole[1])
+    for fit in fits:
+        assert fit.report.validation.rows == 90
+        assert fit.report.validation.plug_in == pytest.approx(float(loss))
+        torch.testing.assert_close(fit.predict(train[0]).probs, fits[0].predict(train[0]).probs)
 
 
 def test_a_row_of_weight_zero_does_not_count() -> None:

@@ -172,8 +172,11 @@ class Search:
         if not isinstance(likelihood, Dispersed):
             return 1.0
         f, weights = self.rows.outputs(step), self.rows.weights
-        means = [self.rows.plug_in(dispersed(likelihood, s), f) @ weights for s in SPREADS.tolist()]
-        return float(SPREADS[int(torch.stack(means).argmax())])
+        sums = [self.rows.plug_in(dispersed(likelihood, s), f) @ weights for s in SPREADS.tolist()]
+        # With a standard normal prior of log s, which matters only where the rows set no limit: if
+        # the network classifies all of them right, a smaller temperature is always better.
+        log_posterior = torch.stack(sums) - 0.5 * SPREADS.log() ** 2
+        return float(SPREADS[int(log_posterior.argmax())])
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
