@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python $(INSTALL)
 
-.PHONY: demo test lint format recipes bench paper docs clean
+.PHONY: demo test lint format recipes wheels bench paper docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/python -m ssla.demo
@@ -22,9 +23,20 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# the recipes of docs/recipes.md, with the libraries that they are about
-recipes: $(VENV)/.ready-dev $(VENV)/.ready-recipes
-	$(BIN)/python -m pytest -rs tests/test_recipes.py
+# the recipes of docs/recipes.md, in an environment of their own; a missing library fails there
+RECIPES := .venv-recipes
+RECIPE_PACKAGES := '.[metrics,recipes,sklearn]' pandas pytest
+recipes: $(RECIPES)/.ready
+	SSLA_RECIPES=1 $(RECIPES)/bin/python -m pytest tests/test_recipes.py
+
+# `make wheels WHEELS=DIR` fills a folder, `make recipes WHEELS=DIR` installs from it alone
+WHEELS ?=
+RECIPE_PIP = $(RECIPES)/bin/python $(INSTALL) $(if $(WHEELS),--no-index --find-links '$(WHEELS)')
+DOWNLOAD = $(PYTHON) -m pip download --quiet -c constraints.txt --dest '$(WHEELS)'
+wheels:
+	$(if $(WHEELS),,$(error give WHEELS=DIR))
+	$(DOWNLOAD) torch==2.13.0 $(RECIPE_PACKAGES) hatchling editables
+	$(DOWNLOAD) --no-deps skpro scikit-base
 
 bench: $(VENV)/.ready-peers
 	$(BIN)/python -m pytest -q -p no:cacheprovider benchmarks/test_agreement.py
@@ -44,7 +56,7 @@ docs: $(VENV)/.ready-docs
 	$(BIN)/python tools/check_site.py build/site
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/examples docs/messages.md
+	rm -rf $(VENV) $(RECIPES) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/examples docs/messages.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -71,4 +83,12 @@ $(VENV)/.ready-peers: $(VENV)/.ready-paper benchmarks/requirements-peers.txt ben
 # what benchmarks/tables.py and trees.py compare with
 $(VENV)/.ready-tables: $(VENV)/.ready-peers benchmarks/requirements-tables.txt
 	$(PIP) -r benchmarks/requirements-tables.txt
+	@touch $@
+
+# skpro declares an older pandas than ours and works with ours: hence --no-deps
+$(RECIPES)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RECIPES)
+	$(RECIPE_PIP) torch==2.13.0
+	$(RECIPE_PIP) -e $(RECIPE_PACKAGES)
+	$(RECIPE_PIP) --no-deps skpro scikit-base
 	@touch $@

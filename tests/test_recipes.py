@@ -1,5 +1,11 @@
-"""The recipes of docs/recipes.md run as they stand, and their numbers agree with the networks and with brute force."""
+"""The recipes of docs/recipes.md run as they stand, and agree with the networks and brute force.
 
+`make recipes` sets SSLA_RECIPES: every package is installed there, and a missing one fails.
+"""
+
+import importlib
+import math
+import os
 import re
 from pathlib import Path
 
@@ -15,13 +21,46 @@ EXTRA = "pip install 'ssla[recipes]'"
 RECIPES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.S | re.M))
 
 
+def needs(package, remedy=EXTRA):
+    """The imported package. Without it the test is skipped, and fails in `make recipes`."""
+    if "SSLA_RECIPES" in os.environ:
+        return importlib.import_module(package)
+    return pytest.importorskip(package, reason=f"needs {package}: {remedy}", exc_type=ImportError)
+
+
 def run(title, *packages, remedy=EXTRA):
-    """The names after one recipe; skipped with the reason if a package is missing."""
+    """The names after one recipe."""
     for package in packages:
-        pytest.importorskip(package, reason=f"the recipe {title!r} needs {package}: {remedy}", exc_type=ImportError)
+        needs(package, remedy)
     names = {}
     exec(RECIPES[title], names)
     return names
+
+
+def check_validation_of_classes(posterior, logits, y):
+    """The report's loss of the network is the cross-entropy of its logits on the unseen rows."""
+    found = posterior.report.validation
+    assert (found.rows, found.held_out) == (len(y), False)
+    loss = torch.nn.functional.cross_entropy(logits.double(), y)
+    assert found.plug_in == pytest.approx(float(loss), rel=1e-5)
+
+
+def check_validation_of_numbers(posterior, outputs, y):
+    """The best noise of the network is the root mean square of its residuals on the unseen rows."""
+    found = posterior.report.validation
+    assert (found.rows, found.held_out) == (len(y), False)
+    mean_square = float(((y - outputs[:, 0]).double() ** 2).mean())
+    best = 0.5 * math.log(2 * math.pi * math.e * mean_square)
+    assert best <= found.scaled_plug_in <= best + 2e-3  # the noise of the report is one of a grid
+
+
+def test_a_missing_package_fails_where_all_are_installed(monkeypatch):
+    monkeypatch.delenv("SSLA_RECIPES", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="needs no_such_package: pip install"):
+        needs("no_such_package")
+    monkeypatch.setenv("SSLA_RECIPES", "1")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        needs("no_such_package")
 
 
 def test_every_section_is_one_recipe():
@@ -38,6 +77,9 @@ def test_padding_changes_nothing_and_the_outputs_are_the_logits():
     unmasked = longer | {"attention_mask": torch.ones_like(longer["input_ids"])}
     mean, masked, visible = (posterior.marginal(x).mean for x in (new, longer, unmasked))
     assert float((visible - mean).abs().max()) > 1e3 * float((masked - mean).abs().max())  # without the mask it would matter
+    with torch.no_grad():
+        batches = [model(**batch).logits for batch in names["unseen"]]
+    check_validation_of_classes(posterior, torch.cat(batches), names["labels"][96:])
     kept = ssla.fit(model, loader, likelihood=ssla.likelihoods.Categorical(), output="logits", mode="tilt", gaussian="laplace")
     with torch.no_grad():
         torch.testing.assert_close(kept.predict(new, refit="plug_in").probs, model(**new).logits.softmax(1))
@@ -48,7 +90,7 @@ def test_padding_changes_nothing_and_the_outputs_are_the_logits():
 
 def test_a_decoder_takes_its_score_layer_by_name():
     """Its logits are picked from those of all positions, so there is no last layer; the named weight is the same model."""
-    transformers = pytest.importorskip("transformers", reason=f"needs transformers: {EXTRA}", exc_type=ImportError)
+    transformers = needs("transformers")
     tokens = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, num_labels=2, **tokens)
     model = transformers.GPT2ForSequenceClassification(config).double().eval()
@@ -71,6 +113,8 @@ def test_the_adapters_are_the_free_parameters_and_match_brute_force():
     free = [p.requires_grad_() for name, p in model.named_parameters() if name in adapters]
     P = sum(p.numel() for p in free)
     assert names["posterior"].report.parameters == P == 4 * 2 * 16  # A and B of two layers: rank 2, width 16
+    unseen_x, unseen_y = names["unseen"]
+    check_validation_of_classes(names["posterior"], model(**unseen_x).logits.detach(), unseen_y)
     f = model(**x).logits
     rows = [torch.cat([g.flatten() for g in torch.autograd.grad(one, free, retain_graph=True)]) for one in f.flatten()]
     J, f = torch.stack(rows).reshape(*f.shape, P), f.detach()  # (N, C, P)
@@ -99,6 +143,9 @@ def test_padded_graphs_have_the_outputs_of_the_graph_network():
         for graphs in names["loader"]:
             own = network(graphs.x, graphs.edge_index, graphs.batch)
             torch.testing.assert_close(names["Padded"](network)(**padded(graphs)), own)
+        unseen = names["Batch"].from_data_list(names["molecules"][80:])
+        outputs = network(unseen.x, unseen.edge_index, unseen.batch)
+    check_validation_of_numbers(posterior, outputs, unseen.y)
     together = posterior.predict(padded(new)).interval(0.9)
     for row, graph in enumerate(new.to_data_list()):  # padded to its own size: no atom is missing, no padding is counted
         alone = posterior.predict(padded(names["Batch"].from_data_list([graph]))).interval(0.9)
@@ -113,8 +160,11 @@ def test_padded_graphs_have_the_outputs_of_the_graph_network():
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
 def test_a_lightning_module_is_its_inner_network():
     names = run("Lightning", "pytorch_lightning")
-    x = names["x"]
-    inner = ssla.fit(names["model"].network, names["loader"], likelihood=ssla.likelihoods.Gaussian(noise="estimate"))
+    x, y, network = names["x"], names["y"], names["model"].network
+    likelihood = ssla.likelihoods.Gaussian(noise="estimate")
+    inner = ssla.fit(network, names["loader"], likelihood=likelihood, validation=names["unseen"])
+    with torch.no_grad():
+        check_validation_of_numbers(names["posterior"], network(x[128:]), y[128:])
     assert torch.equal(names["posterior"].predict(x).interval(0.9), inner.predict(x).interval(0.9))
     assert torch.equal(names["posterior"].theta, inner.theta)
     assert names["model"].trainer is not None  # the user's module keeps its trainer
@@ -122,13 +172,17 @@ def test_a_lightning_module_is_its_inner_network():
 
 def test_images_have_the_features_of_the_resnet():
     names = run("A ResNet on images", "transformers")
-    model, images, posterior = names["model"], names["images"], names["posterior"]
+    model, images, labels = names["model"], names["images"], names["labels"]
+    posterior = names["posterior"]
     with torch.no_grad():
         features = model.resnet(images).pooler_output.flatten(1)
         logits = model(images).logits
-    head = ssla.fit(model.classifier[-1], (features, names["labels"]), likelihood=ssla.likelihoods.Categorical())
+    check_validation_of_classes(posterior, logits[96:], labels[96:])
+    train, unseen = (features[:96], labels[:96]), (features[96:], labels[96:])
+    likelihood = ssla.likelihoods.Categorical()
+    head = ssla.fit(model.classifier[-1], train, likelihood=likelihood, validation=unseen)
     torch.testing.assert_close(posterior.predict(images).probs, head.predict(features).probs, rtol=1e-4, atol=1e-5)
-    assert bool((logits.argmax(1) == names["labels"]).float().mean() > 0.9)
+    assert bool((logits.argmax(1) == labels).float().mean() > 0.9)
     unknown = posterior.predict(torch.randn(20, 1, 16, 16)).probs.amax(1)
     assert float(unknown.mean()) < float(posterior.predict(images).probs.amax(1).mean())
 
@@ -144,9 +198,11 @@ def test_a_search_is_scored_by_the_predictive_distribution():
 
 def test_skpro_has_the_moments_of_the_predictive():
     names = run("skpro", "skpro", "sklearn", remedy="pip install --no-deps skpro scikit-base (it declares an older pandas)")
+    crps_normal = needs("scoringrules").crps_normal
     X, found, model = names["X"][100:], names["found"], names["model"]
     own = model.estimator_.predict_dist(X)
     np.testing.assert_allclose(found.mean().to_numpy()[:, 0], own.mean, rtol=1e-6)
     np.testing.assert_allclose(found.var().to_numpy()[:, 0], own.variance, rtol=1e-6)
     score = names["CRPS"]()(names["y"][100:], found)
-    assert score == pytest.approx(float(metrics.crps(own, names["y"][100:]["price"].to_numpy())), rel=0.02)
+    normal = crps_normal(names["y"][100:]["price"].to_numpy(), own.mean.numpy(), own.stddev.numpy())
+    assert score == pytest.approx(float(np.mean(normal)), rel=1e-6)
