@@ -121,6 +121,9 @@ class Validation:
     settings: int  # how many were compared
     coverage: dict[str, float]  # level -> share of rows inside the intervals or sets of that level
     held_out: bool = False  # whether the rows were a share of the training data
+    mode: str = TILT  # the one that was chosen
+    # By what the outputs of most rows are divided, for the length of their features; None: no row is scaled by itself.
+    row_scales: tuple[float, float] | None = None
 
     def lines(self) -> list[str]:
         """For a report."""
@@ -130,12 +133,27 @@ class Validation:
             f"validation   {self.rows:,} rows chose between {self.settings} settings{seen}",
             f"             negative log density a row: network {self.plug_in:.4g}, rescaled {self.scaled_plug_in:.4g}, "
             f"predictive {self.predictive:.4g} (cross-fitted; gain {self.gain:.3g} ± {self.gain_error:.1g})",
-            f"             {words}; beside the doubt a factor of {self.spread:.3g} was chosen",
+            f"             {words}; {self._choice}",
         ]
+        if self.row_scales is not None:
+            low, high = self.row_scales
+            found.append(
+                "             its logits grow too fast with the length of the features: each row's are divided by a "
+                f"number of its own, {low:.2g} to {high:.2g} for most of these rows"
+            )
         if self.coverage:
             shares = ", ".join(f"{share:.1%} at {float(level):.0%}" for level, share in self.coverage.items())
             found.append(f"             coverage: {shares}")
         return found
+
+    @property
+    def _choice(self) -> str:
+        """What was chosen in the end."""
+        if self.mode == POLISH:
+            return (
+                f"these rows prefer the last layer fitted again on the training rows (polish), with a factor of {self.spread:.3g}"
+            )
+        return f"beside the doubt a factor of {self.spread:.3g} was chosen"
 
 
 @dataclass(frozen=True)

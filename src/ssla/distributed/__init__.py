@@ -24,10 +24,10 @@ from ssla._checks import in_plain_torch
 from ssla.data import Inputs, open_source, slice_inputs
 from ssla.distributed.engines import Engine, engine_of
 from ssla.fitting import checked_budget, checked_job, checked_weights
-from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within
+from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within, with_row_scale
 from ssla.fitting.ranks import alone
 from ssla.likelihoods import Likelihood
-from ssla.network import LAST_LAYER, Network, Output, checked_output, module_of, open_network
+from ssla.network import LAST_LAYER, Network, Output, RowScale, checked_output, describe, module_of, open_network
 from ssla.numerics.progress import wanted
 from ssla.posterior import Posterior
 from ssla.priors import Prior
@@ -89,6 +89,7 @@ class ShardTask:
     budget: int
     order: Order
     output: Output = None
+    row_scale: RowScale | None = None
 
 
 @in_plain_torch
@@ -96,6 +97,8 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     """One shard -> its sums."""
     materialise = task.order.structure.materialises
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
+    if task.row_scale is not None:
+        network = with_row_scale(network, task.row_scale)
     with alone():
         return Reader(open_source(_loaded(shard)), None, task.weights, task.budget, opened=network).read(task.order)
 
@@ -150,10 +153,14 @@ class Cluster:
         order = order.chosen(self.opened, self.budget)
         self.passes += 1
         # the private copy and its names: later changes to the user's module do not change the sums
-        task = ShardTask(module_of(self.opened), self.opened.layout.names, self.opening, self.budget, order, self.output)
+        names, scale = self.opened.layout.names, describe(self.opened).row_scale
+        task = ShardTask(module_of(self.opened), names, self.opening, self.budget, order, self.output, scale)
         label = f"pass {self.passes}" if wanted(self.progress) else None
         found: Pass = self.engine.merged(read_shard, task, self.shards, merge_pair, label)
         return found
+
+    def scale_rows(self, scale: RowScale) -> None:
+        self.opened = with_row_scale(self.network, scale)
 
     def _opening(self) -> Inputs:
         for shard in self.shards:

@@ -15,7 +15,7 @@ from ssla.fitting.trained import Classes, Numbers
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.likelihoods.averages import of_classes
-from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, Network, Output, open_network
+from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, LastLayer, Network, Output, RowScale, open_network
 from ssla.network.frozen import rows_within
 from ssla.network.last_layer import PRECISIONS
 from ssla.numerics.progress import Text
@@ -159,6 +159,10 @@ class Data(Protocol):
 
     def read(self, order: Order) -> Pass: ...
 
+    def scale_rows(self, scale: RowScale) -> None:
+        """From now on, passes are over the last layer with this scale of rows."""
+        ...
+
 
 @dataclass(eq=False)
 class Chunk:
@@ -218,6 +222,13 @@ class Reader:
             return self._read(order)
         finally:
             self.text.close()
+
+    def scale_rows(self, scale: RowScale) -> None:
+        self.opened = with_row_scale(self.network, scale)
+        self.linearised = None
+        for chunk in self.kept or ():
+            assert chunk.features is not None
+            chunk.features, chunk.outputs = self.opened.scaled(chunk.features), None
 
     def _read(self, order: Order) -> Pass:
         total: Sums | None = None
@@ -340,6 +351,14 @@ def _stored(J: Features) -> Features:
     if J.dtype == torch.float64:
         return replace(J.double(), remembers=True)
     return replace(J, phi=J.phi.float(), remembers=True)
+
+
+def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
+    """The last layer with a scale of rows, which it did not have."""
+    assert isinstance(network, LastLayer)
+    assert network.row_scale is None
+    assert network.offset is None
+    return replace(network, row_scale=scale)
 
 
 def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed
 
 from ssla.fitting.passes import Data, Order, Pass, Reader
-from ssla.network import Network, marks
+from ssla.network import Network, RowScale, marks
 from ssla.numerics.digests import digest
 
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
@@ -77,6 +77,10 @@ class Ranks:
     @cached_property
     def _marks(self) -> dict[str, str]:
         return marks(self.network)
+
+    def scale_rows(self, scale: RowScale) -> None:
+        self.mine.scale_rows(scale)
+        self.__dict__.pop("_marks", None)
 
     def read(self, order: Order) -> Pass:
         failure: Exception | None = None

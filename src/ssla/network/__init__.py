@@ -10,6 +10,7 @@ from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.last_layer import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
 from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
+from ssla.network.row_scale import RowScale, squared_lengths
 from ssla.network.tapping import LayerInputs
 from ssla.network.watch import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 
@@ -29,6 +30,7 @@ __all__ = [
     "NormPlan",
     "Opening",
     "Output",
+    "RowScale",
     "check_mode",
     "checked_output",
     "describe",
@@ -40,5 +42,6 @@ __all__ = [
     "output_of",
     "output_words",
     "reopen",
+    "squared_lengths",
     "trainable",
 ]

@@ -54,6 +54,7 @@ def marks(network: Network) -> dict[str, str]:
         "free parameters": digest((opening.linear, opening.names, opening.outputs)),
         "part of the result (output=)": digest(output_words(network)),
         "layers with a Kronecker form": digest((opening.layers, opening.others)),
+        "scales of rows": digest(opening.row_scale),
     }
 
 

@@ -12,6 +12,7 @@ from ssla.data import Inputs
 from ssla.network.bounds import shrink_factors, shrunk
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout
+from ssla.network.row_scale import RowScale
 from ssla.network.watch import Inputs as SeenInputs
 from ssla.structures.jacobians import Features, Jacobian
 
@@ -20,7 +21,10 @@ PRECISIONS = 4  # C×C matrices of a row, at most
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ from the rest of the network."""
+    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ from the rest of the network.
+
+    With a scale of rows, features, ones and outputs of a row are divided by it.
+    """
 
     frozen: Frozen
     weight: nn.Parameter
@@ -30,6 +34,7 @@ class LastLayer:
     fold_bias: bool
     offset: Tensor | None  # a bias that is not free (C,)
     notes: tuple[str, ...] = ()
+    row_scale: RowScale | None = None  # only without an offset
 
     linear = True
 
@@ -40,6 +45,11 @@ class LastLayer:
     @property
     def device(self) -> torch.device:
         return self.frozen.device
+
+    @property
+    def inputs(self) -> int:
+        """The number of features."""
+        return self.weight.shape[1]
 
     @property
     def kronecker(self) -> frozenset[str]:
@@ -77,11 +87,14 @@ class LastLayer:
         assert seen.input is not None
         phi = seen.input.to("cpu")
         factors = shrink_factors(phi)
-        J = Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias)
-        f = Features(J.phi.double(), self.outputs, self.fold_bias).push(
-            theta
-        )  # float64: means may be large compared with the noise
+        J = self.scaled(Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias))
+        # in float64: means may be large compared with the noise
+        f = Features(J.phi.double(), self.outputs, J.bias).push(theta)
         return (f if self.offset is None else f + self.offset), J
+
+    def scaled(self, J: Features) -> Features:
+        """Features of rows under the scale of rows, if there is one."""
+        return J if self.row_scale is None else self.row_scale.features(J, self.inputs)
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
         return self.linearise(x, theta)[0]

@@ -13,6 +13,7 @@ from ssla.network.copying import private_copy
 from ssla.network.frozen import CALLS, Frozen, Network, Output
 from ssla.network.last_layer import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.row_scale import RowScale
 
 INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
@@ -35,6 +36,7 @@ class Opening:
     integers: Mapping[str, str] | None = None  # not known in older files
     head: tuple[str, ...] = ()  # not known in older files
     norms: tuple[NormPlan, ...] = ()  # not known in older files: their columns are computed in another way
+    row_scale: RowScale | None = None
 
 
 def describe(network: Network) -> Opening:
@@ -53,7 +55,7 @@ def describe(network: Network) -> Opening:
         frozen.shapes,
     )
     if isinstance(network, LastLayer):
-        return Opening(*common, offset=network.offset, integers=frozen.integers)
+        return Opening(*common, offset=network.offset, integers=frozen.integers, row_scale=network.row_scale)
     return Opening(
         *common,
         layers=network.layers,
@@ -79,6 +81,9 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
     if min(sizes) < 1 or max(sizes) >= 1 << 63:
         raise ValueError("sizes must be positive and fit 64 bits")
+    scale = opening.row_scale
+    if scale is not None and not (scale.strength >= 0 and scale.mean > 0 and scale.least >= 0 and opening.linear):
+        raise ValueError("the scale of rows is not one")
     size = sum(parameters[name].numel() for name in names)
     planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
     covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)
@@ -152,4 +157,5 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         raise ValueError(f"{opening.names[0]!r} is not the weight of a last layer with {opening.outputs} outputs.")
     layout = last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
     offset = None if opening.offset is None else opening.offset.to(torch.float64)
-    return LastLayer(frozen, weight, layout, layout.pack(parameters), opening.outputs, bias is not None, offset)
+    theta, scale = layout.pack(parameters), opening.row_scale
+    return LastLayer(frozen, weight, layout, theta, opening.outputs, bias is not None, offset, row_scale=scale)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ssla import likelihoods, priors, structures
-from ssla.network import LayerPlan, NormPlan, Opening
+from ssla.network import LayerPlan, NormPlan, Opening, RowScale
 from ssla.state import Note, Report, Statistics, Validation, Variational
 from ssla.structures.kfac import LayerFactors
 
@@ -37,7 +37,7 @@ STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # add a new structure her
 
 
 def _table() -> dict[str, type]:
-    own: tuple[type, ...] = (Report, Statistics, Validation, Variational, LayerFactors, LayerPlan, NormPlan, Opening)
+    own: tuple[type, ...] = (Report, Statistics, Validation, Variational, LayerFactors, LayerPlan, NormPlan, Opening, RowScale)
     table: dict[str, type] = {cls.__name__: cls for cls in own}
     for package, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
         place = package.__name__.rpartition(".")[2]

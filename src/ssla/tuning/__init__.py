@@ -34,8 +34,10 @@ from ssla.structures import Dense, LowRank
 from ssla.tuning.bfgs import Maximum, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.guard import warn_on_training_rows
+from ssla.tuning.price import affordable
 from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
 from ssla.tuning.space import NOISE, PRIOR, Space
+from ssla.tuning.training_rows import TrainingRows
 from ssla.tuning.validation import choose_by_validation
 
 __all__ = ["choose_prior", "fitted", "tune"]
@@ -64,9 +66,14 @@ def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State
     """
     if validation is not None:
         return choose_by_validation(job, validation, held_out)
-    found = job.run()
-    posterior = choose_prior(found, job) if job.prior is None else found
-    warn_on_training_rows(posterior)
+    posterior = job.run()
+    if job.prior is not None:
+        warn_on_training_rows(posterior, TrainingRows.of(posterior))
+        return posterior
+    posterior = choose_prior(posterior, job)
+    rows = TrainingRows.of(posterior)
+    posterior = affordable(posterior, job, rows)
+    warn_on_training_rows(posterior, rows)
     return posterior
 
 

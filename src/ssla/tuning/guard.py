@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.data import checked, slice_inputs
 from ssla.state import State
 from ssla.tuning.choice import mean_and_error
-from ssla.tuning.validation_rows import Candidate, log_densities
+from ssla.tuning.training_rows import TrainingRows
 
-GUARD_ROWS = 256  # training rows that are compared, from the first batch
 # Nats a row: a guess. A posterior gives up some confidence on rows that its network has memorised,
 # and may be better for it on others. Posteriors that fail lose 1 and more (method.md, section 11).
 WORSE_ON_TRAINING_ROWS = 0.5
@@ -29,35 +27,18 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
         _warn("validation rows", scores, plug_in, weights)
 
 
-def warn_on_training_rows(posterior: State) -> None:
+def warn_on_training_rows(posterior: State, rows: TrainingRows | None) -> None:
     """Warn where some training rows are predicted far worse than by the network itself.
 
-    For posteriors that can read their data again. A comparison on rows that the network has seen favours the network: only a
-    large loss counts.
+    A comparison on rows that the network has seen favours the network: only a large loss counts.
     """
-    source = posterior.source
-    if source is None or not source.repeatable:
+    if rows is None:
         return
-    outputs = posterior.network.outputs
-    support = posterior.likelihood.support_for(outputs)
-    batch = next((batch for batch in source if batch.y.shape[0]), None)
-    if batch is None:
-        return
-    _, y, _ = checked(batch, support, outputs)
-    y = y[:GUARD_ROWS]
-    own = Candidate(posterior.likelihood, posterior.covariance, None)
-    parts, means = [], []
-    start = 0
-    for f, J in posterior.linearised(slice_inputs(batch.x, slice(0, GUARD_ROWS)), progress=False):
-        parts.append(log_densities(own, y[start : start + len(f)], f.double(), J))
-        means.append(f.double())
-        start += len(f)
-    scores = torch.cat(parts)
-    plug_in = posterior.likelihood.predictive.log_prob(y, torch.cat(means))
-    ones = torch.ones(len(y), dtype=torch.float64)
-    loss = mean_and_error(plug_in - scores, ones)
+    scores = rows.scores(posterior)
+    ones = torch.ones(len(scores), dtype=torch.float64)
+    loss = mean_and_error(rows.plug_in - scores, ones)
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
-        _warn("training rows", scores, plug_in, ones)
+        _warn("training rows", scores, rows.plug_in, ones)
 
 
 def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:

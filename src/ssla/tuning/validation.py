@@ -7,6 +7,7 @@ confidence. Validation rows decide
   the prior        a factor on the precisions of the trained weights' scale
   the mode         the trained head (tilt), or the polished one where that is affordable
   the Gaussian     the one at the mode (laplace), or the variational one
+  a scale of rows  where the confidence of a classifier clearly grows too fast with the length of its features
 
 by the rule of `ssla.tuning.choice`. Features of these rows are computed once; every setting is then
 a prediction in output space. Searches on the way are rough (fewer rows and nodes); the posterior of
@@ -23,7 +24,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ssla.data import Source
@@ -32,17 +32,18 @@ from ssla.fitting.passes import Reader, thinned
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.likelihood import Dispersed, dispersed, dispersion_in_words
+from ssla.network import LastLayer
 from ssla.predictive.leave_one_out import ranks
 from ssla.priors import BoundGaussian
 from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, Validation
 from ssla.tuning.choice import Setting, best_spread, cross_fitted, mean_and_error
 from ssla.tuning.guard import warn_on_validation_rows
+from ssla.tuning.network_itself import best_spread as best_spread_of_network
+from ssla.tuning.network_itself import chosen_row_scale
 from ssla.tuning.score_table import Scored, ScoreTable
 from ssla.tuning.space import posterior_prior
 from ssla.tuning.validation_rows import Candidate, ValidationRows
 
-# Factors on the dispersion at which the network itself is scored.
-SPREADS = torch.logspace(-1.5, 1.5, 121, base=8.0, dtype=torch.float64)
 # The doubt explains a part of the errors: the dispersion beside it lies between one and the best one
 # without doubt. The steps are guesses; a parabola through three of them refines the choice.
 SPREAD_STEP, FEWEST_SPREADS, MARGIN = 1.3, 3, 1.15
@@ -50,6 +51,9 @@ SPREAD_STEP, FEWEST_SPREADS, MARGIN = 1.3, 3, 1.15
 # then finer around the best. On clinc, by 64 nodes, half a decade below the best costs .05 nats and
 # above it .02; a part of that is the error of so few nodes.
 PRECISIONS = tuple(4.0**k for k in range(5, -7, -1))
+# Below it, prior standard deviations are 64 times the trained weights: what the rows leave open (a shift of all logits) would
+# have variances beside which float32 loses the rest.
+LEAST_PRECISION = PRECISIONS[-1]
 FINER = tuple(2.0 ** (k / 2) for k in range(4, -5, -1))
 COARSE_ROWS = 1000
 VARIATIONAL_SPREADS = (1.0, 0.8, 1.25)  # around the best of laplace
@@ -57,7 +61,8 @@ VARIATIONAL_PRECISIONS = tuple(2.0**k for k in range(2, -7, -1))
 SEARCH_ROWS = 4_000  # training rows of variational Gaussians on the way
 SEARCH_ROUNDS = 8  # passes for each of them
 POLISH_WORK = 1e9  # rows × parameters²: beyond, polished heads take long, and only a given mode has them
-POLISH_FINER = (2.0, 0.5)
+POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
+POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
 POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one without doubt
 COVERAGE_ROWS = 1000
 LEVELS = (0.5, 0.9, 0.95)
@@ -66,7 +71,12 @@ LEVELS = (0.5, 0.9, 0.95)
 def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     """The posterior of the setting that validation rows choose, with what they say in its report."""
     job, start = trained_state(job)
-    rows = ValidationRows.read(start, validation)
+    as_it_came = rows = ValidationRows.read(start, validation)
+    scale = chosen_row_scale(rows, start.likelihood)
+    if scale is not None:
+        job.data.scale_rows(scale)
+        job, start = trained_state(replace(job, inputs=None))
+        rows = rows.scaled(start)
     search = Search(job, start, rows)
     with _quiet():
         search.run()
@@ -74,7 +84,7 @@ def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     spread = best_spread(table.settings, table.scores, rows.weights, table.choice)
     setting = table.settings[table.choice]._replace(spread=spread)
     posterior = search.job_at(setting).run()
-    return _with_report(posterior, search, setting, held_out)
+    return _with_report(posterior, search, as_it_came, setting, held_out)
 
 
 def trained_state(job: Job) -> tuple[Job, State]:
@@ -168,25 +178,21 @@ class Search:
 
     def _spread_without_doubt(self, step: Tensor | None) -> float:
         """The best dispersion of the network itself, with its free weights moved by `step`."""
-        likelihood = self.start.likelihood
-        if not isinstance(likelihood, Dispersed):
-            return 1.0
-        f, weights = self.rows.outputs(step), self.rows.weights
-        sums = [self.rows.plug_in(dispersed(likelihood, s), f) @ weights for s in SPREADS.tolist()]
-        # With a standard normal prior of log s, which matters only where the rows set no limit: if
-        # the network classifies all of them right, a smaller temperature is always better.
-        log_posterior = torch.stack(sums) - 0.5 * SPREADS.log() ** 2
-        return float(SPREADS[int(log_posterior.argmax())])
+        return best_spread_of_network(self.rows, self.start.likelihood, self.rows.outputs(step))
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
         """Factors on the dispersion, from the smallest: those between one and the network's own."""
         if not isinstance(self.start.likelihood, Dispersed):
             return (1.0,)
-        low = min(1.0, self.network_spread) / MARGIN
-        high = max(1.0, self.network_spread) * MARGIN
+        low, high = self._range
         count = max(math.ceil(math.log(high / low) / math.log(SPREAD_STEP)) + 1, FEWEST_SPREADS)
         return tuple(low * (high / low) ** (k / (count - 1)) for k in range(count))
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        """The least and the largest factor on the dispersion."""
+        return min(1.0, self.network_spread) / MARGIN, max(1.0, self.network_spread) * MARGIN
 
     def likelihood_at(self, spread: float) -> Likelihood:
         return dispersed(self.start.likelihood, spread)
@@ -228,12 +234,18 @@ class Search:
         for spread in self.spreads:
             settings = [Setting(self.mode, LAPLACE, spread, level) for level in self.precisions]
             coarse.descend([(setting, self._tilted_candidate(setting))] for setting in settings)
-        best = coarse.best
+        best = coarse.settings[coarse.choice]  # not the very best: the rule looks for doubt, which costs a little
         place = self.spreads.index(best.spread)
         for spread in self.spreads[max(place - 1, 0) : place + 2]:
-            levels = [best.precision * factor for factor in ((1.0,) if self.fixed_prior else FINER)]
+            levels = self._around(best.precision, FINER)
             settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
             self.whole.descend([(setting, self._tilted_candidate(setting))] for setting in settings)
+
+    def _around(self, level: float, factors: tuple[float, ...]) -> list[float]:
+        """Prior precisions around one, from the strongest on; that one alone where a prior was given."""
+        if self.fixed_prior:
+            return [level]
+        return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
     def _tilted_candidate(self, setting: Setting) -> Candidate:
         likelihood = self.likelihood_at(setting.spread)
@@ -281,7 +293,7 @@ class Search:
     def _polished(self) -> None:
         """Heads at the mode of each prior, each with the dispersions that suit it."""
         table = ScoreTable(self.rows)
-        table.descend(self._polished_group(level) for level in self.precisions)
+        table.descend(self._polished_group(level) for level in ((1.0,) if self.fixed_prior else POLISH_PRECISIONS))
         if table.settings and not self.fixed_prior:
             near = [table.best.precision * factor for factor in POLISH_FINER]
             table.add([scored for level in near for scored in self._polished_group(level)])
@@ -335,11 +347,14 @@ class Search:
 
     def _variational(self) -> None:
         """Variational Gaussians of the trained head, around the best setting of laplace, each from the one before it."""
-        best = self.whole.of(LAPLACE).best
-        factors = (1.0,) if self.fixed_prior else VARIATIONAL_PRECISIONS
-        for spread in VARIATIONAL_SPREADS if not self.fixed_spread else (1.0,):
-            job = self._search_job(self.likelihood_at(spread * best.spread))
-            settings = [Setting(self.mode, VARIATIONAL, spread * best.spread, factor * best.precision) for factor in factors]
+        laplace = self.whole.of(LAPLACE)
+        best = laplace.settings[laplace.choice]
+        levels = self._around(best.precision, VARIATIONAL_PRECISIONS)
+        low, high = self._range
+        tried = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
+        for spread in dict.fromkeys(min(max(factor * best.spread, low), high) for factor in tried):
+            job = self._search_job(self.likelihood_at(spread))
+            settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
             self.whole.descend(self._variational_candidates(settings, job))
 
     def _search_job(self, likelihood: Likelihood) -> Job:
@@ -361,16 +376,17 @@ class Search:
 # --- what the rows say ---------------------------------------------------------------------------
 
 
-def _with_report(posterior: State, search: Search, setting: Setting, held_out: bool) -> State:
-    """The posterior with the figures of the validation rows in its report."""
+def _with_report(posterior: State, search: Search, as_it_came: ValidationRows, setting: Setting, held_out: bool) -> State:
+    """The posterior with the figures of the validation rows in its report. `as_it_came`: the rows without a scale of rows."""
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
-    plug_in = rows.plug_in(start.likelihood)
-    scaled = rows.plug_in(search.likelihood_at(search.network_spread))
+    plug_in = as_it_came.plug_in(start.likelihood)
+    network_spread = best_spread_of_network(as_it_came, start.likelihood, as_it_came.f)
+    scaled = as_it_came.plug_in(search.likelihood_at(network_spread))
     found = cross_fitted(table.settings, table.scores, weights)
     gain = mean_and_error(found - plug_in, weights)
     rescaled = mean_and_error(scaled - plug_in, weights)
-    certain = search.network_spread if rescaled.mean > 2 * rescaled.error else 1.0
+    certain = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
     kept = bool((posterior.theta == start.theta).all()) or start.network.linear
     own = Candidate(posterior.likelihood, posterior.covariance, posterior.mean - start.theta)
     report = Validation(
@@ -380,19 +396,30 @@ def _with_report(posterior: State, search: Search, setting: Setting, held_out: b
         predictive=-mean_and_error(found, weights).mean,
         gain=gain.mean,
         gain_error=gain.error,
-        network_spread=search.network_spread,
+        network_spread=network_spread,
         words=dispersion_in_words(start.likelihood, certain),
         spread=setting.spread,
         precision=setting.precision,
         settings=len(table.settings),
         coverage=_coverage(rows, own) if kept else {},
         held_out=held_out,
+        mode=setting.mode,
+        row_scales=_row_scales(rows),
     )
     if kept:
         with _quiet():
             final = rows.scores([own])[0]
         warn_on_validation_rows(final, plug_in, weights)
     return replace(posterior, report=replace(posterior.report, validation=report))
+
+
+def _row_scales(rows: ValidationRows) -> tuple[float, float] | None:
+    """By what the outputs of most rows were divided: the quantiles of 5% and 95%. None without a scale of rows."""
+    network = rows.posterior.network
+    if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
+        return None
+    ordered = network.row_scale.of_squares(rows.squares).sort().values
+    return float(ordered[int(0.05 * len(ordered))]), float(ordered[int(0.95 * len(ordered))])
 
 
 def _coverage(rows: ValidationRows, own: Candidate) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ssla.data import Source, checked, open_source
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.integrals import log_average
+from ssla.network import LastLayer, squared_lengths
 from ssla.predictive import Predictive, predictive_of_outputs
 from ssla.state import State
 from ssla.structures import Operator
@@ -44,13 +45,14 @@ class ValidationRows:
     weights: Tensor  # (n,)
     f: Tensor  # outputs at the mean of θ (n, C), float64
     kept: tuple[tuple[Tensor, Jacobian], ...] | None
+    squares: Tensor | None = None  # of the lengths of features (n,); None where no last layer is free
 
     @staticmethod
     def read(posterior: State, data: Any) -> ValidationRows:
         source = open_source(data)
         outputs = posterior.network.outputs
         support = posterior.likelihood.support_for(outputs)
-        targets, weights, means = [], [], []
+        targets, weights, means, squares = [], [], [], []
         kept: list[tuple[Tensor, Jacobian]] | None = []
         size = 0
         for batch in source:
@@ -61,6 +63,9 @@ class ValidationRows:
             weights.append(torch.ones(len(y), dtype=torch.float64) if w is None else w)
             for f, J in posterior.linearised(x, progress=False):
                 means.append(f.double())
+                if isinstance(posterior.network, LastLayer):
+                    assert isinstance(J, Features)
+                    squares.append(squared_lengths(J, posterior.network.inputs))
                 size += bytes_of(J)
                 if kept is not None and size <= posterior.memory_budget // KEPT_SHARE:
                     kept.append((f, J))
@@ -80,7 +85,23 @@ class ValidationRows:
                 "of the memory budget. Give arrays, a list of batches or a DataLoader, or a larger memory_budget."
             )
         parts = None if kept is None else tuple(kept)
-        return ValidationRows(posterior, source, torch.cat(targets), torch.cat(weights), torch.cat(means), parts)
+        lengths = torch.cat(squares) if squares else None
+        return ValidationRows(posterior, source, torch.cat(targets), torch.cat(weights), torch.cat(means), parts, lengths)
+
+    def scaled(self, posterior: State) -> ValidationRows:
+        """The same rows under a posterior whose network has a scale of rows, where that of the rows at hand has none."""
+        network = posterior.network
+        assert isinstance(network, LastLayer)
+        assert network.row_scale is not None
+        assert self.squares is not None
+        s = network.row_scale.of_squares(self.squares)[:, None]
+        kept, start = [], 0
+        for f, J in self.kept or ():
+            assert isinstance(J, Features)
+            kept.append((f / s[start : start + len(f)].to(f.dtype), network.scaled(J)))
+            start += len(f)
+        parts = None if self.kept is None else tuple(kept)
+        return replace(self, posterior=posterior, f=self.f / s, kept=parts)
 
     def thinned(self, most: int) -> ValidationRows:
         """At most so many of the rows, evenly spread; all of them where their Jacobians are not kept."""
@@ -94,8 +115,9 @@ class ValidationRows:
             own = slice(-start % stride, None, stride)
             start += len(f)
             kept.append((f[own], replace(J, phi=J.phi[own])))
-        parts = (self.y[picked], self.weights[picked], self.f[picked])
-        return ValidationRows(self.posterior, self.source, *parts, tuple(kept))
+        squares = None if self.squares is None else self.squares[picked]
+        parts = (self.y[picked], self.weights[picked], self.f[picked], tuple(kept), squares)
+        return ValidationRows(self.posterior, self.source, *parts)
 
     @property
     def count(self) -> int:

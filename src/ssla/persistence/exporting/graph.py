@@ -132,7 +132,7 @@ def _moments(state: State, phi: Tensor) -> _Moments:
     """As in `LastLayer.linearise`, in float64."""
     network = state.network
     assert isinstance(network, LastLayer)
-    J = Features(phi, network.outputs, network.fold_bias)
+    J = network.scaled(Features(phi, network.outputs, network.fold_bias))
     f = J.push(state.mean)
     return _Moments(
         state.likelihood.predictive, f if network.offset is None else f + network.offset, J.double(), state.covariance

@@ -1,0 +1,42 @@
+"""A scale of each row: features and outputs are divided by it, which is a temperature that depends on the input.
+
+Logits of a last layer grow with the length of the features, and so does the confidence of the network, whether
+that is earned or not. Rows that the network has not seen can tell (`ssla.tuning.row_scale`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ssla.structures.jacobians import Features
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """s(x) = √((1 + c h) / (1 + c)) with h = max(|φ(x)|², least) / mean, so that s = 1 at a row of mean length.
+
+    c = 0 changes nothing; a large c is a last layer on features of equal length. Features shorter than `least` have
+    its scale: nothing is known of them, and a smaller scale would make the network more confident there.
+    """
+
+    strength: float  # c
+    mean: float  # of |φ|²
+    least: float  # of |φ|²
+
+    def of_squares(self, squares: Tensor) -> Tensor:
+        """s of rows with |φ|² (B,) -> (B,)."""
+        h = squares.clamp_min(self.least) / self.mean
+        return ((1 + self.strength * h) / (1 + self.strength)).sqrt()
+
+    def features(self, J: Features, inputs: int) -> Features:
+        """φ/s with a column 1/s in place of ones, so that outputs, too, are divided by s. inputs: of the last layer."""
+        s = self.of_squares(squared_lengths(J, inputs))
+        phi = J.with_ones()
+        return Features(phi / s[:, None].to(phi.dtype), J.outputs, remembers=J.remembers)
+
+
+def squared_lengths(J: Features, inputs: int) -> Tensor:
+    """|φ|² (B,) in float64, without the ones, which may be stored or not."""
+    return J.phi[:, :inputs].double().square().sum(1)
