@@ -31,7 +31,7 @@ from ssla.fitting.variational import ROUGH, TOLERANCE, Climb
 from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, LowRank
-from ssla.tuning.bfgs import Maximum, maximise
+from ssla.tuning.bfgs import Maximum, Value, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.guard import warn_on_training_rows
 from ssla.tuning.scores import CRPS, EVIDENCE, LOO, NLL, HeldOut, LeftOut
@@ -322,12 +322,14 @@ def _climb_evidence(space: Space) -> Maximum:
     constant = problem.log_likelihood
     evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
-    def function(point: Tensor) -> tuple[float, Tensor]:
+    def function(point: Tensor) -> Value:
         try:
-            value, gradient = evidence(space.full(point))
+            value, gradient, curvature = evidence(space.full(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
-            return -math.inf, torch.zeros_like(point)
-        return value + space.expected(point), gradient[space.free] + space.expected_slope(point)
+            return Value(-math.inf, torch.zeros_like(point))
+        if curvature is not None:
+            curvature = curvature[space.free] + space.expected_curvature
+        return Value(value + space.expected(point), gradient[space.free] + space.expected_slope(point), curvature)
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)

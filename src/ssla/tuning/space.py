@@ -122,6 +122,12 @@ class Space:
             return torch.zeros_like(point)
         return torch.cat([-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)])[self.free]
 
+    @property
+    def expected_curvature(self) -> Tensor:
+        """Minus the second derivatives of `expected` in the free coordinates."""
+        each = 0.0 if self.home is None else self.doubt**-2
+        return torch.where(self.free < len(self.labels), each, 0.0).double()
+
     def _surprise(self, point: Tensor) -> Tensor:
         """How far the log precisions (G,) are from those that are expected, in standard deviations."""
         assert self.home is not None
