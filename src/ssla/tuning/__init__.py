@@ -64,8 +64,8 @@ def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State
     """
     if validation is not None:
         return choose_by_validation(job, validation, held_out)
-    found = job.run()
-    posterior = choose_prior(found, job) if job.prior is None else found
+    # The state without a prior is not kept under a name: its vectors are freed on the way
+    posterior = choose_prior(job.run(), job) if job.prior is None else job.run()
     warn_on_training_rows(posterior)
     return posterior
 
@@ -166,7 +166,11 @@ def choose_prior(posterior: State, job: Job) -> State:
     if job.averages:
         return _alternate(space, notes, job, quiet=True)
     best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
-    return _finished(job.averaged(space.posterior_at(best.point)), _history(EVIDENCE, space, best, notes), quiet=True)
+    history = _history(EVIDENCE, space, best, notes)
+    end = job.averaged(space.posterior_at(best.point))
+    # Vectors (P,) that are not needed any more
+    del posterior, space
+    return _finished(end, history, quiet=True)
 
 
 def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:

@@ -57,7 +57,9 @@ class Eigenbasis:
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
     def rotated(self, v: Tensor) -> Tensor:
-        """Qᵀv.  (…, P) -> (…, P)."""
+        """Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
+        if not self.parts:
+            return v
         out = v.clone()
         for positions, inner, outer in self.parts:
             part = v[..., positions]
