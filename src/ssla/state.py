@@ -223,7 +223,11 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class TuningHistory:
-    """Every accepted point of an optimisation, first to last."""
+    """Every accepted point of an optimisation, first to last.
+
+    Of a choice by validation rows: every setting that was scored, in the order of the search, then
+    the chosen one.
+    """
 
     objective: str
     names: tuple[str, ...]  # of the coordinates: "precision of head", "noise"

@@ -13,7 +13,7 @@ import torch
 import ssla
 from ssla import likelihoods as L
 from ssla.structures import LowRank
-from support.distributed_cases import CASES, LIKELIHOODS, rows, whole
+from support.distributed_cases import CASES, LIKELIHOODS, rows, summary, unseen, validated, whole
 
 HERE = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.filterwarnings("ignore:The network is")
@@ -109,6 +109,22 @@ def test_ranks_that_differ_in_anything_but_the_data_are_refused(tmp_path):
         assert "nonsense" in said["early error"]
         assert "data is a str" in said["no data"]
     assert "another rank failed. rank 1: ValueError: Unknown mode 'nonsense'" in outputs[0]
+
+
+def test_validation_rows_choose_the_same_on_every_rank_and_must_be_the_same(tmp_path):
+    outputs, codes = run_ranks("validation", tmp_path)
+    assert codes == [0, 0], outputs
+    expected = validated(rows(90, "trained classes"), unseen())
+    for rank, output in enumerate(outputs):
+        said = dict(line.split(": ", 1) for line in output.splitlines())
+        assert_equal(torch.load(tmp_path / f"validated-{rank}.pt", weights_only=True), summary(expected), 1e-8)
+        assert float(said["temperature"]) == pytest.approx(expected.likelihood.temperature, rel=1e-9)
+        for name in ("given", "order", "share"):
+            assert "The ranks have different validation rows" in said[name]
+        assert "too few to choose" in said["few"]
+        assert said["alone"] == str(60 - rank)
+    assert expected.likelihood.temperature > 2
+    assert "another rank failed. rank 1: ValueError: validation= has 5 rows" in outputs[0]
 
 
 # --- clients -------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
+from ssla.likelihoods.averages import RowNodes, _pairs
+from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.structures.choice import nodes_of_row
 
 
 def mlp():
@@ -101,3 +104,27 @@ def test_the_estimate_chooses_what_the_fit_chooses():
     assert post.report.structure == cost.structure == "kfac"
     assert f"chosen: {cost.choice}" in str(post.report)
     assert "dense would take about" in cost.choice
+
+
+@pytest.mark.parametrize("classes", [3, 10, 64, 65, 300, 301, 1000, 5000])
+@pytest.mark.parametrize("rows", [100, 4095, 4096, 5000, 20_000, 1_000_000])
+def test_the_nodes_of_an_estimate_are_those_of_the_fit(rows, classes):
+    own = RowNodes.for_rows(rows, classes)
+    shared = len(normal_nodes(classes, _pairs(classes))[0])
+    assert nodes_of_row(rows, classes) == (shared if own is None else own.count)
+
+
+def test_the_seconds_of_an_estimate_are_those_that_were_measured():
+    """CPU seconds of benchmarks/head_speed.py on one thread (2026-11-18), within a factor of two."""
+    measured = {
+        (10_000, 512, 10): 0.94,
+        (50_000, 512, 10): 3.25,
+        (10_000, 512, 100): 4.17,
+        (50_000, 768, 2): 4.60,
+        (20_000, 2048, 10): 14.1,
+        (5000, 512, 1000): 28.8,
+    }
+    for (rows, width, classes), seconds in measured.items():
+        model = nn.Sequential(nn.Identity(), nn.Linear(width, classes))
+        found = ssla.estimate_cost(model, rows, gaussian=False).seconds
+        assert 0.5 < found / seconds < 2, (rows, width, classes, found)

@@ -66,6 +66,17 @@ def whole(name):
     return ssla.fit(model(name), rows(90, name), **CASES[name])
 
 
+def unseen():
+    """Validation rows, of labels that do not depend on x: the network is too sure of itself."""
+    x = torch.randn(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return x, torch.randint(3, (60,), generator=torch.Generator().manual_seed(3))
+
+
+def validated(data, validation, **options):
+    settings = {"likelihood": L.Categorical(temperature=2.0), "structure": "kfac", "mode": "tilt", **options}
+    return ssla.fit(model("trained classes"), data, validation=validation, **settings)
+
+
 def summary(post):
     """Numbers in which two posteriors would differ."""
     x = rows(7)[0]
@@ -153,6 +164,17 @@ def main(script, folder, rank, count):
             with ssla.distributed.alone():
                 print("alone:", ssla.fit(net, (x, y), **gaussian).report.n)
         attempt(lambda: ssla.fit(model("polished"), (x[: 30 * (1 - rank)], y[: 30 * (1 - rank)]), **gaussian))
+    elif script == "validation":
+        data, (x, y) = shards_of("trained classes", count)[rank], unseen()
+        post = validated(data, (x, y))
+        torch.save(summary(post), f"{folder}/validated-{rank}.pt")
+        print("temperature:", post.likelihood.temperature)
+        given = {"given": (x[rank:], y[rank:]), "order": (x.roll(rank, 0), y.roll(rank, 0)), "share": 0.3}
+        given["few"] = (x[: 60 - 55 * rank], y[: 60 - 55 * rank])
+        for name, own in given.items():
+            attempt(lambda own=own: validated(data, own), f"{name}: ")
+        with ssla.distributed.alone():
+            print("alone:", validated(data, (x[rank:], y[rank:])).report.validation.rows)
     elif script == "unlike":
         for name, work in unlike(rank).items():
             attempt(work, f"{name}: ")

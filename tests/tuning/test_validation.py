@@ -450,3 +450,20 @@ def test_workers_fit_the_same_posterior() -> None:
     whole = ssla.fit(given.model, given.train, **options)
     assert apart.likelihood.temperature == pytest.approx(whole.likelihood.temperature, rel=1e-6)
     torch.testing.assert_close(apart.predict(given.new[0]).probs, whole.predict(given.new[0]).probs)
+
+
+def test_the_history_lists_the_settings_that_were_scored():
+    given = problem(L.Categorical(), 3, confidence=2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        post = ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=given.unseen)
+    history, report = post.tuning_history, post.report.validation
+    assert history.evaluations == report.settings
+    assert history.points.shape == (report.settings + 1, 4)
+    assert history.values.shape == (report.settings + 1,)
+    assert history.points[-1, :2].tolist() == [report.spread, report.precision]
+    assert bool(history.points[-1, 2]) == (post.report.mode == POLISH)
+    assert bool(history.points[-1, 3]) == (post.report.gaussian == VARIATIONAL)
+    assert len(history.points[:-1].unique(dim=0)) > 5
+    assert history.values.max() - history.values[-1] <= MOST_LOSS + 0.1
+    assert "log density of validation rows" in str(history)

@@ -163,7 +163,7 @@ class Job:
     @property
     def averages(self) -> bool:
         """Whether `averaged` will make a variational Gaussian by passes."""
-        return self._variational and self.repeatable and not self._too_long
+        return self._variational and self.repeatable and not self._too_long and not self._too_large
 
     @property
     def _too_long(self) -> bool:
@@ -171,9 +171,23 @@ class Job:
 
         Each round would then take C backward passes through the network over all rows.
         """
-        network = self._network
-        by_layers = not network.linear and not self.structure.whole
-        return self.gaussian is None and by_layers and self.rows * network.jacobian_per_row > self.budget // KEPT_SHARE
+        size = self.rows * self._network.jacobian_per_row
+        return self._optional and size > self.budget // KEPT_SHARE
+
+    @property
+    def _too_large(self) -> bool:
+        """Vectors for a default: more of them than for the Gaussian at the mode."""
+        return self._optional and self._bytes_of_averages > self.budget
+
+    @property
+    def _bytes_of_averages(self) -> int:
+        return self._structure.memory(extent_of(self._network, self.rows, averages=True))
+
+    @property
+    def _optional(self) -> bool:
+        """Whether a variational Gaussian, if it is costly, gives way to the one at the mode."""
+        by_layers = not self._network.linear and not self.structure.whole
+        return self.gaussian is None and by_layers
 
     def averaged(self, posterior: State, choose: Choose | None = None) -> State:
         """The state with a variational Gaussian where one is wanted; `choose` chooses its prior."""
@@ -281,7 +295,9 @@ class Job:
                 "DataLoader, a list of batches or arrays, or gaussian='laplace'."
             )
         message = "gaussian='laplace' was used in place of 'variational', "
-        if self._too_long and self.repeatable:
+        if self._too_large:
+            message += f"which needs {in_words(self._bytes_of_averages)}, more than the memory budget"
+        elif self._too_long and self.repeatable:
             size = self.rows * self._network.jacobian_per_row
             message += (
                 f"which takes {self._network.outputs} backward passes over the data in each of its rounds: the Jacobians of all "
@@ -481,6 +497,7 @@ class Job:
             self.mode,
             self.marks,
             averages=self._variational,
+            averages_asked=self._variational and self.gaussian == VARIATIONAL,
             rereads=self.validated,
             unchosen=self._unchosen,
         )

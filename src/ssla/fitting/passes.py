@@ -74,6 +74,7 @@ class Order:
     mode: str | None
     marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
     averages: bool = False  # whether passes for averages over a Gaussian will follow
+    averages_asked: bool = False  # whether they were asked for; a default gives way to the Gaussian at the mode
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
     inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
@@ -390,7 +391,8 @@ def open_within(
     if materialised and not order.structure.materialises and not network.linear:
         network = open_network(model, weights, x, False, output, links)
     order.likelihood.support_for(network.outputs)
-    extent = extent_of(network, rows, order.averages)
+    required = order.averages_asked or network.linear or order.structure.whole
+    extent = extent_of(network, rows, order.averages and required)
     refuse_beyond_budget(order.structure_for(network), extent, bytes_per_row(network, order, budget), budget)
     return network
 

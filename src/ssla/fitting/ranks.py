@@ -7,12 +7,12 @@ waited for a sum that never comes would hang.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
@@ -20,6 +20,7 @@ from ssla.fitting.passes import Data, Order, Pass, Reader
 from ssla.network import Network, RowScale, marks
 from ssla.numerics.digests import digest
 
+T = TypeVar("T")
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 
 
@@ -103,6 +104,25 @@ class Ranks:
         return _all_merged(found)
 
 
+def the_same_rows(read: Callable[[], T], mark: Callable[[T], str]) -> T:
+    """What `read` returns, if every rank has the same; `mark` is a digest of it.
+
+    Each rank makes its own choices by validation rows. With other rows it would choose otherwise, and
+    the passes that follow would not fit together.
+    """
+    if not _grouped():
+        return read()
+    found: T | None = None
+    failure: Exception | None = None
+    try:
+        found = read()
+    except Exception as error:  # handed to the other ranks before it is raised
+        failure = error
+    _vote({} if found is None else {"validation rows": mark(found)}, failure)
+    assert found is not None
+    return found
+
+
 def _vote(stated: Mapping[str, str] | None, failure: Exception | None) -> None:
     """All ranks succeeded, with the same network and settings; or all of them raise. One collective, which every rank joins."""
     states: list[Any] = [None] * distributed.get_world_size()
@@ -118,6 +138,11 @@ def _vote(stated: Mapping[str, str] | None, failure: Exception | None) -> None:
         raise ValueError(
             "The ranks hold different networks, so their sums cannot be merged. Send one rank's weights to all first, for "
             "example by torch.distributed.broadcast of each parameter and buffer."
+        )
+    if "validation rows" in odd:
+        raise ValueError(
+            "The ranks have different validation rows, so they would choose different posteriors. Give all validation rows, in "
+            "the same order, to every rank; validation= as a share of the data holds out rows of each rank's own shard."
         )
     if odd:
         unlike = [str(rank) for rank, (marked, _) in enumerate(states) if marked != first]

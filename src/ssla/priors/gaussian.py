@@ -64,6 +64,8 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     parameters of one output are then a group of their own in place of their layer, because another
     unit of a target changes their scale and no other.
     """
+    if outputs is None:
+        return _trained_scale_of_layers(layout, theta)
     precision, mean = torch.empty_like(theta), torch.zeros_like(theta)
     free = torch.ones_like(theta, dtype=torch.bool)  # of those that have no offset
     groups = torch.empty_like(theta, dtype=torch.long)
@@ -71,10 +73,9 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
         for name in names:
             index = layout.positions[name]
             groups[index] = i
-            if name.rpartition(".")[2] == "bias" and len(names) > 1:
+            if _is_offset(name, names):
                 free[index], mean[index] = False, theta[index]
-    if outputs is not None:
-        groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
+    groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
         own = groups == group
         precision[own] = _precision_around_zero(theta[own & free])
@@ -83,6 +84,25 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
         {name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v for name, v in named.items()},
         {name: mean[index] if bool(mean[index].any()) else 0.0 for name, index in layout.positions.items()},
     )
+
+
+def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
+    """The same, one layer after another: with millions of weights each vector (P,) counts."""
+    precision: dict[str, float | Tensor] = {}
+    mean: dict[str, float | Tensor] = {}
+    for names in layout.layers().values():
+        own = {name: theta[layout.positions[name]] for name in names}
+        weights = [value.flatten() for name, value in own.items() if not _is_offset(name, names)]
+        scale = _precision_around_zero(torch.cat(weights))
+        for name, value in own.items():
+            precision[name] = scale
+            mean[name] = value if _is_offset(name, names) and bool(value.any()) else 0.0
+    return Gaussian(precision, mean)
+
+
+def _is_offset(name: str, layer: tuple[str, ...]) -> bool:
+    """Whether a parameter is the bias of a layer that has other parameters."""
+    return name.rpartition(".")[2] == "bias" and len(layer) > 1
 
 
 def _precision_around_zero(weights: Tensor) -> float:

@@ -19,6 +19,7 @@ from ssla.refit.increments import CURVATURES, OBSERVED, Evaluated, Increments, R
 from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
+ENTRIES_AT_ONCE = 1 << 24  # numbers in the roots of K of these tasks: 128 MiB, a guess
 MATRICES = 12  # C×C matrices that a task of a refit takes
 
 
@@ -82,6 +83,11 @@ class OutputRung(Refit, Protocol):
     @property
     def moves(self) -> bool: ...
 
+    @property
+    def certain(self) -> bool:
+        """Whether f counts as known, so that K is not used."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class OutputLogDensity:
@@ -100,14 +106,19 @@ class OutputLogDensity:
     like: Tensor
     convention: str = EXACT
     determinant: Callable[[], Tensor] | None = None
+    certain: bool = False  # whether f counts as known, so that K is not used
 
     @cached_property
     def _root(self) -> Tensor:
-        return linalg.root(self.marginal.covariance)
+        """R (N, C, C) with R Rᵀ = K; of no columns where K is not used."""
+        K = self.marginal.covariance
+        return K[..., :0] if self.certain else linalg.root(K)
 
     @cached_property
     def _determinant_root(self) -> Tensor | None:
-        return None if self.determinant is None else linalg.root(self.determinant())
+        if self.determinant is None or self.certain:
+            return None
+        return linalg.root(self.determinant())
 
     @cached_property
     def prior_response(self) -> Marginal:
@@ -180,7 +191,8 @@ class OutputLogDensity:
         assert R is not None
         shape = self._shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
-        size = max(TASKS_AT_ONCE // per_row, 1)
+        most = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1)) if len(R) else 1
+        size = max(most // per_row, 1)
         return [
             self.rule(
                 self.likelihood,
@@ -261,6 +273,7 @@ def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputLogDens
         like=posterior.like(marginal),
         convention=posterior.convention,
         determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
+        certain=rung.certain,
     )
 
 
@@ -268,7 +281,9 @@ def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covarian
     """From a distribution of f that comes from elsewhere. The prior increment is then part of the likelihood's."""
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
     nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
-    return OutputLogDensity(likelihood.predictive, marginal, lambda: nothing, rung.rule, rung.moves, mean.new_empty(0))
+    like = mean.new_empty(0)
+    law = likelihood.predictive
+    return OutputLogDensity(law, marginal, lambda: nothing, rung.rule, rung.moves, like, certain=rung.certain)
 
 
 def _spread(values: Tensor, times: int) -> Tensor:
@@ -283,6 +298,7 @@ class PlugIn:
 
     name = "plug_in"
     moves = False
+    certain = True
 
     @property
     def rule(self) -> Rule:
@@ -306,6 +322,7 @@ class NoRefit:
 
     name = "none"
     moves = False
+    certain = False
 
     def __post_init__(self) -> None:
         one_of("curvature", self.curvature, CURVATURES)
@@ -329,6 +346,7 @@ class OutputRefit:
     steps: int | None = None
 
     moves = True
+    certain = False
 
     def __post_init__(self) -> None:
         if self.steps not in (None, 1):

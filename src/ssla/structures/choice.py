@@ -21,6 +21,9 @@ OF_NODE = 8e-9  # seconds of one output at one node
 OF_FEATURE = 3e-8  # seconds of one feature of one row, once: reading, casting, checks
 ROUNDS = 12  # of a variational Gaussian
 CHOICES = 4  # of a prior on the way
+# Nodes of rows and classes, as in ssla.likelihoods.averages
+PAIRS = ((64, 128), (300, 32), (math.inf, 16))
+MANY_ROWS, NODES_OF_ALL_ROWS, FEWEST_NODES = 4096, 1 << 17, 8
 UNKNOWN_ROWS = 100_000  # for a source of unknown length
 MOST_SECONDS = 10.0  # of a dense fit that is taken by default. A guess: what a user waits without looking for another way
 
@@ -89,10 +92,24 @@ def _seconds_of_kfac(extent: Extent) -> float:
         each = out**3 / EIGENVECTORS + 4 * rows * inside * (1 if head else outputs) * out / SINGLE_PRODUCTS
         work += each * (1 + rounds)
     if head and rounds:
-        (inside, _), nodes = extent.layers[0], max(8, min((1 << 17) / rows, 128))
+        inside, _ = extent.layers[0]
         work += 2 * rows * inside**2 / SINGLE_PRODUCTS
-        work += rounds * rows * nodes * (outputs * OF_NODE + 3 * outputs**2 / SINGLE_PRODUCTS)
+        # Each node adds p pᵀ (C, C) to the output factor
+        of_node = outputs * OF_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
+        work += rounds * rows * nodes_of_row(rows, outputs) * of_node
     return work
+
+
+def nodes_of_row(rows: int, classes: int) -> int:
+    """How many nodes a row of pooled classes has in one pass: those of `ssla.likelihoods.averages`.
+
+    That package and this one do not import each other; a test compares the two.
+    """
+    pairs = next(pairs for most, pairs in PAIRS if most >= classes)
+    if rows < MANY_ROWS and classes <= MANY_CLASSES:
+        return 2 * pairs  # for one or two classes fewer, by a rule of their own
+    count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), pairs))
+    return 2 * math.ceil(count / 2)
 
 
 def _features(extent: Extent) -> int:

@@ -11,6 +11,10 @@ from ssla.numerics.roots import Root, ScaledRoot, full_root
 from ssla.structures.jacobians import Features, Jacobian
 from ssla.structures.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
 
+# Vectors (P,) that a fit needs which chooses its prior: two thirds of its peak, which is measured
+# (tests/fitting/test_memory.py, benchmarks/all_weights.py). Averages need more of them.
+VECTORS, VECTORS_OF_AVERAGES = 12, 20
+
 
 @dataclass(frozen=True, eq=False)
 class DiagonalOperator:
@@ -96,4 +100,4 @@ class Diagonal:
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:
-        return 4 * 8 * extent.size
+        return (VECTORS_OF_AVERAGES if extent.averages else VECTORS) * 8 * extent.size

@@ -31,7 +31,7 @@ from ssla.fitting.variational import ROUGH, TOLERANCE, Climb
 from ssla.priors import EXACT, Prior
 from ssla.state import TUNING, Note, State, TuningHistory, without
 from ssla.structures import Dense, LowRank
-from ssla.tuning.bfgs import Maximum, maximise
+from ssla.tuning.bfgs import Maximum, Value, maximise
 from ssla.tuning.evidence import Evidence, evidence_of
 from ssla.tuning.guard import warn_on_training_rows
 from ssla.tuning.price import affordable
@@ -66,13 +66,11 @@ def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State
     """
     if validation is not None:
         return choose_by_validation(job, validation, held_out)
-    posterior = job.run()
-    if job.prior is not None:
-        warn_on_training_rows(posterior, TrainingRows.of(posterior))
-        return posterior
-    posterior = choose_prior(posterior, job)
+    # The state without a prior is not kept under a name: its vectors are freed on the way.
+    posterior = choose_prior(job.run(), job) if job.prior is None else job.run()
     rows = TrainingRows.of(posterior)
-    posterior = affordable(posterior, job, rows)
+    if job.prior is None:
+        posterior = affordable(posterior, job, rows)
     warn_on_training_rows(posterior, rows)
     return posterior
 
@@ -173,7 +171,11 @@ def choose_prior(posterior: State, job: Job) -> State:
     if job.averages:
         return _alternate(space, notes, job, quiet=True)
     best = _climb_evidence(replace(space, reach=REACH_OF_CHOICE))
-    return _finished(job.averaged(space.posterior_at(best.point)), _history(EVIDENCE, space, best, notes), quiet=True)
+    history = _history(EVIDENCE, space, best, notes)
+    end = job.averaged(space.posterior_at(best.point))
+    # Vectors (P,) that are not needed any more
+    del posterior, space
+    return _finished(end, history, quiet=True)
 
 
 def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
@@ -329,12 +331,14 @@ def _climb_evidence(space: Space) -> Maximum:
     constant = problem.log_likelihood
     evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
-    def function(point: Tensor) -> tuple[float, Tensor]:
+    def function(point: Tensor) -> Value:
         try:
-            value, gradient = evidence(space.full(point))
+            value, gradient, curvature = evidence(space.full(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
-            return -math.inf, torch.zeros_like(point)
-        return value + space.expected(point), gradient[space.free] + space.expected_slope(point)
+            return Value(-math.inf, torch.zeros_like(point))
+        if curvature is not None:
+            curvature = curvature[space.free] + space.expected_curvature
+        return Value(value + space.expected(point), gradient[space.free] + space.expected_slope(point), curvature)
 
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)

@@ -8,6 +8,10 @@ With precisions τ = e^a·pattern (one a for each group of parameters) and noise
 
 in both cases: where θ̂ moves with the prior (a Gaussian last layer, where log Z is exact) its own derivative vanishes at the
 mode, and where it stays there is none. In an eigenbasis of S whose blocks share one τ everything is a sum over P eigenvalues.
+Where moreover θ̂ stays, those between groups are zero and, with h = λ/e^2t + τ,
+
+    −∂²/∂a_g² = ½ Σ_g [τ (θ̂ − m)² + (τ/h) (1 − τ/h)]
+    −∂²/∂t²   = 2 RSS/e^2t + 2 Σ (τ/h) (1 − τ/h)
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla.structures import Dense, Diagonal, Kfac, Structure, WoodburyOperator
+from ssla.tuning.bfgs import Value
 
 ENTRIES_AT_ONCE = 1 << 18  # of θ in one part of a sum: a guess, for about ten vectors in the processor's cache
 
@@ -37,15 +42,8 @@ class Problem(NamedTuple):
     moves: bool  # whether θ̂ follows the prior
 
 
-class Value(NamedTuple):
-    """log Z and its gradient in (a_1 … a_G, t)."""
-
-    value: float
-    gradient: Tensor
-
-
 class Evidence(Protocol):
-    """log Z at any (a, t)."""
+    """log Z at any (a_1 … a_G, t), and its derivatives."""
 
     def __call__(self, point: Tensor) -> Value: ...
 
@@ -59,7 +57,9 @@ class Eigenbasis:
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
     def rotated(self, v: Tensor) -> Tensor:
-        """Qᵀv.  (…, P) -> (…, P)."""
+        """Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
+        if not self.parts:
+            return v
         out = v.clone()
         for positions, inner, outer in self.parts:
             part = v[..., positions]
@@ -132,11 +132,13 @@ def _constant(values: Tensor) -> bool:
 
 
 class _Part(NamedTuple):
-    """Sums over some entries of θ in the eigenbasis, and their derivatives by log precision."""
+    """Sums over some entries of θ in the eigenbasis, and derivatives of each by log precision."""
 
     gain: float
     terms: Tensor
     each: Tensor
+    bends: Tensor
+    both: float
     used: float
 
 
@@ -151,14 +153,21 @@ class SpectralEvidence:
 
     def __call__(self, point: Tensor) -> Value:
         p, size = self.problem, len(self.values)
-        gain, terms, used = 0.0, torch.zeros((), dtype=torch.float64), 0.0
+        gain, terms, used, both = 0.0, torch.zeros((), dtype=torch.float64), 0.0, 0.0
         by_group = torch.zeros(len(point) - 1, dtype=torch.float64)
+        bends = torch.zeros_like(by_group)
         for start in range(0, size, ENTRIES_AT_ONCE):
             part = slice(start, start + ENTRIES_AT_ONCE)
             more = self._part(point, part)
             gain, terms, used = gain + more.gain, terms + more.terms, used + more.used
             by_group = by_group.index_add(0, p.groups[part], more.each)
-        return _value(p, point, p.squares - 2 * gain, gain, terms, by_group, used)
+            bends = bends.index_add(0, p.groups[part], more.bends)
+            both += more.both
+        found = _value(p, point, p.squares - 2 * gain, gain, terms, by_group, used)
+        if p.moves:
+            return found
+        of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * both if p.rows else 0.0
+        return found._replace(curvature=torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)]))
 
     def _part(self, point: Tensor, part: slice) -> _Part:
         """What some of the entries contribute."""
@@ -174,7 +183,9 @@ class SpectralEvidence:
             q = q + step
         terms = 0.5 * (tau.log() - tau * q * q - h.log())
         each = 0.5 * (1 - tau * q * q - tau / h)
-        return _Part(gain, terms.sum(), each, float((data / h).sum()))
+        both = (tau / h) * (data / h)
+        bends = 0.5 * (tau * q * q + both)
+        return _Part(gain, terms.sum(), each, bends, float(both.sum()), float((data / h).sum()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,14 +87,14 @@ class Space:
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
-        if self.within is None:
-            ends = [factor * self.usual for factor in PRECISION_FACTORS]
-        else:
-            ends = [torch.full_like(self.usual, end) for end in self.within]
-        down, up = ((end / self.pattern).log() for end in ends)
-        members = [self.groups == g for g in range(len(self.labels))]
-        low = [float(down[own].min()) for own in members] + [math.log(NOISE_FACTORS[0])]
-        high = [float(up[own].max()) for own in members] + [math.log(NOISE_FACTORS[1])]
+        # The ends of each group, without further vectors (P,): with millions of weights each counts
+        base = self.usual if self.within is None else torch.ones_like(self.usual)
+        away = (base / self.pattern).log_()
+        nothing = torch.zeros(len(self.labels), dtype=torch.float64)
+        down, up = (nothing.scatter_reduce(0, self.groups, away, end, include_self=False) for end in ("amin", "amax"))
+        lowest, highest = map(math.log, self.within or PRECISION_FACTORS)
+        low = [*(down + lowest).tolist(), math.log(NOISE_FACTORS[0])]
+        high = [*(up + highest).tolist(), math.log(NOISE_FACTORS[1])]
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
@@ -121,6 +121,12 @@ class Space:
         if self.home is None:
             return torch.zeros_like(point)
         return torch.cat([-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)])[self.free]
+
+    @property
+    def expected_curvature(self) -> Tensor:
+        """Minus the second derivatives of `expected` in the free coordinates."""
+        each = 0.0 if self.home is None else self.doubt**-2
+        return torch.where(self.free < len(self.labels), each, 0.0).double()
 
     def _surprise(self, point: Tensor) -> Tensor:
         """How far the log precisions (G,) are from those that are expected, in standard deviations."""

@@ -24,18 +24,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ssla.data import Source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Reader, thinned
+from ssla.fitting.ranks import the_same_rows
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.likelihood import Dispersed, dispersed, dispersion_in_words
 from ssla.network import LastLayer
+from ssla.numerics.digests import digest
 from ssla.predictive.leave_one_out import ranks
 from ssla.priors import BoundGaussian
-from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, Validation
+from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, TuningHistory, Validation
 from ssla.tuning.choice import Setting, best_spread, cross_fitted, mean_and_error
 from ssla.tuning.guard import warn_on_validation_rows
 from ssla.tuning.network_itself import best_spread as best_spread_of_network
@@ -71,7 +74,10 @@ LEVELS = (0.5, 0.9, 0.95)
 def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     """The posterior of the setting that validation rows choose, with what they say in its report."""
     job, start = trained_state(job)
-    as_it_came = rows = ValidationRows.read(start, validation)
+    as_it_came = rows = the_same_rows(
+        lambda: ValidationRows.read(start, validation),
+        lambda own: digest((own.y, own.weights, own.f)),
+    )
     scale = chosen_row_scale(rows, start.likelihood)
     if scale is not None:
         job.data.scale_rows(scale)
@@ -389,7 +395,7 @@ def _with_report(posterior: State, search: Search, as_it_came: ValidationRows, s
     certain = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
     kept = bool((posterior.theta == start.theta).all()) or start.network.linear
     own = Candidate(posterior.likelihood, posterior.covariance, posterior.mean - start.theta)
-    report = Validation(
+    validation = Validation(
         rows=rows.count,
         plug_in=-mean_and_error(plug_in, weights).mean,
         scaled_plug_in=-mean_and_error(scaled, weights).mean,
@@ -410,7 +416,28 @@ def _with_report(posterior: State, search: Search, as_it_came: ValidationRows, s
         with _quiet():
             final = rows.scores([own])[0]
         warn_on_validation_rows(final, plug_in, weights)
-    return replace(posterior, report=replace(posterior.report, validation=report))
+    report = replace(posterior.report, validation=validation)
+    return replace(posterior, report=report, tuning_history=_history(table, setting))
+
+
+def _history(table: ScoreTable, chosen: Setting) -> TuningHistory:
+    """Every setting that was scored on all rows; then the chosen one, with the score of the nearest."""
+    names = ("factor on the dispersion", "factor on the precision", "polished", "variational")
+    points = [
+        (own.spread, own.precision, float(own.mode == POLISH), float(own.gaussian == VARIATIONAL))
+        for own in (*table.settings, chosen)
+    ]
+    means = table.scores @ table.rows.weights / table.rows.weights.sum()
+    return TuningHistory(
+        "log density of validation rows",
+        names,
+        torch.tensor(points, dtype=torch.float64),
+        torch.cat([means, means[table.choice, None]]),
+        torch.zeros(len(names), dtype=torch.float64),
+        True,
+        (),
+        len(table.settings),
+    )
 
 
 def _row_scales(rows: ValidationRows) -> tuple[float, float] | None:
