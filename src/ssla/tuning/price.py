@@ -31,10 +31,17 @@ STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is t
 def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
     """The posterior, under a stronger prior if its doubt costs too much on training rows.
 
-    For classifiers whose trained weights were kept and whose prior nobody gave.
+    For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so large that the
+    Jacobians of these rows do not fit in memory: the guard looks at them once.
     """
     classes = posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
-    if rows is None or not classes or posterior.mode != TILT or not isinstance(posterior.bound_prior, BoundGaussian):
+    if (
+        rows is None
+        or rows.kept is None
+        or not classes
+        or posterior.mode != TILT
+        or not isinstance(posterior.bound_prior, BoundGaussian)
+    ):
         return posterior
     most = MOST_PRICE - float(rows.plug_in.mean())
 

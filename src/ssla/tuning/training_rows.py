@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,15 +15,16 @@ from ssla.structures.jacobians import Jacobian
 from ssla.tuning.validation_rows import Candidate, log_densities
 
 MOST_ROWS, MOST_BATCHES = 256, 8
+KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """Rows with the outputs and Jacobians of a network at the mean of a posterior."""
+    """Rows with the outputs of a network at the mean of a posterior; Jacobians are kept where they fit."""
 
-    y: Tensor
-    parts: tuple[tuple[Tensor, Jacobian], ...]  # f in float64 and J of some rows each
-    plug_in: Tensor  # log p(y|f) (n,)
+    posterior: State
+    batches: tuple[Batch, ...]
+    kept: tuple[tuple[Tensor, Jacobian], ...] | None  # f in float64 and J of some rows each
 
     @staticmethod
     def of(posterior: State) -> TrainingRows | None:
@@ -29,25 +32,41 @@ class TrainingRows:
         source = posterior.source
         if source is None or not source.repeatable:
             return None
-        outputs = posterior.network.outputs
-        support = posterior.likelihood.support_for(outputs)
-        targets: list[Tensor] = []
-        parts: list[tuple[Tensor, Jacobian]] = []
-        for batch in _spread(source):
-            targets.append(checked(batch, support, outputs)[1])
-            parts.extend((f.double(), J) for f, J in posterior.linearised(batch.x, progress=False))
-        if not targets:
-            return None
-        y, f = torch.cat(targets), torch.cat([f for f, _ in parts])
-        return TrainingRows(y, tuple(parts), posterior.likelihood.predictive.log_prob(y, f))
+        batches = tuple(_spread(source))
+        rows = TrainingRows(posterior, batches, None)
+        size = sum(batch.y.shape[0] for batch in batches) * posterior.network.jacobian_per_row
+        if size <= posterior.memory_budget // KEPT_SHARE:
+            rows = replace(rows, kept=tuple(rows._linearised()))
+        return rows if batches else None
+
+    @cached_property
+    def y(self) -> Tensor:
+        outputs = self.posterior.network.outputs
+        support = self.posterior.likelihood.support_for(outputs)
+        return torch.cat([checked(batch, support, outputs)[1] for batch in self.batches])
+
+    @cached_property
+    def plug_in(self) -> Tensor:
+        """log p(y|f) (n,) of the network itself."""
+        if self.kept is not None:
+            f = torch.cat([f for f, _ in self.kept])
+        else:
+            network = self.posterior.network
+            f = torch.cat([network.evaluate(network.cast(batch.x), self.posterior.mean) for batch in self.batches])
+        return self.posterior.likelihood.predictive.log_prob(self.y, f.double())
 
     def scores(self, posterior: State) -> Tensor:
         """log p(y|x) (n,) of a predictive with the same mean and another covariance."""
         own, found, start = Candidate(posterior.likelihood, posterior.covariance, None), [], 0
-        for f, J in self.parts:
+        for f, J in self.kept if self.kept is not None else self._linearised():
             found.append(log_densities(own, self.y[start : start + len(f)], f, J))
             start += len(f)
         return torch.cat(found)
+
+    def _linearised(self) -> Iterator[tuple[Tensor, Jacobian]]:
+        for batch in self.batches:
+            for f, J in self.posterior.linearised(batch.x, progress=False):
+                yield f.double(), J
 
 
 def _spread(source: Source) -> list[Batch]:
