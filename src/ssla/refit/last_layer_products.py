@@ -36,6 +36,15 @@ from ssla.refit.last_layer_curvature import (
     shared_factor,
     shared_structure,
 )
+from ssla.refit.last_layer_sketch import (
+    Sampled,
+    SharedVectors,
+    estimate_remainder,
+    remainder,
+    sampling,
+    shared_vectors,
+    systematic,
+)
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows
 from ssla.refit.solved import FROZEN, Options, Solved, own_increment, own_pull
 from ssla.state import AS_IS, State
@@ -45,7 +54,7 @@ from ssla.structures.structure import NoFactorError, no_factor
 SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
 SINGLE_TOLERANCE = 1e-6  # from this tolerance on, classes are refitted in single precision
 CACHE_ELEMENTS = 1 << 18  # rows × tasks × outputs worked on together: they stay in the processor's cache
-MOST_TASKS = 16
+MOST_TASKS = 64
 MOST_NODES = 4  # of the quadrature over eigenvalues
 FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
 RARE_OUTPUT = 1e-4  # precision of an output at the new row below which it is left out of what that row explains
@@ -56,6 +65,11 @@ FIRST_PROBES, MORE_PROBES = 2, 6  # of the first two rounds; each later round ha
 # The standard error in log density at which probing ends: with few rows × parameters, and with many of them.
 ERROR, LARGE_ERROR = 5e-4, 2e-3
 LARGE = 2e7  # rows × parameters: a product with them takes 2 ms
+RARE_ERROR = 10.0  # by which the error of a rare y may be larger
+ENOUGH = 1.5  # times that error: more of it is not worth probes
+FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = ROWS_SKETCHED = 512, 2048  # the first for rare y, the second where that is not enough
+LIKELY = 5.0  # times the error of a certain y: a y with a larger one (p below 0.04) is rare
+OFFSET = 0.5  # of systematic sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +92,29 @@ class ProductsRefit:
     prior_precision: Tensor  # in the basis (C, F, F)
 
     @property
-    def error(self) -> float:
-        """The standard error in log density at which probing ends."""
-        return LARGE_ERROR if self.posterior.statistics.n * self.gradient.numel() > LARGE else ERROR
+    def large(self) -> bool:
+        return is_large(self.posterior)
+
+    def target(self, log_density: Tensor) -> Tensor:
+        """The standard error in log density at which probing ends, from densities that are nearly right (m,).
+
+        Of a large problem it is LARGE_ERROR/√p for a probability p: errors e of log probabilities change the predictive by a
+        Kullback–Leibler divergence of about ½ Σ p e².
+        """
+        if not self.large:
+            return torch.full_like(log_density, ERROR)
+        return LARGE_ERROR * (-0.5 * log_density.clamp(max=0)).exp().clamp(max=RARE_ERROR)
+
+    @cached_property
+    def vectors(self) -> SharedVectors | None:
+        """Of a large problem whose rows are kept, where they fit."""
+        if not self.large or self.rows.kept is None or not isinstance(self.shared, SharedFactor):
+            return None
+        each = self.dtype.itemsize * self.posterior.statistics.n * self.outputs
+        if each * len(self.shared.vectors) > self.posterior.memory_budget // 4:
+            return None
+        blocks = list(self.rows)
+        return shared_vectors(blocks, self.shared.vectors, [self.covariances(block) for block in blocks])
 
     @property
     def law(self) -> Likelihood:
@@ -124,7 +158,7 @@ class ProductsRefit:
 
     @cached_property
     def _memo(self) -> dict[int, Tensor]:
-        """`SharedFactor.covariances` of kept blocks, while they fit. (A kept block lives as long as we do.)"""
+        """`covariances` of kept blocks, while they fit. (A kept block lives as long as we do.)"""
         return {}
 
     def covariances(self, block: Block) -> Tensor:
@@ -143,7 +177,7 @@ class ProductsRefit:
         group = _Group(self, where, y)
         found = self._ascend(group, progress)
         likelihood, prior = group.values(found.point)
-        curvature = group.curvature(found.point)
+        curvature = group.curvature(found.point, likelihood + prior)
         fallback = torch.full_like(curvature.positive, self.fallback)
         finite = torch.isfinite(likelihood + prior + curvature.value)
         return Solved(
@@ -316,8 +350,8 @@ class _Group:
 
     # --- determinants ----------------------------------------------------------------------
 
-    def curvature(self, point: Tensor) -> Curvature:
-        """By the terms of the module's docstring."""
+    def curvature(self, point: Tensor, others: Tensor) -> Curvature:
+        """By the terms of the module's docstring.  others: the sum of the other increments (m,)."""
         refit, law = self.refit, self.refit.law
         own = self.f + self.push(point).double()
         precision = law.fisher(own) if refit.fisher else law.precision(self.y, own)
@@ -326,19 +360,52 @@ class _Group:
         if refit.options.logdet == FROZEN:
             return Curvature(value, positive, error)
         new = _NewRow.of(self.K, precision)
-        trace = self.trace(point, new)
-        tasks = (positive & (trace != 0)).nonzero().squeeze(-1)
+        trace, changes = self.trace(point, new)
         value = value - 0.5 * trace
+        target = refit.target(others + value)  # of the log densities, but for what is estimated here
+        rest, left = torch.zeros_like(value), positive & (trace != 0)
+        if refit.vectors is not None:
+            for count in ROWS_SKETCHED:
+                tasks = left.nonzero().squeeze(-1)
+                if count < MANY_ROWS_SKETCHED:  # likely ones need more rows
+                    tasks = tasks[target[tasks] > LIKELY * LARGE_ERROR]
+                if tasks.numel():
+                    part = self.take(tasks)
+                    rest[tasks], error[tasks] = part.sketch(point[tasks], new.take(tasks), changes.take(tasks), count)
+                    left[tasks] = ~(error[tasks] <= ENOUGH * target[tasks])
+        tasks = left.nonzero().squeeze(-1)
         if tasks.numel():
-            part = _Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks])
-            rest, good, spread = part.run()
-            value[tasks] -= 0.5 * rest
+            probing = _Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks], target[tasks])
+            rest[tasks], good, spread = probing.run()
             positive[tasks] &= good
             error[tasks] = 0.5 * spread
-        return Curvature(value, positive, error)
+        return Curvature(value - 0.5 * rest, positive, error)
 
-    def trace(self, point: Tensor, new: _NewRow) -> Tensor:
-        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64."""
+    def sketch(self, point: Tensor, new: _NewRow, changes: _Changes, count: int) -> tuple[Tensor, Tensor]:
+        """tr[log(I + A) − A] (m,) from the shared vectors on `count` rows, and half of its standard error."""
+        refit, shared = self.refit, self.refit.vectors
+        assert shared is not None
+        likelihood, C = refit.posterior.likelihood, refit.outputs
+        at_x = torch.einsum("scf,mf->mcs", shared.w.reshape(len(shared.w), C, -1), self.phi)
+        found = []
+        for task, step in enumerate(point.reshape(len(point), C, -1)):
+            pi = sampling(changes.sizes[task], count)
+            rows = systematic(pi, OFFSET)
+            part = shared.take(rows)
+            inverse = 1 / pi[rows]
+            weight = inverse if part.weights is None else inverse * part.weights
+            c = changes.across[changes.places[task], rows]
+            along = changes.outputs
+            shrink, explained = new.shrink[task, along].to(c.dtype), new.explained[task, along][:, along].to(c.dtype)
+            v = shared.v[rows] - c @ (shrink @ at_x[task])
+            K = shared.K[rows] - c @ explained @ c.mT
+            f = part.f + part.x @ step.mT
+            found.append(estimate_remainder(likelihood, part, f, Sampled(weight, inverse, v, K), refit.fisher))
+        value, error = torch.tensor(found, dtype=torch.float64).unbind(1)
+        return value, 0.5 * error
+
+    def trace(self, point: Tensor, new: _NewRow) -> tuple[Tensor, _Changes]:
+        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64; and the rows' own changes."""
         refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
         m, C = self.f.shape
         places, first = _first(self.where)
@@ -348,25 +415,50 @@ class _Group:
         across = self.pulled[first][:, rows].reshape(len(first), len(rows), C, F)  # input, row of U, output, feature
         across = across.permute(2, 0, 1, 3).reshape(C, len(first) * len(rows), F).contiguous()
         total = torch.zeros(m, dtype=torch.float64)
-        cross = torch.zeros(m, len(rows), len(rows), dtype=torch.float64)
-        step = by_output(point, C)
+        cross = torch.zeros(m, dtype=torch.float64)
+        directions = [_directions(G[rows][:, rows], refit.dtype) for G in new.explained]
+        step, sizes, kept = by_output(point, C), [], []
         for block, part, place in self.chunks(C * max(m, len(first) * len(rows), C)):
             f = self.moved(part.x, step).add_(part.f)
-            K = refit.shared.matrices(refit.covariances(block)[:, place])
+            K = refit.covariances(block)[place]
             before = part.f.unsqueeze(0)
             change = precision_trace(likelihood, part.y, f, K, fisher)
             change = change - precision_trace(likelihood, part.y, before, K, fisher)
             change = change if part.weights is None else change * part.weights
             total += change.sum(-1, dtype=torch.float64)
+            if refit.vectors is not None:
+                variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
+                sizes.append(variances * score_change(likelihood, part.y, f, part.f).norm(dim=-1))
             if not len(rows):
                 continue
             c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))  # (k, rows of U, b, C)
+            if refit.vectors is not None:
+                kept.append(c.permute(0, 2, 3, 1))
             for task in range(m):
-                own = c[places[task]]
+                # Along the eigenvectors of G: few of them have a part.
+                values, vectors = directions[task]
+                own = torch.einsum("rbc,rk->kbc", c[places[task]], vectors)
                 pushed = precision_times(likelihood, part.y, f[task], own, fisher)
                 pushed = weighted(pushed - precision_times(likelihood, part.y, part.f, own, fisher), part)
-                cross[task] += (by_component(own) @ by_component(pushed).mT).sum(0).double()
-        return total - (new.explained[:, rows][:, :, rows] * cross).sum((-2, -1))
+                cross[task] += values @ (own * pushed).sum((1, 2), dtype=torch.float64)
+        trace = total - cross
+        if refit.vectors is None:
+            return trace, _Changes(places, rows, torch.empty(m, 0), torch.empty(len(first), 0))
+        none = torch.zeros(len(first), sum(part.shape[1] for part in sizes), C, 0, dtype=refit.dtype)
+        across = torch.cat(kept, 1) if kept else none
+        return trace, _Changes(places, rows, torch.cat(sizes, 1), across)
+
+
+class _Changes(NamedTuple):
+    """How the training rows change with m tasks at k inputs: what a sketch of the determinants needs of them."""
+
+    places: Tensor  # of each task's input among the k (m,)
+    outputs: Tensor  # those of the new rows that have a part (r,)
+    sizes: Tensor  # tr K_i times the change of a row's score, which is as large as that of its curvature for classes (m, n)
+    across: Tensor  # J_iUᵀ (k, n, C, r)
+
+    def take(self, tasks: Tensor) -> _Changes:
+        return self._replace(places=self.places[tasks], sizes=self.sizes[tasks])
 
 
 class _NewRow(NamedTuple):
@@ -406,6 +498,7 @@ class _Probing:
     point: Tensor
     new: _NewRow
     trace: Tensor  # tr A (m,)
+    target: Tensor  # the standard error in log density at which probing ends (m,)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """The estimates (m,), where I + A is positive definite as far as the probes show, and their errors (m,)."""
@@ -432,7 +525,7 @@ class _Probing:
                 spread = pooled(value[active], spread)
             spread *= shared.missing(used)
             error[active] = (spread**2 + quadrature**2).sqrt()
-            active = active[(spread > 2 * self.group.refit.error) & torch.isfinite(value[active])]
+            active = active[(spread > 2 * self.target[active]) & torch.isfinite(value[active])]
         return value, torch.isfinite(value), error
 
     def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
@@ -463,7 +556,7 @@ class _Probing:
     def enough(self, tasks: Tensor, moments: Tensor) -> bool:
         """Whether moments of some tasks (m, 2 or 2j + 1) are enough for all of their values."""
         values = [from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)]
-        return all(value.quadrature < 2 * self.group.refit.error for value in values)
+        return all(value.quadrature < 2 * target for value, target in zip(values, self.target[tasks].tolist(), strict=True))
 
     def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
         """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
@@ -543,7 +636,7 @@ def from_moments(moments: list[float], trace: float) -> Remainder:
         nodes, shares = gauss_nodes(torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64))
         if not float(nodes.min()) > -1:
             return Remainder(math.nan, 0.0)
-        means.append(sum(w * _remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)))
+        means.append(sum(w * remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)))
     share = FIRST_QUADRATURE if len(means) == 2 else QUADRATURE
     return Remainder(weight * means[-1], share * abs(weight * (means[-1] - means[-2])))
 
@@ -564,11 +657,11 @@ def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     return nodes, vectors[0].square()
 
 
-def _remainder(t: float) -> float:
-    """(log(1 + t) − t)/t², by its series near zero."""
-    if abs(t) < 1e-3:
-        return -0.5 + t / 3 - t * t / 4
-    return (math.log1p(t) - t) / t**2
+def _directions(G: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (k,) and eigenvectors (C, k) of G, without the small ones."""
+    values, vectors = torch.linalg.eigh(G)
+    keep = values.abs() > RARE_OUTPUT
+    return values[keep], vectors[:, keep].to(dtype)
 
 
 def _first(where: Tensor) -> tuple[Tensor, Tensor]:
@@ -591,6 +684,11 @@ def by_component(values: Tensor) -> Tensor:
 def weighted(values: Tensor, part: Block) -> Tensor:
     """values (..., b, C) times the row weights."""
     return values if part.weights is None else values * part.weights.unsqueeze(-1)
+
+
+def is_large(posterior: State) -> bool:
+    """Whether a product with the features takes long enough for larger errors to be worth it."""
+    return posterior.statistics.n * posterior.theta.numel() > LARGE
 
 
 def open_products(posterior: State, x: Any, options: Options, data: Any, single: bool) -> ProductsRefit:

@@ -24,13 +24,14 @@ from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
 from ssla.refit.last_layer_curvature import factor_bytes
-from ssla.refit.last_layer_products import SINGLE_TOLERANCE, open_products
+from ssla.refit.last_layer_products import SINGLE_TOLERANCE, is_large, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
 from ssla.state import POLISH, Marginal, State
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
-RARE, RARE_VARIATIONAL = 1e-4, 1e-3  # of classes: the output refit of a variational Gaussian is the more accurate
+RARE = 1e-3  # probability of a class
+LARGE_TOLERANCE = 5e-4  # for classes of a large last layer, whose determinants have a larger error
 TRIALS = 3  # refits that are tried before many
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
@@ -54,9 +55,9 @@ class WeightRefit:
         A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it. Default: 1e-8,
         for classes 1e-4 (log probabilities are then off by about 1e-4).
     rare:
-        Classes that the output refit gives a smaller probability keep that probability in a predictive: most classes of an input
-        are such, and no refit of them changes an answer. 0 refits every class. Default: 1e-3 with a variational Gaussian, whose
-        output refit is accurate, 1e-4 with Laplace's.
+        Classes that the output refit gives a smaller probability have no refit of their own: their log probability changes as
+        that of the rarest class of the same input that has one. Most classes of an input are such. 0 refits every class.
+        Default: 1e-3.
     max_steps:
         Gradient evaluations for each task before it counts as failed.
     curvature:
@@ -158,7 +159,10 @@ class WeightRefit:
             instead = "logdet='traces', refit='output'"
             _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
         logdet = self.logdet or (TRACES if by_products else EXACT)
-        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=6 if by_products else 4)
+        tolerance = self._tolerance(posterior)
+        if self.tolerance is None and self._single(posterior) and by_products and is_large(posterior):
+            tolerance = LARGE_TOLERANCE
+        return Options(tolerance, self.max_steps, curvature, logdet, memory=6 if by_products else 4)
 
     def _by_products(self, posterior: State) -> bool:
         """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or because none fits.
@@ -284,9 +288,7 @@ class WeightLogDensity:
     @property
     def rare(self) -> float:
         """The probability below which a class is not refitted."""
-        if self.refit.rare is not None:
-            return self.refit.rare
-        return RARE if self.posterior.variational is None else RARE_VARIATIONAL
+        return RARE if self.refit.rare is None else self.refit.rare
 
     @property
     def stopped(self) -> bool:
