@@ -11,7 +11,8 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.likelihoods import products
 from ssla.refit import last_layer_curvature, last_layer_products, weights
-from ssla.refit.last_layer_products import ProductsRefit, _NewRow, from_moments, gauss_nodes
+from ssla.refit.last_layer_probing import NewRow, from_moments, gauss_nodes
+from ssla.refit.last_layer_products import ProductsRefit
 from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 
 TRACES, EXACT = ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exact")
@@ -115,6 +116,7 @@ def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
     """A dense structure is H itself: the answers are those of the dense engine, within the stated error."""
     post, new = class_problem(n=300, width=20, classes=4)
     monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
     y = all_classes(post, new)
     with pytest.warns(RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"):
         engine = TRACES(post.state, new)._engine
@@ -129,6 +131,7 @@ def test_kronecker_factors_steer_to_the_same_modes(monkeypatch):
     """They are not H: the determinant is theirs, likelihood and prior increments are exact."""
     post, new = class_problem(n=300, width=20, classes=4, noise=2.5, structure="kfac")
     monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
     traces, exact = both(post, new, post.predict(new).probs.topk(2).indices.double())
     assert torch.allclose(traces.likelihood, exact.likelihood, rtol=0, atol=1e-3)
     assert torch.allclose(traces.prior, exact.prior, rtol=0, atol=1e-3)
@@ -163,7 +166,7 @@ def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
     K = root @ root.mT
     precision = torch.randn(5, 4, 4, dtype=torch.float64, generator=seeded(2))
     precision = precision @ precision.mT
-    new = _NewRow.of(K, precision)
+    new = NewRow.of(K, precision)
     eye = torch.eye(4, dtype=torch.float64)
     left = new.shrink + new.shrink.mT - new.shrink @ K @ new.shrink.mT
     assert torch.allclose(K @ left @ K, K @ new.explained @ K, atol=1e-9)
@@ -242,5 +245,6 @@ def test_without_a_shared_factor_the_default_refuses(monkeypatch):
     post, new = class_problem(n=300, width=20, classes=4)
     for module, name in ((weights, "factor_bytes"), (weights, "dense_bytes")):
         monkeypatch.setattr(module, name, lambda *_: 1 << 60)
+    monkeypatch.setattr(weights, "vectors_that_fit", lambda *_: 0)
     with pytest.raises(ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"):
         post.predict(new, refit="weights")

@@ -100,6 +100,7 @@ def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name
     likely &= likely.sum(1, keepdim=True) > 1
     rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
+    errors = torch.zeros_like(logs)
     if rows.numel():
         density = weights.at(y.double(), rows)
         failed[rows[~density.converged]], fallback[chosen] = True, False
@@ -108,11 +109,15 @@ def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name
         rows, y, refitted_logs = rows[good], y[good], density.log[good]
         logs = _with_rare(logs, output.law.probs, rows, y, refitted_logs)
         logs[rows, y] = refitted_logs
+        if density.error is not None:
+            errors[rows, y] = density.error[good].to(errors.dtype)
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
+    error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
+    flags = replace(flags, error=error)
     law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
 

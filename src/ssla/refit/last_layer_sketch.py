@@ -120,19 +120,22 @@ def curvatures(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Te
 
 
 def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
-    """From products Q (S, S) of the vectors, and controls (S, k) with the expectation zero; added: by sampling, to E Q_st²."""
+    """From products Q (S, S) of the vectors, and controls (S, k) with the expectation zero.
+
+    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹: it need not be symmetric.  added: what sampling adds to E Q_st Q_ts.
+    """
     S = len(Q)
     off = Q - torch.diag(Q.diagonal())
-    squared = off @ off
-    means = off.square().sum(1) / (S - 1) - added  # over the others, of each vector
+    squared, pairs = off @ off, off * off.mT
+    means = pairs.sum(1) / (S - 1) - added  # over the others, of each vector
     centred = controls - controls.mean(0)
     beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
     left = means - means.mean() - centred @ beta
     # Each pair belongs to two vectors, so a vector's own deviation counts twice.
     second = float(means.mean() - 2 * controls.mean(0) @ beta)
     error = 2 * float(left.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
-    third = float((squared * off).sum()) / (S * (S - 1) * (S - 2))
-    fourth = float(squared.square().sum() - 2 * squared.diagonal().square().sum() + off.pow(4).sum())
+    third = float((squared * off.mT).sum()) / (S * (S - 1) * (S - 2))
+    fourth = float((squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum())
     fourth /= S * (S - 1) * (S - 2) * (S - 3)
     if not second > 0:
         return Estimate(-0.5 * second, error)

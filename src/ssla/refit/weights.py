@@ -23,6 +23,7 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
+from ssla.refit.last_layer_blocks import vectors_that_fit
 from ssla.refit.last_layer_curvature import factor_bytes
 from ssla.refit.last_layer_products import SINGLE_TOLERANCE, is_large, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
@@ -66,8 +67,9 @@ class WeightRefit:
         end, that task uses the Fisher and is counted.
     logdet:
         "exact" at θ̃ (default for few weights and for a last layer whose P×P matrices fit the memory budget; many weights on few
-        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random probes with a
-        stated error, 5e-4 to 2e-3 in log density; beyond what a single P×P matrix allows, by the fitted structure, with an error
+        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random vectors with a
+        stated error in `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each output,
+        corrected by random vectors; beyond that by the fitted structure, with an error
         that is not known), "frozen" (at θ̂, plus
         the new point's own part: an error of O(1/n), but large at a y far out; default otherwise), or "structure" (the fitted
         structure at θ̃; a pass over the data for each task).
@@ -149,12 +151,7 @@ class WeightRefit:
         if by_products:
             self._check_traces(posterior)
             if self.logdet is None:
-                # Without a shared factor determinants come from the structure, and may be off by .1: only where asked for.
-                outputs = posterior.network.outputs
-                dtype = torch.float32 if self._single(posterior) else torch.float64
-                need = factor_bytes(outputs, size // outputs, dtype)
-                instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
-                _within_budget(f"A refit of a last layer with {size:,} parameters", need, posterior, instead)
+                self._check_size(posterior)
         else:
             instead = "logdet='traces', refit='output'"
             _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
@@ -163,6 +160,20 @@ class WeightRefit:
         if self.tolerance is None and self._single(posterior) and by_products and is_large(posterior):
             tolerance = LARGE_TOLERANCE
         return Options(tolerance, self.max_steps, curvature, logdet, memory=6 if by_products else 4)
+
+    def _check_size(self, posterior: State) -> None:
+        """ValueError where neither a shared P×P matrix nor blocks of it fit the memory budget.
+
+        Determinants then come from the fitted structure, and may be off by 0.1: only where asked for.
+        """
+        outputs = posterior.network.outputs
+        width = posterior.theta.numel() // outputs
+        dtype = torch.float32 if self._single(posterior) else torch.float64
+        if vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, posterior.memory_budget):
+            return
+        need = factor_bytes(outputs, width, dtype)
+        instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
+        _within_budget(f"A refit of a last layer with {posterior.theta.numel():,} parameters", need, posterior, instead)
 
     def _by_products(self, posterior: State) -> bool:
         """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or because none fits.
@@ -372,7 +383,8 @@ class WeightLogDensity:
             instead = self.output.at(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
             total = torch.where(failed, instead, total)
         shape = self._shape(y)
-        return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))
+        flags = (solved.fallback.reshape(shape), solved.converged.reshape(shape))
+        return Density(total.reshape(shape), *flags, error=torch.where(failed, 0.0, solved.error).reshape(shape))
 
     def __call__(self, y: Tensor) -> Increments:
         return self.increments(y)
