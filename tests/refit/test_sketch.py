@@ -90,6 +90,7 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
     assert isinstance(log_density._engine.shared, SharedBlocks)
     found = log_density.solve(y)
     assert found.converged.all()
+    assert not found.fallback.any()
     assert torch.allclose(found.likelihood + found.prior, (exact.likelihood + exact.prior), rtol=0, atol=1e-3)
     off = (found.curvature - exact.curvature) / found.error
     assert 1e-3 < float(found.error.mean()) < 0.03

@@ -6,7 +6,9 @@ What differs is the determinant. With H₁ = H(θ̂) + JᵀΛ(f̃)J, the curvatu
     log|H̃(θ̃)| − log|H(θ̂)| = log|I + ΛK| + tr A + tr[log(I + A) − A],   A = H₁^{-½} ΔH H₁^{-½},   ΔH = Σ_i J_iᵀ ΔΛ_i J_i.
 
 The first two terms are exact: tr A = Σ_i tr(K_i ΔΛ_i) less what the new row explains. The last one, about −½ tr A², is estimated
-by a few random probes, the same for all tasks, until its standard error is below the tolerance. `Solved.error` states it.
+with random vectors, the same for all tasks: of a large problem by a sketch (`last_layer_sketch`), and by probes
+(`last_layer_probing`) where that is not accurate enough or the problem is small. `Solved.error` states the standard error.
+Where no P×P matrix fits, blocks of it take its place (`last_layer_blocks`).
 """
 
 from __future__ import annotations
@@ -546,24 +548,24 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     half = torch.linalg.solve_triangular(basis, torch.diag_embed(prior_precision), upper=False)
     prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None = None
-    if vectors:
-        shared = shared_blocks(rows, likelihood, prior, FISHER if single else options.curvature, vectors)
-    elif not whole:
+    # Single precision is for classes, whose observed curvature is the Fisher.
+    kinds: tuple[str, ...] = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+    if not (whole or vectors):
         warn(
             f"No matrix of {posterior.theta.numel():,} × {posterior.theta.numel():,} fits the memory budget, so the determinants "
             "of the refits are those of the fitted structure, with an error that is not known (with kfac 0.1 in log probability "
             "was seen). Fit with a larger memory_budget, or use refit='output'.",
             RuntimeWarning,
         )
-        shared = shared_structure(posterior.operator, C, options.curvature, dtype)
-    else:
-        # Single precision is for classes, whose observed curvature is the Fisher.
-        kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
-        contrasts = _contrasts(posterior, prior_precision)
-        for kind in kinds:
+        shared, kinds = shared_structure(posterior.operator, C, options.curvature, dtype), ()
+    contrasts = _contrasts(posterior, prior_precision)
+    for kind in kinds:
+        if vectors:
+            shared = shared_blocks(rows, likelihood, prior, kind, vectors)
+        else:
             shared = shared_factor(rows, likelihood, prior, kind, contrasts)
-            if shared is not None:
-                break
+        if shared is not None:
+            break
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)
