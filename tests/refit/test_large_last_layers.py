@@ -11,35 +11,11 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.likelihoods import products
 from ssla.refit import last_layer_curvature, last_layer_products, weights
-from ssla.refit.last_layer_products import ProductsRefit, _NewRow, from_moments, gauss_nodes
-from support.refits import FAMILIES, inputs, last_layer, seeded
+from ssla.refit.last_layer_probing import NewRow, from_moments, gauss_nodes
+from ssla.refit.last_layer_products import ProductsRefit
+from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 
 TRACES, EXACT = ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exact")
-
-
-def class_problem(n=150, width=12, classes=4, dtype=torch.float64, precision=1.0, noise=1.0, **options):
-    """Classes around random centres, a last layer trained on them, and new inputs."""
-    generator = seeded(3)
-    centres = torch.randn(classes, width, generator=generator)
-    y = torch.randint(classes, (n,), generator=generator)
-    x = (centres[y] + noise * torch.randn(n, width, generator=generator)).to(dtype)
-    torch.manual_seed(0)
-    model = nn.Linear(width, classes).to(dtype)
-    likelihood = options.pop("likelihood", L.Categorical())
-    data = (x, y) if "weights" not in options else (x, y, options.pop("weights"))
-    options = {"prior": priors.Gaussian(precision), "gaussian": "laplace", "mode": "polish"} | options
-    if options["mode"] != "polish":  # a network near its mode, not at it
-        near = ssla.fit(model, data, likelihood=likelihood, **(options | {"mode": "polish"}))
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                value.copy_(0.99 * near.parameters[name])
-    post = ssla.fit(model, data, likelihood=likelihood, **options)
-    new = (centres.repeat(2, 1) + noise * torch.randn(2 * classes, width, generator=generator)).to(dtype)
-    return post, new
-
-
-def all_classes(post, new):
-    return torch.arange(post.report.outputs).double().expand(len(new), -1)
 
 
 def both(post, new, y, **options):
@@ -140,6 +116,7 @@ def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
     """A dense structure is H itself: the answers are those of the dense engine, within the stated error."""
     post, new = class_problem(n=300, width=20, classes=4)
     monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
     y = all_classes(post, new)
     with pytest.warns(RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"):
         engine = TRACES(post.state, new)._engine
@@ -154,6 +131,7 @@ def test_kronecker_factors_steer_to_the_same_modes(monkeypatch):
     """They are not H: the determinant is theirs, likelihood and prior increments are exact."""
     post, new = class_problem(n=300, width=20, classes=4, noise=2.5, structure="kfac")
     monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
     traces, exact = both(post, new, post.predict(new).probs.topk(2).indices.double())
     assert torch.allclose(traces.likelihood, exact.likelihood, rtol=0, atol=1e-3)
     assert torch.allclose(traces.prior, exact.prior, rtol=0, atol=1e-3)
@@ -188,7 +166,7 @@ def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
     K = root @ root.mT
     precision = torch.randn(5, 4, 4, dtype=torch.float64, generator=seeded(2))
     precision = precision @ precision.mT
-    new = _NewRow.of(K, precision)
+    new = NewRow.of(K, precision)
     eye = torch.eye(4, dtype=torch.float64)
     left = new.shrink + new.shrink.mT - new.shrink @ K @ new.shrink.mT
     assert torch.allclose(K @ left @ K, K @ new.explained @ K, atol=1e-9)
@@ -267,5 +245,6 @@ def test_without_a_shared_factor_the_default_refuses(monkeypatch):
     post, new = class_problem(n=300, width=20, classes=4)
     for module, name in ((weights, "factor_bytes"), (weights, "dense_bytes")):
         monkeypatch.setattr(module, name, lambda *_: 1 << 60)
+    monkeypatch.setattr(weights, "vectors_that_fit", lambda *_: 0)
     with pytest.raises(ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"):
         post.predict(new, refit="weights")

@@ -130,3 +130,28 @@ def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=
         return run(t, rows)
 
     return post, new, candidates, log_joint, log_new, outputs_of
+
+
+def class_problem(n=150, width=12, classes=4, dtype=torch.float64, precision=1.0, noise=1.0, **options):
+    """Classes around random centres, a last layer trained on them, and new inputs."""
+    generator = seeded(3)
+    centres = torch.randn(classes, width, generator=generator)
+    y = torch.randint(classes, (n,), generator=generator)
+    x = (centres[y] + noise * torch.randn(n, width, generator=generator)).to(dtype)
+    torch.manual_seed(0)
+    model = nn.Linear(width, classes).to(dtype)
+    likelihood = options.pop("likelihood", L.Categorical())
+    data = (x, y) if "weights" not in options else (x, y, options.pop("weights"))
+    options = {"prior": priors.Gaussian(precision), "gaussian": "laplace", "mode": "polish"} | options
+    if options["mode"] != "polish":  # a network near its mode, not at it
+        near = ssla.fit(model, data, likelihood=likelihood, **(options | {"mode": "polish"}))
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                value.copy_(0.99 * near.parameters[name])
+    post = ssla.fit(model, data, likelihood=likelihood, **options)
+    new = (centres.repeat(2, 1) + noise * torch.randn(2 * classes, width, generator=generator)).to(dtype)
+    return post, new
+
+
+def all_classes(post, new):
+    return torch.arange(post.report.outputs).double().expand(len(new), -1)

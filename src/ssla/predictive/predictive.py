@@ -32,6 +32,8 @@ class Diagnostics:
     inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
     convention: str = EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
     refits: Tensor | None = None  # (N,) refits of the weights that were made
+    # (N,) standard error of the log probabilities of classes, from estimated determinants: √Σ p e² over classes; zero where exact
+    error: Tensor | None = None
     rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
     extreme: Tensor | None = None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
@@ -68,6 +70,8 @@ class Diagnostics:
             text += f", mean far from the median in {int(self.off_centre.sum())}"
         if self.refits is not None:
             text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
+        if self.error is not None and bool((self.error > 0).any()):
+            text += f", standard error of log probabilities at most {float(self.error.max()):.1g} (estimated determinants)"
         if self.rung is not None:
             text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
             text += f", failed: {self.rung.count('failed')}" if "failed" in self.rung else ""

@@ -100,19 +100,39 @@ def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name
     likely &= likely.sum(1, keepdim=True) > 1
     rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
     fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
+    errors = torch.zeros_like(logs)
     if rows.numel():
         density = weights.at(y.double(), rows)
         failed[rows[~density.converged]], fallback[chosen] = True, False
         fallback[rows[density.fallback]] = True
         good = ~failed[rows]
-        logs[rows[good], y[good]] = density.log[good]
+        rows, y, refitted_logs = rows[good], y[good], density.log[good]
+        logs = _with_rare(logs, output.law.probs, rows, y, refitted_logs)
+        logs[rows, y] = refitted_logs
+        if density.error is not None:
+            errors[rows, y] = density.error[good].to(errors.dtype)
         logs[_left_out(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
+    error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
+    flags = replace(flags, error=error)
     law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
+
+
+def _with_rare(logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor) -> Tensor:
+    """Log weights (N, C) in which the classes without a refit change as much as the rarest class of their row that has one.
+
+    The output refit gives rare classes too much: the more, the rarer they are (docs/refits.md).
+    """
+    changes = torch.full_like(logs, torch.nan)
+    changes[rows, y] = refitted_logs - logs[rows, y]
+    has = ~torch.isnan(changes)
+    rarest = torch.where(has, probs, torch.inf).argmin(1, keepdim=True)
+    change = changes.gather(1, rarest)
+    return torch.where(has.any(1, keepdim=True), logs + torch.nan_to_num(change), logs)
 
 
 def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:

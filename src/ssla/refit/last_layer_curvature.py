@@ -24,6 +24,7 @@ from ssla.structures.jacobians import Features
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
 FEW_PROBES = 64  # of a determinant: as many as any problem may have
 WORK = 3e9  # rows × parameters × probes: where more of them are a matter of a second for each task
+VECTORS = 64  # of a sketch
 SEED = 31
 RESIDUAL = 1e-3  # ‖H H⁻¹v − v‖/‖v‖: above it single precision is not enough
 
@@ -38,6 +39,7 @@ class SharedFactor:
 
     inverse: Tensor
     probes: Tensor  # H^{-½} of orthogonal directions of length √P' (S, P), in the outputs' own coordinates
+    vectors: Tensor  # of N(0, H⁻¹) (S, P), for `last_layer_sketch`
     Q: Tensor  # (C, C')
     kind: str
 
@@ -60,17 +62,12 @@ class SharedFactor:
         return (self.Q @ solved.reshape(inside.shape)).flatten(1)
 
     def covariances(self, x: Tensor) -> Tensor:
-        """K = J H⁻¹ Jᵀ of rows with features x (b, F): the pairs a ≤ b of Q's outputs (pairs, b)."""
+        """K = J H⁻¹ Jᵀ of rows with features x (b, F): (b, C, C)."""
         count = self.Q.shape[1]
         blocks = self.inverse.reshape(count, self.width, count, self.width)
-        return torch.stack([((x @ blocks[a, :, b, :]) * x).sum(-1) for a, b in pairs(count)])
-
-    def matrices(self, entries: Tensor) -> Tensor:
-        """K of the outputs themselves from the pairs of `covariances`.  (pairs, b) -> (b, C, C)."""
-        count = self.Q.shape[1]
-        inside = torch.empty(count, count, entries.shape[1], dtype=entries.dtype)
-        for number, (a, b) in enumerate(pairs(count)):
-            inside[a, b] = inside[b, a] = entries[number]
+        inside = torch.empty(count, count, len(x), dtype=x.dtype)
+        for a, b in pairs(count):
+            inside[a, b] = inside[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
         return self.Q @ inside.movedim(-1, 0) @ self.Q.mT
 
 
@@ -94,11 +91,7 @@ class SharedStructure:
         return self.operator.solve_many(values.double().mT).mT.to(values.dtype)
 
     def covariances(self, x: Tensor) -> Tensor:
-        """The features (F, b): K is quickly computed from them, and large."""
-        return x.mT
-
-    def matrices(self, entries: Tensor) -> Tensor:
-        return self.operator.covariance(Features(entries.mT.double(), self.outputs)).to(entries.dtype)
+        return self.operator.covariance(Features(x.double(), self.outputs)).to(x.dtype)
 
 
 def shared_structure(operator: Operator, outputs: int, kind: str, dtype: torch.dtype) -> SharedStructure:
@@ -154,4 +147,7 @@ def shared_factor(
     off = lower @ w + lower.mT @ w - lower.diagonal() * w - v
     if not float(off.norm()) <= RESIDUAL * float(v.norm()):
         return None
-    return SharedFactor(inverse, (Q @ draws.mT.reshape(-1, count, width)).flatten(1), Q, kind)
+    gaussian = torch.randn(len(H), VECTORS, dtype=dtype, generator=generator)
+    vectors: Tensor = torch.linalg.solve_triangular(factor.mT, gaussian, upper=True)
+    own = [(Q @ columns.mT.reshape(-1, count, width)).flatten(1) for columns in (draws, vectors)]
+    return SharedFactor(inverse, own[0], own[1], Q, kind)

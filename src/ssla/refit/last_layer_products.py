@@ -6,12 +6,13 @@ What differs is the determinant. With H₁ = H(θ̂) + JᵀΛ(f̃)J, the curvatu
     log|H̃(θ̃)| − log|H(θ̂)| = log|I + ΛK| + tr A + tr[log(I + A) − A],   A = H₁^{-½} ΔH H₁^{-½},   ΔH = Σ_i J_iᵀ ΔΛ_i J_i.
 
 The first two terms are exact: tr A = Σ_i tr(K_i ΔΛ_i) less what the new row explains. The last one, about −½ tr A², is estimated
-by a few random probes, the same for all tasks, until its standard error is below the tolerance. `Solved.error` states it.
+with random vectors, the same for all tasks: of a large problem by a sketch (`last_layer_sketch`), and by probes
+(`last_layer_probing`) where that is not accurate enough or the problem is small. `Solved.error` states the standard error.
+Where no P×P matrix fits, blocks of it take its place (`last_layer_blocks`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,13 +29,22 @@ from ssla.numerics import linalg
 from ssla.refit.anderson import Found, Progress, Slope, ascend
 from ssla.refit.contrasts import Contrasts
 from ssla.refit.increments import FISHER, OBSERVED, at_mode
+from ssla.refit.last_layer_blocks import SharedBlocks, curvature_diagonal, shared_blocks, vectors_that_fit
 from ssla.refit.last_layer_curvature import (
-    FEW_PROBES,
     SharedFactor,
     SharedStructure,
     factor_bytes,
     shared_factor,
     shared_structure,
+)
+from ssla.refit.last_layer_probing import MORE_PROBES, NewRow, Probing, by_component, by_output, weighted
+from ssla.refit.last_layer_sketch import (
+    Sampled,
+    SharedVectors,
+    estimate_remainder,
+    sampling,
+    shared_vectors,
+    systematic,
 )
 from ssla.refit.rows import Block, PriorChange, TrainingRows, check_seen, open_rows
 from ssla.refit.solved import FROZEN, Options, Solved, own_increment, own_pull
@@ -45,17 +55,16 @@ from ssla.structures.structure import NoFactorError, no_factor
 SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
 SINGLE_TOLERANCE = 1e-6  # from this tolerance on, classes are refitted in single precision
 CACHE_ELEMENTS = 1 << 18  # rows × tasks × outputs worked on together: they stay in the processor's cache
-MOST_TASKS = 16
-MOST_NODES = 4  # of the quadrature over eigenvalues
-FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
+MOST_TASKS = 64
 RARE_OUTPUT = 1e-4  # precision of an output at the new row below which it is left out of what that row explains
-SINGULAR = 1e-6  # of the pivots of a matrix of moments: smaller ones are rounding
-GROUPS = 16  # of probes, for the standard error
-AT_ONCE = 1 << 26  # bytes of the probes of all tasks
-FIRST_PROBES, MORE_PROBES = 2, 6  # of the first two rounds; each later round has as many as all before it
 # The standard error in log density at which probing ends: with few rows × parameters, and with many of them.
 ERROR, LARGE_ERROR = 5e-4, 2e-3
 LARGE = 2e7  # rows × parameters: a product with them takes 2 ms
+RARE_ERROR = 10.0  # by which the error of a rare y may be larger
+ENOUGH = 1.5  # times that error: more of it is not worth probes
+FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = ROWS_SKETCHED = 512, 2048  # the first for rare y, the second where that is not enough
+LIKELY = 5.0  # times the error of a certain y: a y with a larger one (p below 0.04) is rare
+OFFSET = 0.5  # of systematic sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +82,34 @@ class ProductsRefit:
     f: Tensor  # f̂ at x (N, C)
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
-    shared: SharedFactor | SharedStructure
+    shared: SharedFactor | SharedBlocks | SharedStructure
     fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
     prior_precision: Tensor  # in the basis (C, F, F)
 
     @property
-    def error(self) -> float:
-        """The standard error in log density at which probing ends."""
-        return LARGE_ERROR if self.posterior.statistics.n * self.gradient.numel() > LARGE else ERROR
+    def large(self) -> bool:
+        return is_large(self.posterior)
+
+    def target(self, log_density: Tensor) -> Tensor:
+        """The standard error in log density at which probing ends, from densities that are nearly right (m,).
+
+        Of a large problem it is LARGE_ERROR/√p for a probability p: errors e of log probabilities change the predictive by a
+        Kullback–Leibler divergence of about ½ Σ p e².
+        """
+        if not self.large:
+            return torch.full_like(log_density, ERROR)
+        return LARGE_ERROR * (-0.5 * log_density.clamp(max=0)).exp().clamp(max=RARE_ERROR)
+
+    @cached_property
+    def vectors(self) -> SharedVectors | None:
+        """Of a large problem whose rows are kept, where they fit."""
+        if not self.large or self.rows.kept is None or not isinstance(self.shared, SharedFactor):
+            return None
+        each = self.dtype.itemsize * self.posterior.statistics.n * self.outputs
+        if each * len(self.shared.vectors) > self.posterior.memory_budget // 4:
+            return None
+        blocks = list(self.rows)
+        return shared_vectors(blocks, self.shared.vectors, [self.covariances(block) for block in blocks])
 
     @property
     def law(self) -> Likelihood:
@@ -124,12 +153,13 @@ class ProductsRefit:
 
     @cached_property
     def _memo(self) -> dict[int, Tensor]:
-        """`SharedFactor.covariances` of kept blocks, while they fit. (A kept block lives as long as we do.)"""
+        """`covariances` of kept blocks, while they fit. (A kept block lives as long as we do.)"""
         return {}
 
     def covariances(self, block: Block) -> Tensor:
         known = self._memo.get(id(block))
         if known is None:
+            assert not isinstance(self.shared, SharedBlocks)
             known = self.shared.covariances(block.x)
             used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
             if self.rows.kept is not None and used <= self.posterior.memory_budget // 8:
@@ -140,10 +170,10 @@ class ProductsRefit:
 
     def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode."""
-        group = _Group(self, where, y)
+        group = Group(self, where, y)
         found = self._ascend(group, progress)
         likelihood, prior = group.values(found.point)
-        curvature = group.curvature(found.point)
+        curvature = group.curvature(found.point, likelihood + prior)
         fallback = torch.full_like(curvature.positive, self.fallback)
         finite = torch.isfinite(likelihood + prior + curvature.value)
         return Solved(
@@ -163,10 +193,10 @@ class ProductsRefit:
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
         """θ̃ (M, P)."""
-        found = self._ascend(_Group(self, where, y))
+        found = self._ascend(Group(self, where, y))
         return self.posterior.theta + self.original(found.point)
 
-    def _ascend(self, group: _Group, progress: Progress | None = None) -> Found:
+    def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
         options = self.options
         return ascend(
             group.evaluate,
@@ -187,18 +217,18 @@ class Curvature(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class Group:
     """m tasks that are solved together."""
 
     refit: ProductsRefit
     where: Tensor
     y: Tensor
 
-    def take(self, tasks: Tensor) -> _Group:
+    def take(self, tasks: Tensor) -> Group:
         """Some of the tasks, with what was computed of them."""
         if len(tasks) == len(self.y):
             return self
-        part = _Group(self.refit, self.where[tasks], self.y[tasks])
+        part = Group(self.refit, self.where[tasks], self.y[tasks])
         known = ("phi", "f", "pulled", "K", "root")
         part.__dict__.update({name: self.__dict__[name][tasks] for name in known if name in self.__dict__})
         return part
@@ -316,8 +346,8 @@ class _Group:
 
     # --- determinants ----------------------------------------------------------------------
 
-    def curvature(self, point: Tensor) -> Curvature:
-        """By the terms of the module's docstring."""
+    def curvature(self, point: Tensor, others: Tensor) -> Curvature:
+        """By the terms of the module's docstring.  others: the sum of the other increments (m,)."""
         refit, law = self.refit, self.refit.law
         own = self.f + self.push(point).double()
         precision = law.fisher(own) if refit.fisher else law.precision(self.y, own)
@@ -325,20 +355,74 @@ class _Group:
         error = torch.zeros_like(value)
         if refit.options.logdet == FROZEN:
             return Curvature(value, positive, error)
-        new = _NewRow.of(self.K, precision)
-        trace = self.trace(point, new)
-        tasks = (positive & (trace != 0)).nonzero().squeeze(-1)
+        new = NewRow.of(self.K, precision)
+        if isinstance(refit.shared, SharedBlocks):
+            return self.by_blocks(point, new, Curvature(value, positive, error), refit.shared)
+        trace, changes = self.trace(point, new)
         value = value - 0.5 * trace
+        target = refit.target(others + value)  # of the log densities, but for what is estimated here
+        rest, left = torch.zeros_like(value), positive & (trace != 0)
+        if refit.vectors is not None:
+            for count in ROWS_SKETCHED:
+                tasks = left.nonzero().squeeze(-1)
+                if count < MANY_ROWS_SKETCHED:  # likely ones need more rows
+                    tasks = tasks[target[tasks] > LIKELY * LARGE_ERROR]
+                if tasks.numel():
+                    part = self.take(tasks)
+                    rest[tasks], error[tasks] = part.sketch(point[tasks], new.take(tasks), changes.take(tasks), count)
+                    left[tasks] = ~(error[tasks] <= ENOUGH * target[tasks])
+        tasks = left.nonzero().squeeze(-1)
         if tasks.numel():
-            part = _Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks])
-            rest, good, spread = part.run()
-            value[tasks] -= 0.5 * rest
+            probing = Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks], target[tasks])
+            rest[tasks], good, spread = probing.run()
             positive[tasks] &= good
             error[tasks] = 0.5 * spread
-        return Curvature(value, positive, error)
+        return Curvature(value - 0.5 * rest, positive, error)
 
-    def trace(self, point: Tensor, new: _NewRow) -> Tensor:
-        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64."""
+    def by_blocks(self, point: Tensor, new: NewRow, own: Curvature, shared: SharedBlocks) -> Curvature:
+        """As `ssla.refit.last_layer_blocks` describes."""
+        likelihood, C = self.refit.posterior.likelihood, self.refit.outputs
+        value, error = own.value.clone(), own.error.clone()
+        diagonal = curvature_diagonal(likelihood, shared.rows.y, shared.rows.f, shared.kind == FISHER)
+        for task, step in enumerate(point.reshape(len(point), C, -1)):
+            f = shared.rows.f + shared.rows.x @ step.mT
+            change = curvature_diagonal(likelihood, shared.rows.y, f, shared.kind == FISHER) - diagonal
+            by_rows = shared.rows.weighted((shared.variances * change).sum(1))
+            size = shared.variances.sum(1) * score_change(likelihood, shared.rows.y, f, shared.rows.f).norm(dim=-1)
+            if not bool(size.any()):
+                continue
+            pi = sampling(size, MANY_ROWS_SKETCHED)
+            rows = systematic(pi, OFFSET)
+            rest = shared.estimate(likelihood, rows, pi[rows], step, self.phi[task], new.explained[task])
+            value[task] -= 0.5 * (float(by_rows.sum(dtype=torch.float64)) + rest.value)
+            error[task] = 0.5 * rest.error
+        return Curvature(value, own.positive & torch.isfinite(value), error)
+
+    def sketch(self, point: Tensor, new: NewRow, changes: _Changes, count: int) -> tuple[Tensor, Tensor]:
+        """tr[log(I + A) − A] (m,) from the shared vectors on `count` rows, and half of its standard error."""
+        refit, shared = self.refit, self.refit.vectors
+        assert shared is not None
+        likelihood, C = refit.posterior.likelihood, refit.outputs
+        at_x = torch.einsum("scf,mf->mcs", shared.w.reshape(len(shared.w), C, -1), self.phi)
+        found = []
+        for task, step in enumerate(point.reshape(len(point), C, -1)):
+            pi = sampling(changes.sizes[task], count)
+            rows = systematic(pi, OFFSET)
+            part = shared.take(rows)
+            inverse = 1 / pi[rows]
+            weight = inverse if part.weights is None else inverse * part.weights
+            c = changes.across[changes.places[task], rows]
+            along = changes.outputs
+            shrink, explained = new.shrink[task, along].to(c.dtype), new.explained[task, along][:, along].to(c.dtype)
+            v = shared.v[rows] - c @ (shrink @ at_x[task])
+            K = shared.K[rows] - c @ explained @ c.mT
+            f = part.f + part.x @ step.mT
+            found.append(estimate_remainder(likelihood, part, f, Sampled(weight, inverse, v, K), refit.fisher))
+        value, error = torch.tensor(found, dtype=torch.float64).unbind(1)
+        return value, 0.5 * error
+
+    def trace(self, point: Tensor, new: NewRow) -> tuple[Tensor, _Changes]:
+        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64; and the rows' own changes."""
         refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
         m, C = self.f.shape
         places, first = _first(self.where)
@@ -348,227 +432,57 @@ class _Group:
         across = self.pulled[first][:, rows].reshape(len(first), len(rows), C, F)  # input, row of U, output, feature
         across = across.permute(2, 0, 1, 3).reshape(C, len(first) * len(rows), F).contiguous()
         total = torch.zeros(m, dtype=torch.float64)
-        cross = torch.zeros(m, len(rows), len(rows), dtype=torch.float64)
-        step = by_output(point, C)
+        cross = torch.zeros(m, dtype=torch.float64)
+        directions = [_directions(G[rows][:, rows], refit.dtype) for G in new.explained]
+        step, sizes, kept = by_output(point, C), [], []
         for block, part, place in self.chunks(C * max(m, len(first) * len(rows), C)):
             f = self.moved(part.x, step).add_(part.f)
-            K = refit.shared.matrices(refit.covariances(block)[:, place])
+            K = refit.covariances(block)[place]
             before = part.f.unsqueeze(0)
             change = precision_trace(likelihood, part.y, f, K, fisher)
             change = change - precision_trace(likelihood, part.y, before, K, fisher)
             change = change if part.weights is None else change * part.weights
             total += change.sum(-1, dtype=torch.float64)
+            if refit.vectors is not None:
+                variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
+                sizes.append(variances * score_change(likelihood, part.y, f, part.f).norm(dim=-1))
             if not len(rows):
                 continue
             c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))  # (k, rows of U, b, C)
+            if refit.vectors is not None:
+                kept.append(c.permute(0, 2, 3, 1))
             for task in range(m):
-                own = c[places[task]]
+                # Along the eigenvectors of G: few of them have a part.
+                values, vectors = directions[task]
+                own = torch.einsum("rbc,rk->kbc", c[places[task]], vectors)
                 pushed = precision_times(likelihood, part.y, f[task], own, fisher)
                 pushed = weighted(pushed - precision_times(likelihood, part.y, part.f, own, fisher), part)
-                cross[task] += (by_component(own) @ by_component(pushed).mT).sum(0).double()
-        return total - (new.explained[:, rows][:, :, rows] * cross).sum((-2, -1))
+                cross[task] += values @ (own * pushed).sum((1, 2), dtype=torch.float64)
+        trace = total - cross
+        if refit.vectors is None:
+            return trace, _Changes(places, rows, torch.empty(m, 0), torch.empty(len(first), 0))
+        none = torch.zeros(len(first), sum(part.shape[1] for part in sizes), C, 0, dtype=refit.dtype)
+        across = torch.cat(kept, 1) if kept else none
+        return trace, _Changes(places, rows, torch.cat(sizes, 1), across)
 
 
-class _NewRow(NamedTuple):
-    """How the new row changes H⁻¹, in its outputs: H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0, H₁⁻¹) for w ~ N(0, H⁻¹)."""
+class _Changes(NamedTuple):
+    """How the training rows change with m tasks at k inputs: what a sketch of the determinants needs of them."""
 
-    explained: Tensor  # G = (I + ΛK)⁻¹Λ (m, C, C)
-    shrink: Tensor  # B with B + Bᵀ − BKBᵀ = G (m, C, C)
+    places: Tensor  # of each task's input among the k (m,)
+    outputs: Tensor  # those of the new rows that have a part (r,)
+    sizes: Tensor  # tr K_i times the change of a row's score, which is as large as that of its curvature for classes (m, n)
+    across: Tensor  # J_iUᵀ (k, n, C, r)
 
-    @staticmethod
-    def of(K: Tensor, precision: Tensor) -> _NewRow:
-        """With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ: RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 + μ)^{-½} in place of μ."""
-        values, vectors = torch.linalg.eigh(K)
-        size = values.clamp_min(0).sqrt()
-        R = vectors * size.unsqueeze(-2)
-        least = 1e-7 * size.amax(-1, keepdim=True)
-        back = vectors * torch.where(size > least, 1 / size, 0.0).unsqueeze(-2)  # R⁺ᵀ
-        inside = R.mT @ precision @ R
-        mu, E = torch.linalg.eigh((inside + inside.mT) / 2)
-        mu = mu.clamp_min(-0.999)  # not positive definite elsewhere: that task is flagged
-        turned = back @ E
-
-        def scaled(by: Tensor) -> Tensor:
-            product: Tensor = (turned * by.unsqueeze(-2)) @ turned.mT
-            return product
-
-        return _NewRow(scaled(mu / (1 + mu)), scaled(1 - (1 + mu).rsqrt()))
-
-    def take(self, tasks: Tensor) -> _NewRow:
-        return _NewRow(self.explained[tasks], self.shrink[tasks])
+    def take(self, tasks: Tensor) -> _Changes:
+        return self._replace(places=self.places[tasks], sizes=self.sizes[tasks])
 
 
-@dataclass(frozen=True, eq=False)
-class _Probing:
-    """tr[log(I + A) − A] of m tasks by random probes: rounds of them, until the error is small."""
-
-    group: _Group
-    point: Tensor
-    new: _NewRow
-    trace: Tensor  # tr A (m,)
-
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The estimates (m,), where I + A is positive definite as far as the probes show, and their errors (m,)."""
-        shared = self.group.refit.shared
-        m, probes = len(self.point), shared.probes
-        value, error = torch.zeros(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
-        active, used = torch.arange(m), 0
-        seen: list[list[Tensor]] = [[] for _ in range(m)]
-        while active.numel() and used < len(probes):
-            count = {0: FIRST_PROBES, FIRST_PROBES: MORE_PROBES}.get(used, used)
-            if len(probes) < FEW_PROBES:  # all there are: no error is left
-                count = len(probes)
-            fresh = probes[used : used + count]
-            size = max(AT_ONCE // (6 * fresh.numel() * fresh.element_size()), 1)
-            for tasks in active.split(size):
-                depth = max((part.shape[1] // 2 for task in tasks.tolist() for part in seen[task][-1:]), default=0)
-                moments = self.moments(fresh, tasks, depth if used > FIRST_PROBES else 0)
-                for k, task in enumerate(tasks.tolist()):
-                    seen[task].append(moments[k])
-            used += len(fresh)
-            found = [estimate(seen[task], float(self.trace[task])) for task in active.tolist()]
-            value[active], spread, quadrature = torch.tensor(found, dtype=torch.float64).unbind(1)
-            if used == FIRST_PROBES < len(probes):
-                spread = pooled(value[active], spread)
-            spread *= shared.missing(used)
-            error[active] = (spread**2 + quadrature**2).sqrt()
-            active = active[(spread > 2 * self.group.refit.error) & torch.isfinite(value[active])]
-        return value, torch.isfinite(value), error
-
-    def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
-        """wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, …: two of them (m, s, 2), or 2j + 1 for j Gauss nodes.
-
-        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number of them; 0: as many as it takes.
-        """
-        group = self.group.take(tasks)
-        s, C = len(probes), group.refit.outputs
-        at_x = torch.einsum("scf,mf->msc", probes.reshape(s, C, -1), group.phi)
-        shrink = self.new.shrink[tasks].to(at_x.dtype)
-        w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.pulled)
-        found: list[Tensor] = []
-        for count in range(1, MOST_NODES + 1):
-            form, r = self.changed(tasks, w)
-            assert r is not None
-            w = self.solved(tasks, r)
-            found = [*found[: 2 * count - 2], form, (r * w).sum(-1).double()]
-            if count == 1 and self.enough(tasks, torch.stack(found, -1).mean(1)):
-                break
-            if count < nodes:
-                continue
-            found.append(self.changed(tasks, w, pull=False)[0])
-            if count == nodes or self.enough(tasks, torch.stack(found, -1).mean(1)):
-                break
-        return torch.stack(found, -1)
-
-    def enough(self, tasks: Tensor, moments: Tensor) -> bool:
-        """Whether moments of some tasks (m, 2 or 2j + 1) are enough for all of their values."""
-        values = [from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)]
-        return all(value.quadrature < 2 * self.group.refit.error for value in values)
-
-    def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
-        """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
-        group = self.group.take(tasks)
-        inside = group.refit.shared.solve(r.flatten(0, 1)).reshape(r.shape)
-        along = torch.einsum("mcp,msp->msc", group.pulled, r)
-        explained = self.new.explained[tasks].to(r.dtype)
-        return inside - torch.einsum("msc,mcd,mdp->msp", along, explained, group.pulled)
-
-    def changed(self, tasks: Tensor, w: Tensor, pull: bool = True) -> tuple[Tensor, Tensor | None]:
-        """wᵀΔHw (m, s) in float64, and ΔHw (m, s, P), for w (m, s, P)."""
-        group = self.group.take(tasks)
-        refit = group.refit
-        likelihood, fisher = refit.posterior.likelihood, refit.fisher
-        m, s, C = len(tasks), w.shape[1], refit.outputs
-        step, directions = by_output(self.point[tasks], C), by_output(w.flatten(0, 1), C)
-        form = torch.zeros(m, s, dtype=torch.float64)
-        total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
-        for _, part, _ in group.chunks(m * s * C):
-            f = group.moved(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
-            v = group.moved(part.x, directions).unflatten(0, (m, s))
-            change = precision_times(likelihood, part.y, f, v, fisher)
-            change = weighted(change - precision_times(likelihood, part.y, part.f, v, fisher), part)
-            form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
-            if pull:
-                total += by_component(change).flatten(0, 2) @ part.x
-        if not pull:
-            return form, None
-        return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
-
-
-def pooled(value: Tensor, spread: Tensor) -> Tensor:
-    """Standard errors that are as large, relative to the values, as they are over all tasks: two probes do not tell more."""
-    good = torch.isfinite(value) & (value != 0)
-    if not bool(good.any()):
-        return spread
-    relative = (spread[good] / value[good]).square().mean().sqrt()
-    return torch.maximum(spread, relative * value.abs())
-
-
-class Remainder(NamedTuple):
-    """tr[log(I + A) − A] (NaN: an eigenvalue of I + A is not positive), and the error of the quadrature that gives it."""
-
-    value: float
-    quadrature: float
-
-
-def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
-    """tr[log(I + A) − A] from moments of probes (s, 2j) in rounds; its standard error; the error of the quadrature.
-
-    The standard error is a jackknife's over groups of probes.
-    """
-    least = min(part.shape[1] for part in rounds)
-    moments = torch.cat([part[:, :least] for part in rounds])
-    value, quadrature = from_moments(moments.mean(0).tolist(), trace)
-    groups = moments.tensor_split(min(len(moments), GROUPS))
-    total = moments.sum(0)
-    without = [(total - part.sum(0)) / (len(moments) - len(part)) for part in groups]
-    left = torch.tensor([from_moments(mean.tolist(), trace).value for mean in without], dtype=torch.float64)
-    return value, float((len(left) - 1) * left.var(correction=0)) ** 0.5, quadrature
-
-
-def from_moments(moments: list[float], trace: float) -> Remainder:
-    """tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
-
-    With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ² the Gauss nodes of the moments
-    give the mean of h. The first moment, whose expectation tr A is known, is a control variate for the second.
-    """
-    if not moments[1] > 0:
-        return Remainder(0.0 if moments[1] == 0 else math.nan, 0.0)
-    if len(moments) == 2:  # |tr A³| ≤ (tr A²)^{3/2}
-        return Remainder(-0.5 * moments[1], moments[1] ** 1.5 / 3)
-    mean = moments[2] / moments[1]
-    weight = moments[1] - mean * (moments[0] - trace)
-    means = [-0.5 + mean / 3]  # the series
-    for count in range(1, len(moments) // 2 + 1):
-        nodes, shares = gauss_nodes(torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64))
-        if not float(nodes.min()) > -1:
-            return Remainder(math.nan, 0.0)
-        means.append(sum(w * _remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)))
-    share = FIRST_QUADRATURE if len(means) == 2 else QUADRATURE
-    return Remainder(weight * means[-1], share * abs(weight * (means[-1] - means[-2])))
-
-
-def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The j Gauss nodes and shares of a distribution from 2j moments (not normalised), fewer where it has fewer atoms."""
-    count = len(moments) // 2
-    index = torch.arange(count)
-    hankel = moments[index[:, None] + index]
-    factor, info = torch.linalg.cholesky_ex(hankel)
-    pivots = factor.diagonal()
-    if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
-        return gauss_nodes(moments[: 2 * (count - 1)])
-    shifted = moments[index[:, None] + index + 1]
-    inside = torch.linalg.solve_triangular(factor, shifted, upper=False)
-    inside = torch.linalg.solve_triangular(factor, inside.mT, upper=False)
-    nodes, vectors = torch.linalg.eigh((inside + inside.mT) / 2)
-    return nodes, vectors[0].square()
-
-
-def _remainder(t: float) -> float:
-    """(log(1 + t) − t)/t², by its series near zero."""
-    if abs(t) < 1e-3:
-        return -0.5 + t / 3 - t * t / 4
-    return (math.log1p(t) - t) / t**2
+def _directions(G: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (k,) and eigenvectors (C, k) of G, without the small ones."""
+    values, vectors = torch.linalg.eigh(G)
+    keep = values.abs() > RARE_OUTPUT
+    return values[keep], vectors[:, keep].to(dtype)
 
 
 def _first(where: Tensor) -> tuple[Tensor, Tensor]:
@@ -578,19 +492,9 @@ def _first(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, first
 
 
-def by_output(point: Tensor, outputs: int) -> Tensor:
-    """(m, P) -> (C, m, F), contiguous."""
-    return point.reshape(len(point), outputs, -1).movedim(1, 0).contiguous()
-
-
-def by_component(values: Tensor) -> Tensor:
-    """(..., C) -> (C, ...), contiguous: without a copy where they are stored so."""
-    return values.movedim(-1, 0).contiguous()
-
-
-def weighted(values: Tensor, part: Block) -> Tensor:
-    """values (..., b, C) times the row weights."""
-    return values if part.weights is None else values * part.weights.unsqueeze(-1)
+def is_large(posterior: State) -> bool:
+    """Whether a product with the features takes long enough for larger errors to be worth it."""
+    return posterior.statistics.n * posterior.theta.numel() > LARGE
 
 
 def open_products(posterior: State, x: Any, options: Options, data: Any, single: bool) -> ProductsRefit:
@@ -619,14 +523,17 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     check_seen(posterior, n, gradient)
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
     whole = factor_bytes(C, F, dtype) <= posterior.memory_budget
+    vectors = 0
+    if not whole and rows.kept is not None:
+        vectors = vectors_that_fit(n, C, F, dtype.itemsize, posterior.memory_budget)
     basis = torch.eye(F, dtype=torch.float64)
-    if whole:
+    if whole or vectors:
         basis, info = torch.linalg.cholesky_ex(middle + torch.diag(prior_precision.mean(0)))
         if int(info):
             raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
 
     def white(phi: Tensor) -> Tensor:
-        if not whole:
+        if not (whole or vectors):
             return phi
         found: Tensor = torch.linalg.solve_triangular(basis, phi.double().mT, upper=False)
         return found.mT.to(dtype).contiguous()
@@ -640,23 +547,25 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     rows = rows.changed(ready)
     half = torch.linalg.solve_triangular(basis, torch.diag_embed(prior_precision), upper=False)
     prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
-    shared: SharedFactor | SharedStructure | None = None
-    if not whole:
+    shared: SharedFactor | SharedBlocks | SharedStructure | None = None
+    # Single precision is for classes, whose observed curvature is the Fisher.
+    kinds: tuple[str, ...] = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+    if not (whole or vectors):
         warn(
             f"No matrix of {posterior.theta.numel():,} × {posterior.theta.numel():,} fits the memory budget, so the determinants "
             "of the refits are those of the fitted structure, with an error that is not known (with kfac 0.1 in log probability "
             "was seen). Fit with a larger memory_budget, or use refit='output'.",
             RuntimeWarning,
         )
-        shared = shared_structure(posterior.operator, C, options.curvature, dtype)
-    else:
-        # Single precision is for classes, whose observed curvature is the Fisher.
-        kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
-        contrasts = _contrasts(posterior, prior_precision)
-        for kind in kinds:
+        shared, kinds = shared_structure(posterior.operator, C, options.curvature, dtype), ()
+    contrasts = _contrasts(posterior, prior_precision)
+    for kind in kinds:
+        if vectors:
+            shared = shared_blocks(rows, likelihood, prior, kind, vectors)
+        else:
             shared = shared_factor(rows, likelihood, prior, kind, contrasts)
-            if shared is not None:
-                break
+        if shared is not None:
+            break
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)

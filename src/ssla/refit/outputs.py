@@ -29,6 +29,7 @@ class Density(NamedTuple):
     log: Tensor
     fallback: Tensor
     converged: Tensor
+    error: Tensor | None = None  # standard error of log, where determinants are estimated
 
 
 class LogDensity(Protocol):
@@ -232,7 +233,8 @@ class ByChunks:
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         parts = [[part.at(own) for own in some] for part, some in self._chunks(y, rows)]
-        return Density(*(_grid([[own[i] for own in some] for some in parts]) for i in range(3)))
+        names = ("log", "fallback", "converged")
+        return Density(*(_grid([[getattr(own, name) for own in some] for some in parts]) for name in names))
 
     def __call__(self, y: Tensor) -> Increments:
         parts = [[part(own) for own in some] for part, some in self._chunks(y, None)]

@@ -23,14 +23,16 @@ from ssla.refit.anderson import Progress
 from ssla.refit.determinants import SMALL
 from ssla.refit.increments import FISHER, OBSERVED, Increments
 from ssla.refit.last_layer import open_last_layer
+from ssla.refit.last_layer_blocks import vectors_that_fit
 from ssla.refit.last_layer_curvature import factor_bytes
-from ssla.refit.last_layer_products import SINGLE_TOLERANCE, open_products
+from ssla.refit.last_layer_products import SINGLE_TOLERANCE, is_large, open_products
 from ssla.refit.outputs import Density, OutputLogDensity, OutputRefit
 from ssla.refit.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
 from ssla.state import POLISH, Marginal, State
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
-RARE, RARE_VARIATIONAL = 1e-4, 1e-3  # of classes: the output refit of a variational Gaussian is the more accurate
+RARE = 1e-3  # probability of a class
+LARGE_TOLERANCE = 5e-4  # for classes of a large last layer, whose determinants have a larger error
 TRIALS = 3  # refits that are tried before many
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
@@ -54,9 +56,9 @@ class WeightRefit:
         A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it. Default: 1e-8,
         for classes 1e-4 (log probabilities are then off by about 1e-4).
     rare:
-        Classes that the output refit gives a smaller probability keep that probability in a predictive: most classes of an input
-        are such, and no refit of them changes an answer. 0 refits every class. Default: 1e-3 with a variational Gaussian, whose
-        output refit is accurate, 1e-4 with Laplace's.
+        Classes that the output refit gives a smaller probability have no refit of their own: their log probability changes as
+        that of the rarest class of the same input that has one. Most classes of an input are such. 0 refits every class.
+        Default: 1e-3.
     max_steps:
         Gradient evaluations for each task before it counts as failed.
     curvature:
@@ -65,8 +67,9 @@ class WeightRefit:
         end, that task uses the Fisher and is counted.
     logdet:
         "exact" at θ̃ (default for few weights and for a last layer whose P×P matrices fit the memory budget; many weights on few
-        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random probes with a
-        stated error, 5e-4 to 2e-3 in log density; beyond what a single P×P matrix allows, by the fitted structure, with an error
+        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random vectors with a
+        stated error in `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each output,
+        corrected by random vectors; beyond that by the fitted structure, with an error
         that is not known), "frozen" (at θ̂, plus
         the new point's own part: an error of O(1/n), but large at a y far out; default otherwise), or "structure" (the fitted
         structure at θ̃; a pass over the data for each task).
@@ -148,17 +151,29 @@ class WeightRefit:
         if by_products:
             self._check_traces(posterior)
             if self.logdet is None:
-                # Without a shared factor determinants come from the structure, and may be off by .1: only where asked for.
-                outputs = posterior.network.outputs
-                dtype = torch.float32 if self._single(posterior) else torch.float64
-                need = factor_bytes(outputs, size // outputs, dtype)
-                instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
-                _within_budget(f"A refit of a last layer with {size:,} parameters", need, posterior, instead)
+                self._check_size(posterior)
         else:
             instead = "logdet='traces', refit='output'"
             _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
         logdet = self.logdet or (TRACES if by_products else EXACT)
-        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=6 if by_products else 4)
+        tolerance = self._tolerance(posterior)
+        if self.tolerance is None and self._single(posterior) and by_products and is_large(posterior):
+            tolerance = LARGE_TOLERANCE
+        return Options(tolerance, self.max_steps, curvature, logdet, memory=6 if by_products else 4)
+
+    def _check_size(self, posterior: State) -> None:
+        """ValueError where neither a shared P×P matrix nor blocks of it fit the memory budget.
+
+        Determinants then come from the fitted structure, and may be off by 0.1: only where asked for.
+        """
+        outputs = posterior.network.outputs
+        width = posterior.theta.numel() // outputs
+        dtype = torch.float32 if self._single(posterior) else torch.float64
+        if vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, posterior.memory_budget):
+            return
+        need = factor_bytes(outputs, width, dtype)
+        instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
+        _within_budget(f"A refit of a last layer with {posterior.theta.numel():,} parameters", need, posterior, instead)
 
     def _by_products(self, posterior: State) -> bool:
         """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or because none fits.
@@ -284,9 +299,7 @@ class WeightLogDensity:
     @property
     def rare(self) -> float:
         """The probability below which a class is not refitted."""
-        if self.refit.rare is not None:
-            return self.refit.rare
-        return RARE if self.posterior.variational is None else RARE_VARIATIONAL
+        return RARE if self.refit.rare is None else self.refit.rare
 
     @property
     def stopped(self) -> bool:
@@ -370,7 +383,8 @@ class WeightLogDensity:
             instead = self.output.at(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
             total = torch.where(failed, instead, total)
         shape = self._shape(y)
-        return Density(total.reshape(shape), solved.fallback.reshape(shape), solved.converged.reshape(shape))
+        flags = (solved.fallback.reshape(shape), solved.converged.reshape(shape))
+        return Density(total.reshape(shape), *flags, error=torch.where(failed, 0.0, solved.error).reshape(shape))
 
     def __call__(self, y: Tensor) -> Increments:
         return self.increments(y)
