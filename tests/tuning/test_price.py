@@ -60,3 +60,12 @@ def test_rows_that_are_not_memorised_are_left_to_the_evidence() -> None:
     y = L.Categorical().sample(model(x).detach(), 1, torch.Generator().manual_seed(1))[0]
     posterior = ssla.fit(model, (x, y), likelihood=L.Categorical(), mode="tilt")
     assert "memorised" not in str(posterior.report)
+
+
+def test_validation_rows_without_an_error_warn_of_nothing() -> None:
+    """They say little about doubt and temperature. Warnings are errors here."""
+    model, x, y = memorised(4)
+    train, unseen, new = ((x[a:b], y[a:b]) for a, b in ((0, 60), (60, 90), (90, None)))
+    posterior = ssla.fit(model, train, likelihood=L.Categorical(), validation=unseen)
+    own = -float(posterior.predict(new[0]).log_prob(new[1]).mean())
+    assert own <= 0.05

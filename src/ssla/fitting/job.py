@@ -131,7 +131,8 @@ class Job:
         if self._structure is not self.structure:
             self.notes.append(DIAGONAL_FACTOR)
         report = self._report(sums, mode, before, after, steps, shift)
-        warn_residual(report)
+        if not self.validated:  # validation rows have compared it with the network itself
+            warn_residual(report)
         posterior = State(
             network, self.likelihood, self._prior, theta, sums.statistics, mode, report, self.budget, self.data.source
         )

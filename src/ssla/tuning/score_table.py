@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssla.tuning.choice import Setting, choose_setting, mean_and_error
+from ssla.tuning.choice import MOST_LOSS, Setting, choose_setting, mean_and_error
 from ssla.tuning.validation_rows import Candidate, ValidationRows
 
-HOPELESS = 4.0  # standard errors below the best: weaker priors are not tried
+HOPELESS = 4.0  # standard errors below the best, and beyond what doubt may cost: weaker priors are not tried
 
 Scored = tuple[Setting, "Candidate | None"]
 """A setting with its Gaussian; None where there is none."""
@@ -52,7 +52,7 @@ class ScoreTable:
                 best = here
                 continue
             loss = mean_and_error(best - here, weights)
-            if not loss.mean <= HOPELESS * loss.error:
+            if not loss.mean <= max(HOPELESS * loss.error, MOST_LOSS):
                 return
 
     def extend(self, other: ScoreTable) -> None:
