@@ -171,8 +171,9 @@ def dropout(setting: Setting) -> Predictor:
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.train()
-        # Attention applies its dropout itself, in training mode.
-        if isinstance(module, nn.MultiheadAttention):
+        # Attention applies its dropout itself, in training mode. The layers around it would take a
+        # fused path without any dropout.
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             module.training = True
 
     def predict(x: Tensor, phi: Tensor) -> Prediction:
