@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ssla._checks import in_plain_torch, positive
+from ssla._checks import batched, in_plain_torch, positive
 from ssla.likelihoods.likelihood import CLOSE, Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
 from ssla.numerics.quadrature.logistic import logistic_normal
@@ -164,7 +164,12 @@ class Categorical(_Classes):
         d = self.logits(f_new - f_old).expand(*shape, -1)
         d = d - d.gather(-1, y.expand(shape).unsqueeze(-1))
         close = -torch.log1p((torch.softmax(self.logits(f_old), -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
-        return torch.where(d.abs().amax(-1) <= 1, close, self.log_prob(y, f_new) - self.log_prob(y, f_old))
+        far = d.abs().amax(-1) > 1
+        if batched(far):  # inside torch.func.vmap no step may depend on values
+            return torch.where(far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
+        some = y.expand(shape)[far]
+        new, old = (f.expand(*shape, -1)[far] for f in (f_new, f_old))
+        return close.masked_scatter(far, self.log_prob(some, new) - self.log_prob(some, old))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         # column y as Σ_{c≠y} p_c: 1 − p_y would cancel for p_y near 1

@@ -51,3 +51,41 @@ def precision_trace(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fis
         return likelihood.logits(likelihood.logits((p * (variances - through)).sum(-1)))
     precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
     return torch.einsum("bcd,mbcd->mb", K, precision.expand(*f.shape, f.shape[-1]))
+
+
+def precision_change_along(
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    before: Tensor,
+    directions: Tensor,
+    weights: Tensor | None = None,
+    fisher: bool = False,
+) -> Tensor:
+    """Σ_i w_i d_i ΔΛ_i d_iᵀ of m outputs in b rows, ΔΛ_i = Λ(y_i, f_i) − Λ(y_i, before_i).
+
+    f (m, b, C), before (b, C), directions dᵀ (b, C, r), weights (b,) -> (m, r, r).
+    """
+    if isinstance(likelihood, Tempered):
+        inside = precision_change_along(likelihood.base, y, f, before, directions, weights, fisher)
+        return likelihood.beta * inside
+    scaled = directions if weights is None else directions * weights[:, None, None]
+    if isinstance(likelihood, Categorical):
+        # dΛdᵀ = d diag(p) dᵀ − (dp)(dp)ᵀ. With p̂ before, the change of the last term is the
+        # symmetric part of (dΔp)(d(p + p̂))ᵀ: nothing cancels.
+        m, r = len(f), directions.shape[-1]
+        old = likelihood.mean(before)
+        probabilities = torch.cat([likelihood.mean(f) - old, old.unsqueeze(0)])  # Δp, and p̂
+        along = probabilities.movedim(0, 1) @ directions  # (b, m + 1, r)
+        change, total = along[:, :m], along[:, :m] + 2 * along[:, m:]
+        change = change if weights is None else change * weights[:, None, None]
+        crossed = change.permute(1, 2, 0) @ total.movedim(0, 1)
+        pairs = scaled.unsqueeze(-1) * directions.unsqueeze(-2)  # (b, C, r, r)
+        spread = probabilities[:m].flatten(1) @ pairs.flatten(0, 1).flatten(1)
+        inside = spread.reshape(m, r, r) - (crossed + crossed.mT) / 2
+        return likelihood.logits(likelihood.logits(inside))
+    shape = (*f.shape, f.shape[-1])
+    after = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
+    first = likelihood.fisher(before) if fisher else likelihood.precision(y, before)
+    change = after.expand(shape) - first.expand(shape[1:])
+    return torch.einsum("bcr,mbcd,bds->mrs", scaled, change, directions)

@@ -25,10 +25,10 @@ from ssla.refit.increments import FISHER
 from ssla.refit.last_layer_sketch import from_products
 from ssla.refit.rows import Block
 
-MOST_VECTORS, LEAST_VECTORS = 64, 8
-ITERATIONS = 60  # of conjugate gradients
-RESIDUAL = 1e-3  # √(rᵀS⁻¹r) over that of the right side, where they end
-ROWS_AT_ONCE = 1024
+MOST_VECTORS, LEAST_VECTORS = 64, 8  # guesses
+ITERATIONS = 60  # a guess: of conjugate gradients
+RESIDUAL = 1e-3  # a guess: √(rᵀS⁻¹r) over that of the right side, where they end
+ROWS_AT_ONCE = 1024  # a guess
 SEED = 37
 
 

@@ -22,11 +22,11 @@ from ssla.structures import Operator
 from ssla.structures.jacobians import Features
 
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
-FEW_PROBES = 64  # of a determinant: as many as any problem may have
-WORK = 3e9  # rows × parameters × probes: where more of them are a matter of a second for each task
-VECTORS = 64  # of a sketch
+FEW_PROBES = 64  # a guess: of a determinant: as many as any problem may have
+WORK = 3e9  # a guess: rows × parameters × probes of a task
+VECTORS = 64  # a guess: of a sketch
 SEED = 31
-RESIDUAL = 1e-3  # ‖H H⁻¹v − v‖/‖v‖: above it single precision is not enough
+RESIDUAL = 1e-3  # a guess: ‖H H⁻¹v − v‖/‖v‖: above it single precision is not enough
 
 
 @dataclass(frozen=True, eq=False)

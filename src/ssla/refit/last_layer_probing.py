@@ -21,12 +21,13 @@ from ssla.refit.rows import Block
 if TYPE_CHECKING:
     from ssla.refit.last_layer_products import Group
 
-MOST_NODES = 4  # of the quadrature over eigenvalues
+MOST_NODES = 4  # a guess: of the quadrature over eigenvalues
 FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
-SINGULAR = 1e-6  # of the pivots of a matrix of moments: smaller ones are rounding
-GROUPS = 16  # of probes, for the standard error
-AT_ONCE = 1 << 26  # bytes of the probes of all tasks
-FIRST_PROBES, MORE_PROBES = 2, 6  # of the first two rounds; each later round has as many as all before it
+SINGULAR = 1e-6  # a guess: of the pivots of a matrix of moments: smaller ones are rounding
+GROUPS = 16  # a guess: of probes, for the standard error
+AT_ONCE = 1 << 26  # a guess: bytes of the probes of all tasks
+# Guesses: of the first two rounds; each later round has as many as all before it.
+FIRST_PROBES, MORE_PROBES = 2, 6
 
 
 class NewRow(NamedTuple):

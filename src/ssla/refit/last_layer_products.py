@@ -24,7 +24,12 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.products import precision_times, precision_trace, score_change, shift_invariant
+from ssla.likelihoods.products import (
+    precision_change_along,
+    precision_trace,
+    score_change,
+    shift_invariant,
+)
 from ssla.numerics import linalg
 from ssla.refit.anderson import Found, Progress, Slope, ascend
 from ssla.refit.contrasts import Contrasts
@@ -53,18 +58,21 @@ from ssla.structures.jacobians import Features
 from ssla.structures.structure import NoFactorError, no_factor
 
 SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
-SINGLE_TOLERANCE = 1e-6  # from this tolerance on, classes are refitted in single precision
-CACHE_ELEMENTS = 1 << 18  # rows × tasks × outputs worked on together: they stay in the processor's cache
-MOST_TASKS = 64
-RARE_OUTPUT = 1e-4  # precision of an output at the new row below which it is left out of what that row explains
-# The standard error in log density at which probing ends: with few rows × parameters, and with many of them.
+SINGLE_TOLERANCE = 1e-6  # a guess: from this tolerance on, classes are refitted in single precision
+CACHE_ELEMENTS = 1 << 18  # a guess: rows × tasks × outputs worked on together, to stay in the cache
+MOST_TASKS = 64  # a guess
+# A guess: the precision of an output at the new row below which that row does not explain it.
+RARE_OUTPUT = 1e-4
+# Guesses: the standard error in log density at which probing ends, of small and of large problems.
 ERROR, LARGE_ERROR = 5e-4, 2e-3
-LARGE = 2e7  # rows × parameters: a product with them takes 2 ms
-RARE_ERROR = 10.0  # by which the error of a rare y may be larger
-ENOUGH = 1.5  # times that error: more of it is not worth probes
-FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = ROWS_SKETCHED = 512, 2048  # the first for rare y, the second where that is not enough
-LIKELY = 5.0  # times the error of a certain y: a y with a larger one (p below 0.04) is rare
-OFFSET = 0.5  # of systematic sampling
+LARGE = 2e7  # a guess: rows × parameters
+RARE_ERROR = 10.0  # a guess: by which the error of a rare y may be larger
+ENOUGH = 1.5  # a guess: times that error; more of it is not worth probes
+# Guesses: the first for rare y, the second where that is not enough.
+FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = ROWS_SKETCHED = 512, 2048
+# A guess, times the error of a certain y: a y with a larger one (p below 0.04) is rare.
+LIKELY = 5.0
+OFFSET = 0.5  # of systematic sampling; a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +180,11 @@ class ProductsRefit:
         """Tasks (row of x, y): the three increments at each one's own mode."""
         group = Group(self, where, y)
         found = self._ascend(group, progress)
-        likelihood, prior = group.values(found.point)
-        curvature = group.curvature(found.point, likelihood + prior)
+        precision = group.precision(found.point)
+        new = None if self.options.logdet == FROZEN else NewRow.of(group.K, precision)
+        changes = group.changes(found.point, new)
+        likelihood, prior = group.values(found.point, changes)
+        curvature = group.curvature(found.point, precision, new, changes, likelihood + prior)
         fallback = torch.full_like(curvature.positive, self.fallback)
         finite = torch.isfinite(likelihood + prior + curvature.value)
         return Solved(
@@ -321,7 +332,7 @@ class Group:
 
     def moved(self, x: Tensor, step: Tensor) -> Tensor:
         """φᵀΔ of rows under m steps: x (b, F), step (C, m, F) -> (m, b, C), stored component-major."""
-        moved: Tensor = (step.flatten(0, 1) @ x.mT).reshape(*step.shape[:2], -1)
+        moved: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
         return moved.movedim(0, -1)
 
     def outputs(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
@@ -331,45 +342,50 @@ class Group:
         for _, part, _ in self.chunks(m * C):
             yield part, self.moved(part.x, step).add_(part.f)
 
-    def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def values(self, point: Tensor, changes: _Changes) -> tuple[Tensor, Tensor]:
         """Likelihood and prior increments (m,), the former with the tilt."""
-        refit, likelihood = self.refit, self.refit.posterior.likelihood
+        refit = self.refit
         step = refit.original(point)
-        total = refit.law.log_prob(self.y, self.f + self.push(point).double())
-        for part, f in self.outputs(point):
-            change = likelihood.log_prob_difference(part.y, f, part.f)
-            change = change if part.weights is None else change * part.weights
-            total = total + change.sum(-1, dtype=torch.float64)
+        total = changes.log_prob + refit.law.log_prob(self.y, self.f + self.push(point).double())
         if refit.posterior.mode != AS_IS:
             total = total - step @ refit.gradient
         return total, refit.prior.value(step)
 
     # --- determinants ----------------------------------------------------------------------
 
-    def curvature(self, point: Tensor, others: Tensor) -> Curvature:
+    def precision(self, point: Tensor) -> Tensor:
+        """Λ of each new row at its own f̃ (m, C, C)."""
+        law, own = self.refit.law, self.f + self.push(point).double()
+        return law.fisher(own) if self.refit.fisher else law.precision(self.y, own)
+
+    def curvature(
+        self,
+        point: Tensor,
+        precision: Tensor,
+        new: NewRow | None,
+        changes: _Changes,
+        others: Tensor,
+    ) -> Curvature:
         """By the terms of the module's docstring.  others: the sum of the other increments (m,)."""
-        refit, law = self.refit, self.refit.law
-        own = self.f + self.push(point).double()
-        precision = law.fisher(own) if refit.fisher else law.precision(self.y, own)
+        refit = self.refit
         value, positive = own_increment(self.root, precision)
         error = torch.zeros_like(value)
-        if refit.options.logdet == FROZEN:
+        if new is None:
             return Curvature(value, positive, error)
-        new = NewRow.of(self.K, precision)
         if isinstance(refit.shared, SharedBlocks):
             return self.by_blocks(point, new, Curvature(value, positive, error), refit.shared)
-        trace, changes = self.trace(point, new)
+        trace = changes.trace
+        assert trace is not None
         value = value - 0.5 * trace
         target = refit.target(others + value)  # of the log densities, but for what is estimated here
         rest, left = torch.zeros_like(value), positive & (trace != 0)
-        if refit.vectors is not None:
+        if changes.rows is not None:
             for count in ROWS_SKETCHED:
                 tasks = left.nonzero().squeeze(-1)
                 if count < MANY_ROWS_SKETCHED:  # likely ones need more rows
                     tasks = tasks[target[tasks] > LIKELY * LARGE_ERROR]
                 if tasks.numel():
-                    part = self.take(tasks)
-                    rest[tasks], error[tasks] = part.sketch(point[tasks], new.take(tasks), changes.take(tasks), count)
+                    rest[tasks], error[tasks] = self.sketch(tasks, new, changes.rows, count)
                     left[tasks] = ~(error[tasks] <= ENOUGH * target[tasks])
         tasks = left.nonzero().squeeze(-1)
         if tasks.numel():
@@ -398,91 +414,117 @@ class Group:
             error[task] = 0.5 * rest.error
         return Curvature(value, own.positive & torch.isfinite(value), error)
 
-    def sketch(self, point: Tensor, new: NewRow, changes: _Changes, count: int) -> tuple[Tensor, Tensor]:
-        """tr[log(I + A) − A] (m,) from the shared vectors on `count` rows, and half of its standard error."""
+    def sketch(
+        self,
+        tasks: Tensor,
+        new: NewRow,
+        changed: _Rows,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
+        """tr[log(I + A) − A] of some tasks from the shared vectors on `count` rows.
+
+        And half of its standard error.
+        """
         refit, shared = self.refit, self.refit.vectors
         assert shared is not None
-        likelihood, C = refit.posterior.likelihood, refit.outputs
-        at_x = torch.einsum("scf,mf->mcs", shared.w.reshape(len(shared.w), C, -1), self.phi)
+        w = shared.w.reshape(len(shared.w), refit.outputs, -1)
+        outputs = changed.outputs
         found = []
-        for task, step in enumerate(point.reshape(len(point), C, -1)):
-            pi = sampling(changes.sizes[task], count)
+        # A task has its own rows, and fills the cache: tasks together would not be faster.
+        for task in tasks.tolist():
+            pi = sampling(changed.sizes[task], count)
             rows = systematic(pi, OFFSET)
-            part = shared.take(rows)
             inverse = 1 / pi[rows]
-            weight = inverse if part.weights is None else inverse * part.weights
-            c = changes.across[changes.places[task], rows]
-            along = changes.outputs
-            shrink, explained = new.shrink[task, along].to(c.dtype), new.explained[task, along][:, along].to(c.dtype)
-            v = shared.v[rows] - c @ (shrink @ at_x[task])
-            K = shared.K[rows] - c @ explained @ c.mT
-            f = part.f + part.x @ step.mT
-            found.append(estimate_remainder(likelihood, part, f, Sampled(weight, inverse, v, K), refit.fisher))
+            weight = inverse if shared.weights is None else inverse * shared.weights[rows]
+            c = changed.across[changed.places[task]].index_select(0, rows)  # (b, C, r)
+            shrink = new.shrink[task, outputs].to(c.dtype) @ (w @ self.phi[task]).mT
+            explained = new.explained[task, outputs][:, outputs].to(c.dtype)
+            v = shared.v.index_select(0, rows)  # a third of the time of [rows]
+            v.flatten(0, 1).addmm_(c.flatten(0, 1), shrink, alpha=-1)
+            K = shared.K.index_select(0, rows) - c @ explained @ c.mT
+            f = changed.f[:, task].index_select(1, rows).mT.contiguous()
+            sampled = Sampled(shared.y[rows], shared.f[rows], f, weight, inverse, v, K)
+            found.append(estimate_remainder(refit.posterior.likelihood, sampled, refit.fisher))
         value, error = torch.tensor(found, dtype=torch.float64).unbind(1)
         return value, 0.5 * error
 
-    def trace(self, point: Tensor, new: NewRow) -> tuple[Tensor, _Changes]:
-        """tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,), in float64; and the rows' own changes."""
+    def changes(self, point: Tensor, new: NewRow | None) -> _Changes:
+        """One pass over the rows at the modes, for log likelihoods and, with `new`, traces."""
         refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
         m, C = self.f.shape
+        log_prob = torch.zeros(m, dtype=torch.float64)
+        if new is None or isinstance(refit.shared, SharedBlocks):
+            for part, f in self.outputs(point):
+                log_prob += self.log_prob_change(part, f)
+            return _Changes(log_prob)
         places, first = _first(self.where)
         # Outputs that the new row says nothing about have no part in G.
         rows = (new.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT).any(0).nonzero().squeeze(-1)
+        explained = new.explained[:, rows][:, :, rows]
         F = self.phi.shape[1]
         across = self.pulled[first][:, rows].reshape(len(first), len(rows), C, F)  # input, row of U, output, feature
         across = across.permute(2, 0, 1, 3).reshape(C, len(first) * len(rows), F).contiguous()
-        total = torch.zeros(m, dtype=torch.float64)
-        cross = torch.zeros(m, dtype=torch.float64)
-        directions = [_directions(G[rows][:, rows], refit.dtype) for G in new.explained]
-        step, sizes, kept = by_output(point, C), [], []
+        tasks_at = [(places == k).nonzero().squeeze(-1) for k in range(len(first))]
+        trace = torch.zeros(m, dtype=torch.float64)
+        step = by_output(point, C)
+        sizes, outputs, kept = [], [], []
         for block, part, place in self.chunks(C * max(m, len(first) * len(rows), C)):
             f = self.moved(part.x, step).add_(part.f)
+            log_prob += self.log_prob_change(part, f)
             K = refit.covariances(block)[place]
-            before = part.f.unsqueeze(0)
             change = precision_trace(likelihood, part.y, f, K, fisher)
-            change = change - precision_trace(likelihood, part.y, before, K, fisher)
+            change = change - precision_trace(likelihood, part.y, part.f.unsqueeze(0), K, fisher)
             change = change if part.weights is None else change * part.weights
-            total += change.sum(-1, dtype=torch.float64)
+            trace += change.sum(-1, dtype=torch.float64)
+            c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))
+            c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, rows of U)
+            for tasks, along in zip(tasks_at, c, strict=True):
+                own = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
+                inside = precision_change_along(
+                    likelihood,
+                    part.y,
+                    own,
+                    part.f,
+                    along,
+                    weights=part.weights,
+                    fisher=fisher,
+                )
+                trace[tasks] -= (explained[tasks] * inside).sum((1, 2))
             if refit.vectors is not None:
                 variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
                 sizes.append(variances * score_change(likelihood, part.y, f, part.f).norm(dim=-1))
-            if not len(rows):
-                continue
-            c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))  # (k, rows of U, b, C)
-            if refit.vectors is not None:
-                kept.append(c.permute(0, 2, 3, 1))
-            for task in range(m):
-                # Along the eigenvectors of G: few of them have a part.
-                values, vectors = directions[task]
-                own = torch.einsum("rbc,rk->kbc", c[places[task]], vectors)
-                pushed = precision_times(likelihood, part.y, f[task], own, fisher)
-                pushed = weighted(pushed - precision_times(likelihood, part.y, part.f, own, fisher), part)
-                cross[task] += values @ (own * pushed).sum((1, 2), dtype=torch.float64)
-        trace = total - cross
+                outputs.append(f.movedim(-1, 0))
+                kept.append(c)
         if refit.vectors is None:
-            return trace, _Changes(places, rows, torch.empty(m, 0), torch.empty(len(first), 0))
-        none = torch.zeros(len(first), sum(part.shape[1] for part in sizes), C, 0, dtype=refit.dtype)
-        across = torch.cat(kept, 1) if kept else none
-        return trace, _Changes(places, rows, torch.cat(sizes, 1), across)
+            return _Changes(log_prob, trace)
+        across = torch.cat(kept, 1)
+        changed = _Rows(places, rows, torch.cat(sizes, 1), torch.cat(outputs, 2), across)
+        return _Changes(log_prob, trace, changed)
+
+    def log_prob_change(self, part: Block, f: Tensor) -> Tensor:
+        """Σ_i of the change of log p(y_i|f_i) from θ̂, with f (m, b, C): (m,) in float64."""
+        change = self.refit.posterior.likelihood.log_prob_difference(part.y, f, part.f)
+        change = change if part.weights is None else change * part.weights
+        return change.sum(-1, dtype=torch.float64)
 
 
-class _Changes(NamedTuple):
+class _Rows(NamedTuple):
     """How the training rows change with m tasks at k inputs: what a sketch of the determinants needs of them."""
 
     places: Tensor  # of each task's input among the k (m,)
     outputs: Tensor  # those of the new rows that have a part (r,)
     sizes: Tensor  # tr K_i times the change of a row's score, which is as large as that of its curvature for classes (m, n)
+    f: Tensor  # at the modes (C, m, n)
     across: Tensor  # J_iUᵀ (k, n, C, r)
 
-    def take(self, tasks: Tensor) -> _Changes:
-        return self._replace(places=self.places[tasks], sizes=self.sizes[tasks])
 
+class _Changes(NamedTuple):
+    """What the training rows add to the increments of m tasks."""
 
-def _directions(G: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (k,) and eigenvectors (C, k) of G, without the small ones."""
-    values, vectors = torch.linalg.eigh(G)
-    keep = values.abs() > RARE_OUTPUT
-    return values[keep], vectors[:, keep].to(dtype)
+    log_prob: Tensor  # of all rows, at the mode less at θ̂ (m,)
+    # tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,)
+    trace: Tensor | None = None
+    rows: _Rows | None = None  # where there are shared vectors
 
 
 def _first(where: Tensor) -> tuple[Tensor, Tensor]:

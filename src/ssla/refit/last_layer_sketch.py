@@ -28,8 +28,9 @@ from torch import Tensor
 from ssla.likelihoods import Likelihood
 from ssla.refit.rows import Block
 
-FLOOR = 0.1  # of the share of rows: the least probability that a row is sampled, over the mean
-ROUNDS = 8  # of dividing what certain rows leave over among the others
+# A guess, of the share of rows: the least probability that a row is sampled, over the mean.
+FLOOR = 0.1
+ROUNDS = 8  # a guess: of dividing what certain rows leave over among the others
 
 
 class Estimate(NamedTuple):
@@ -41,34 +42,33 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedVectors:
-    """All training rows, and what all tasks share on them."""
+    """What all tasks share on all training rows."""
 
-    rows: Block
+    f: Tensor  # at θ̂ (n, C)
+    y: Tensor
+    weights: Tensor | None
     w: Tensor  # of N(0, H⁻¹) (S, P)
     v: Tensor  # J_i w_s (n, C, S)
     K: Tensor  # J_i H⁻¹ J_iᵀ (n, C, C)
 
-    def take(self, rows: Tensor) -> Block:
-        x, f, y, weights = self.rows
-        return Block(x[rows], f[rows], y[rows], None if weights is None else weights[rows])
-
 
 def shared_vectors(blocks: list[Block], w: Tensor, covariances: list[Tensor]) -> SharedVectors:
     """w (S, P) on the rows of all blocks, which have features (b, F)."""
-    x = torch.cat([block.x for block in blocks])
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
     weights = [block.weights for block in blocks if block.weights is not None]
-    whole = Block(x, f, y, torch.cat(weights) if weights else None)
     step = w.reshape(len(w), f.shape[1], -1).permute(2, 1, 0).flatten(1)  # (F, C · S)
-    v = (x @ step).unflatten(1, (f.shape[1], len(w)))
-    return SharedVectors(whole, w, v, torch.cat(covariances))
+    v = torch.cat([block.x @ step for block in blocks]).unflatten(1, (f.shape[1], len(w)))
+    all_weights = torch.cat(weights) if weights else None
+    return SharedVectors(f, y, all_weights, w, v, torch.cat(covariances))
 
 
-@dataclass(frozen=True, eq=False)
-class Sampled:
+class Sampled(NamedTuple):
     """Some rows of the data and what one task does to them."""
 
+    y: Tensor
+    before: Tensor  # f̂ (b, C)
+    f: Tensor  # the task's own outputs (b, C)
     weight: Tensor  # 1/π_i times the row's own weight (b,)
     inverse: Tensor  # 1/π_i (b,)
     v: Tensor  # J_i w_s (b, C, S)
@@ -83,6 +83,8 @@ def sampling(size: Tensor, count: int) -> Tensor:
     share = size + FLOOR * size.mean()
     pi = share * (count / share.sum())
     for _ in range(ROUNDS):
+        if not bool((pi > 1).any()):
+            break
         certain = pi >= 1
         rest = torch.where(certain, 0.0, pi)
         pi = torch.where(certain, 1.0, pi * ((count - certain.sum()) / rest.sum()))
@@ -95,20 +97,21 @@ def systematic(pi: Tensor, offset: float) -> Tensor:
     return (after.floor() > (after - pi.double()).floor()).nonzero().squeeze(-1)
 
 
-def estimate_remainder(likelihood: Likelihood, block: Block, f: Tensor, sampled: Sampled, fisher: bool) -> Estimate:
-    """From sampled rows: block (with f̂ and y), the task's own outputs on them f (b, C)."""
-    b, C, S = sampled.v.shape
-    K, v, weight = sampled.K, sampled.v, sampled.weight
-    change = curvatures(likelihood, block.y, f, fisher) - curvatures(likelihood, block.y, block.f, fisher)
-    u = change @ v
-    weighted = u * weight[:, None, None]
-    Q = (v.reshape(b * C, S).mT @ weighted.reshape(b * C, S)).double()
+def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -> Estimate:
+    """tr[log(I + A) − A] of one task from sampled rows."""
+    y, before, f, weight, inverse, v, K = sampled
+    b, C, S = v.shape
+    change = curvatures(likelihood, y, f, fisher) - curvatures(likelihood, y, before, fisher)
+    scaled = change * weight[:, None, None]
+    pushed = scaled @ v
+    Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
     turned = K @ change
     squares = (turned * turned.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
-    added = (weight * weight * (1 - 1 / sampled.inverse) * squares).sum(dtype=torch.float64)
+    added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
     # Both have the expectation zero, given the rows.
     first = Q.diagonal() - (weight * turned.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(dtype=torch.float64)
-    inside = (weighted * (K @ u)).sum(1).sum(0, dtype=torch.float64)
+    torch.matmul(scaled @ turned, v, out=pushed)  # in the memory of what is not needed any more
+    inside = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
     second = inside - (weight * squares).sum(dtype=torch.float64)
     return from_products(Q, torch.stack([first, second], 1), float(added))
 

@@ -32,7 +32,8 @@ from ssla.state import POLISH, Marginal, State
 
 AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
 RARE = 1e-3  # probability of a class
-LARGE_TOLERANCE = 5e-4  # for classes of a large last layer, whose determinants have a larger error
+# A guess, for classes of a large last layer: their determinants have a larger error.
+LARGE_TOLERANCE = 5e-4
 TRIALS = 3  # refits that are tried before many
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
