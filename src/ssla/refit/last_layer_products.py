@@ -430,7 +430,7 @@ class Group:
         w = shared.w.reshape(len(shared.w), refit.outputs, -1)
         outputs = changed.outputs
         found = []
-        # A task has its own rows, and fills the cache: tasks together would not be faster.
+        # A task has its own rows and fills the cache: a guess that tasks together would not be faster.
         for task in tasks.tolist():
             pi = sampling(changed.sizes[task], count)
             rows = systematic(pi, OFFSET)
