@@ -23,6 +23,8 @@ from ssla.state import TILT, VARIATIONAL
 # Nats a row. Settings next to each other may have a paired standard error of 1e-4 (fashion, 5,000
 # rows), which would leave no room for doubt that is worth .05 in the AUROC of other inputs.
 LEAST_LOSS, MOST_LOSS = 0.001, 0.002
+# Standard errors by which a polished head must be better: the predictions of the network itself stay without a clear reason.
+CLEARLY = 2.0
 
 
 class Setting(NamedTuple):
@@ -57,13 +59,14 @@ def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
 def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> int:
     """The index of the setting that rows with these log densities choose.  (k, n), (n,) -> index.
 
-    First the mode and the Gaussian: those of the best setting, unless the trained head (tilt), or
-    the variational Gaussian, is within one standard error of it. Then the prior, then the dispersion.
+    First the mode and the Gaussian: those of the best setting, unless the trained head (tilt) is
+    within two standard errors of it, or the variational Gaussian within one. Then the prior, then
+    the dispersion.
     """
     means = scores @ weights / weights.sum()
     best = _best(range(len(settings)), means)
     trained = [i for i, setting in enumerate(settings) if setting.mode == TILT]
-    best = _or_rival(best, trained, scores, weights, means)
+    best = _or_rival(best, trained, scores, weights, means, CLEARLY)
     mode = settings[best].mode
     variational = [i for i, own in enumerate(settings) if own.family == (mode, VARIATIONAL)]
     best = _or_rival(best, variational, scores, weights, means)
@@ -115,12 +118,13 @@ def _best(indices: Sequence[int] | range, means: Tensor) -> int:
     return max(indices, key=lambda i: float(means[i]))
 
 
-def _or_rival(best: int, rivals: list[int], scores: Tensor, weights: Tensor, means: Tensor) -> int:
-    """The best of the rivals if it is within one standard error of `best`, else `best` itself."""
+def _or_rival(best: int, rivals: list[int], scores: Tensor, weights: Tensor, means: Tensor, errors: float = 0.0) -> int:
+    """The best of the rivals if it is as good as `best`, or within so many standard errors of it; else `best` itself."""
     if not rivals or best in rivals:
         return best
     rival = _best(rivals, means)
-    return rival if _as_good(scores[best], scores[rival], weights) else best
+    near = mean_and_error(scores[best] - scores[rival], weights)
+    return rival if near.mean <= errors * near.error or _as_good(scores[best], scores[rival], weights) else best
 
 
 def _as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:

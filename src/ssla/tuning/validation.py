@@ -188,12 +188,16 @@ class Search:
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
-        """Factors on the dispersion, from the smallest: those between one and the network's own."""
+        """Factors on the dispersion, from the smallest: those between one and the network's own, with both of them."""
         if not isinstance(self.start.likelihood, Dispersed):
             return (1.0,)
         low, high = self._range
         count = max(math.ceil(math.log(high / low) / math.log(SPREAD_STEP)) + 1, FEWEST_SPREADS)
-        return tuple(low * (high / low) ** (k / (count - 1)) for k in range(count))
+        spreads = [low * (high / low) ** (k / (count - 1)) for k in range(count)]
+        for own in (1.0, self.network_spread):
+            nearest = min(range(count), key=lambda k: abs(math.log(spreads[k] / own)))
+            spreads[nearest] = own
+        return tuple(dict.fromkeys(spreads))
 
     @property
     def _range(self) -> tuple[float, float]:
