@@ -104,6 +104,11 @@ def with_buffer(value, norm=False):
     return model
 
 
+def wide_network():
+    """A row of its results takes far more than its last bias."""
+    return nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 1))
+
+
 def fit(model=None, data=(X, Y), likelihood=G, **options):
     return ssla.fit(net() if model is None else model, data, likelihood=likelihood, **options)
 
@@ -170,11 +175,11 @@ CASES = {
     "likelihood by name": (lambda: fit(likelihood="gaussian"), "must be an object such as ssla.likelihoods.Gaussian"),
     "generator read twice": (lambda: fit(data=((X, Y.abs().round()) for _ in range(1)), likelihood=L.Poisson(), memory_budget=1700), "can be read only once"),
     "everything beyond the budget": (lambda: fit(weights="all", memory_budget=100), r"needs 13.1 KiB, more than the memory budget of 100 B. Use fewer weights"),
-    "kfac beyond the budget": (lambda: fit(weights="all", structure="kfac", memory_budget=1000), r"structure='kfac' with 21 free .* Use structure='diag'"),
-    "a row beyond the budget": (lambda: fit(structure="diag", memory_budget=170), r"One row of the network.s intermediate results takes .* than the memory budget of 170 B"),
+    "kfac beyond the budget": (lambda: fit(weights="all", structure="kfac", memory_budget=2500), r"structure='kfac' with 21 free .* Use structure='diag'"),
+    "a row beyond the budget": (lambda: fit(wide_network(), weights=["2.bias"], structure="diag", memory_budget=500), r"One row of the network.s intermediate results takes .* than the memory budget of 500 B"),
     "rank of nothing": (lambda: structures.LowRank(rank=0), r"LowRank\(rank=…\) must be a positive integer or None, but is 0"),
     "tail of everything": (lambda: structures.LowRank(tail=1.0), r"LowRank\(tail=…\) must be between 0 and 1"),
-    "dense beyond the budget": (lambda: fit(weights="all", memory_budget=1000), r"needs 13.1 KiB, more than the memory budget of 1000 B. Use structure='diag' \(672 B\), or"),
+    "dense beyond the budget": (lambda: fit(weights="all", memory_budget=2500), r"needs 13.1 KiB, more than the memory budget of 2.44 KiB. Use structure='diag' \(1.97 KiB\), or"),
     "custom of the wrong shape": (lambda: fit(likelihood=L.custom(lambda y, f: -(f**2))), r"must return one value for each y.*f\[\.\.\., 0\]"),
     "custom support": (lambda: L.custom(lambda y, f: y, support="reals"), r"Did you mean 'real'\?"),
     "tempered estimate": (lambda: fit(likelihood=L.Tempered(L.Gaussian(noise="estimate"), 0.5)), "give the base's noise as a number"),
