@@ -69,3 +69,15 @@ def test_validation_rows_without_an_error_warn_of_nothing() -> None:
     posterior = ssla.fit(model, train, likelihood=L.Categorical(), validation=unseen)
     own = -float(posterior.predict(new[0]).log_prob(new[1]).mean())
     assert own <= 0.05
+
+
+def test_rows_of_weight_zero_have_no_price() -> None:
+    """Wrong labels without a weight would otherwise count as a loss of the network, which allows more doubt."""
+    model, x, y = memorised(4)
+    weights = torch.cat([torch.ones(len(y)), torch.zeros(len(y))]).double()
+    twice = (torch.cat([x, x]), torch.cat([y, (y + 1) % 4]), weights)
+    plain, weighted = (ssla.fit(model, data, likelihood=L.Categorical(), mode="tilt") for data in ((x, y), twice))
+    assert "memorised" in str(weighted.report)
+    price = -float((weighted.predict(x).log_prob(y)).mean())
+    assert price <= 2 * MOST_PRICE
+    assert price == pytest.approx(-float(plain.predict(x).log_prob(y).mean()), rel=0.5)

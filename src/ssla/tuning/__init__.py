@@ -332,6 +332,7 @@ def _climb_evidence(space: Space) -> Maximum:
     evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
     def function(point: Tensor) -> Value:
+        """The evidence and what the scale of the trained weights expects, with their derivatives."""
         try:
             value, gradient, curvature = evidence(space.full(point))
         except ValueError:  # averages that are not positive definite with so weak a prior

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ssla._checks import warn
@@ -35,10 +34,9 @@ def warn_on_training_rows(posterior: State, rows: TrainingRows | None) -> None:
     if rows is None:
         return
     scores = rows.scores(posterior)
-    ones = torch.ones(len(scores), dtype=torch.float64)
-    loss = mean_and_error(rows.plug_in - scores, ones)
+    loss = mean_and_error(rows.plug_in - scores, rows.weights)
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
-        _warn("training rows", scores, rows.plug_in, ones)
+        _warn("training rows", scores, rows.plug_in, rows.weights)
 
 
 def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:

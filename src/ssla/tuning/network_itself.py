@@ -31,8 +31,11 @@ def best_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> floa
         return 1.0
 
     def height(place: int) -> float:
-        """With a standard normal prior of the logarithm, for rows that set no limit: if the network classifies all of them
-        right, a smaller temperature is always better."""
+        """The log density of all rows at one of SPREADS, with a standard normal prior of its logarithm.
+
+        The prior is for rows that set no limit: if the network classifies all of them right, a
+        smaller temperature is always better.
+        """
         spread = float(SPREADS[place])
         return float(rows.plug_in(dispersed(likelihood, spread), f) @ rows.weights) - 0.5 * math.log(spread) ** 2
 
@@ -49,14 +52,15 @@ def chosen_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     classes = likelihood.support_for(network.outputs).kind == "class"
     if not classes or rows.squares is None or not isinstance(network, LastLayer) or network.offset is not None:
         return None
-    if not float(rows.squares.min()) < float(rows.squares.max()):
+    counted = rows.squares[rows.weights > 0]
+    if not float(counted.min()) < float(counted.max()):
         return None
 
     def scores(f: Tensor) -> Tensor:
         return rows.plug_in(dispersed(likelihood, best_spread(rows, likelihood, f)), f)
 
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
-    least = float(rows.squares.kthvalue(max(int(SHORTEST * rows.count), 1)).values)
+    least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]
     found = [scores(rows.f / scale.of_squares(rows.squares)[:, None]) for scale in scales]
     best = max(range(len(scales)), key=lambda i: float(found[i] @ rows.weights))

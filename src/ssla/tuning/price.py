@@ -16,6 +16,7 @@ from ssla.fitting.prior_change import described
 from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
 from ssla.state import TILT, State
+from ssla.tuning.choice import mean_and_error
 from ssla.tuning.space import posterior_prior
 from ssla.tuning.training_rows import TrainingRows
 
@@ -43,10 +44,10 @@ def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
         or not isinstance(posterior.bound_prior, BoundGaussian)
     ):
         return posterior
-    most = MOST_PRICE - float(rows.plug_in.mean())
+    most = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
 
     def price(state: State) -> float:
-        return float((rows.plug_in - rows.scores(state)).mean())
+        return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
 
     tried = {1.0: price(posterior)}
     if not tried[1.0] > most:

@@ -37,13 +37,21 @@ class TrainingRows:
         size = sum(batch.y.shape[0] for batch in batches) * posterior.network.jacobian_per_row
         if size <= posterior.memory_budget // KEPT_SHARE:
             rows = replace(rows, kept=tuple(rows._linearised()))
-        return rows if batches else None
+        return rows if batches and float(rows.weights.sum()) > 0 else None
 
     @cached_property
     def y(self) -> Tensor:
         outputs = self.posterior.network.outputs
         support = self.posterior.likelihood.support_for(outputs)
         return torch.cat([checked(batch, support, outputs)[1] for batch in self.batches])
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of the rows (n,)."""
+        ones = (torch.ones(len(batch.y), dtype=torch.float64) for batch in self.batches)
+        return torch.cat(
+            [one if batch.weights is None else batch.weights.double() for batch, one in zip(self.batches, ones, strict=True)]
+        )
 
     @cached_property
     def plug_in(self) -> Tensor:
