@@ -3,7 +3,7 @@ import functools
 import pytest
 import torch
 
-from ssla.sklearn import estimator
+from ssla.tables.estimators import estimator
 
 torch.set_num_threads(1)  # the matrices are small: a second thread waits more than it works
 

@@ -43,9 +43,9 @@ from small_networks import (
 from torch import Tensor, nn
 
 import ssla
-from ssla import tuning
+from ssla.fitting import tuning
+from ssla.fitting.tuning import tune
 from ssla.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
-from ssla.tuning import tune
 
 TARGETS = {
     "concrete": "Concrete compressive strength",

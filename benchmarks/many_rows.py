@@ -56,8 +56,8 @@ def prepare(folder, rows, csv):
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
-        from ssla.cli.train import Request
-        from ssla.cli.work import train_file
+        from ssla.tables.cli.train import Request
+        from ssla.tables.cli.work import train_file
 
         table, y = frame(2000, 10**6)
         table.assign(y=y).to_csv(folder / "train.csv", index=False)
@@ -78,7 +78,7 @@ def prepare(folder, rows, csv):
 
 
 def predict(folder, rows, suffix):
-    from ssla.cli.work import predict_file
+    from ssla.tables.cli.work import predict_file
 
     imported, started = peak(), time.perf_counter()
     done = predict_file(folder / "model", folder / f"rows_{rows}{suffix}", folder / f"out{suffix}")
@@ -91,7 +91,7 @@ def forward(folder, rows):
     import torch
 
     import ssla.sklearn
-    from ssla.scoring.models import BLOCK
+    from ssla.tables.scoring.saved_models import BLOCK
 
     ensemble = ssla.sklearn.load(folder / "model").ensemble_
     x = torch.randn(BLOCK, ensemble.architecture.inputs, dtype=torch.float64)

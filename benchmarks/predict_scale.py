@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import ssla
-from ssla.numerics.quadrature.normal import normal_nodes
-from ssla.numerics.roots import Root, ScaledRoot
+from ssla.maths.quadrature.normal import normal_nodes
+from ssla.maths.roots import Root, ScaledRoot
 from ssla.predictive import class_integrals, many_classes
 
 INPUTS, FEATURES = 64, 512

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import ssla
-from ssla.refit import last_layer_products
-from ssla.refit.solved import Solved
+from ssla.refit.weights import last_layer_products
+from ssla.refit.weights.solved import Solved
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.csv
 
-from ssla.tables import make_plan, read_parts, read_table
+from ssla.tables.columns import make_plan, read_parts, read_table
 
 PART = 10_000  # rows of a part
 

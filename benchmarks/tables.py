@@ -47,11 +47,11 @@ from torch import Tensor
 from ssla import likelihoods, metrics
 from ssla.predictive import Predictive, affine, from_marginal, mixture
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor
-from ssla.tables import make_plan
-from ssla.tables.reading import read_table
-from ssla.tabular.folds import folds
-from ssla.tabular.scaling import scaling_of
-from ssla.tabular.training import Architecture, Rows, Schedule, train
+from ssla.tables.columns import make_plan
+from ssla.tables.columns.reading import read_table
+from ssla.tables.networks.folds import folds
+from ssla.tables.networks.scaling import scaling_of
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train
 from ssla_paper.peers.laplace import laplace
 from ssla_paper.peers.laplace_classes import laplace_classes
 from ssla_paper.uci.data import SETS, read

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import ssla
 from ssla import demo
-from ssla.cli.app import app
+from ssla.tables.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,7 +26,7 @@ def test_every_room_can_come_first():
 
 
 @pytest.mark.parametrize(
-    "first", ["from ssla.prior_sets.sensitivities import Sensitivity", "import ssla.prior_sets.credal_sets", "import ssla"]
+    "first", ["from ssla.diagnostics.sensitivities import Sensitivity", "import ssla.diagnostics.credal_sets", "import ssla"]
 )
 def test_functions_are_not_hidden_by_rooms(first):
     functions = "ssla.sensitivity, ssla.credal, ssla.fit, ssla.ssla, ssla.mixture"

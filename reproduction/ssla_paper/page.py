@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from ssla.persistence.replacing import new_file
+from ssla.files.replacing import new_file
 from ssla_paper.runner import OURS, PAPER, REPEATED, Workplace, write_whole
 
 Summary = dict[str, Any]

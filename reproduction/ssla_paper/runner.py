@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ssla
-from ssla.persistence.replacing import new_file, new_folder
+from ssla.files.replacing import new_file, new_folder
 
 Record = dict[str, Any]
 """The result of a task: numbers, strings, lists and dicts of them."""
@@ -180,7 +180,7 @@ def _timed(function: Callable[..., Record], settings: Mapping[str, Any]) -> Reco
 
 
 def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[tuple[Task, Record]]:
-    from ssla.numerics.progress import progress_bar
+    from ssla.maths.progress import progress_bar
 
     if jobs == 1 or len(tasks) < 2:
         for task in progress_bar(tasks, len(tasks), progress and bool(tasks), label, "task"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssla.persistence.replacing import new_file
+from ssla.files.replacing import new_file
 from ssla_paper.runner import write_whole
 
 Cell = str | float | int | None

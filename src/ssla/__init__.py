@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_PACKAGES = (
-    "botorch",
-    "demo",
-    "distributed",
-    "likelihoods",
-    "metrics",
-    "mlflow",
-    "persistence",
-    "plots",
-    "predictive",
-    "priors",
-    "sklearn",
-    "structures",
-)
+_PACKAGES = {  # public name -> the package or module behind it
+    "botorch": "botorch",
+    "demo": "demo",
+    "distributed": "distributed",
+    "likelihoods": "likelihoods",
+    "metrics": "metrics",
+    "mlflow": "mlflow",
+    "plots": "plots",
+    "predictive": "predictive",
+    "priors": "priors",
+    "sklearn": "sklearn",
+    "structures": "curvature",
+}
 _NAMES = {  # public name -> the module that defines it
     "AutoRefit": "refit",
     "ExplicitModel": "explicit",
-    "FileError": "persistence",
+    "FileError": "files",
     "Increments": "refit",
     "Marginal": "state",
     "NoRefit": "refit",
@@ -33,20 +32,20 @@ _NAMES = {  # public name -> the module that defines it
     "PlugIn": "refit",
     "Posterior": "posterior",
     "Predictive": "predictive",
-    "Scorer": "scoring",
+    "Scorer": "tables.scoring",
     "WeightRefit": "refit",
     "assla": "posterior",
-    "conflict": "prior_sets",
-    "credal": "prior_sets",
+    "conflict": "diagnostics",
+    "credal": "diagnostics",
     "estimate_cost": "network.cost",
     "explain": "posterior",
     "fit": "posterior",
-    "html_report": "plots.report",
+    "html_report": "tables.report",
     "label_next": "posterior",
     "load": "posterior",
-    "local_sensitivity": "prior_sets",
+    "local_sensitivity": "diagnostics",
     "mixture": "predictive",
-    "sensitivity": "prior_sets",
+    "sensitivity": "diagnostics",
     "ssla": "posterior",
 }
 __all__ = [
@@ -63,6 +62,7 @@ __all__ = [
     "Scorer",
     "WeightRefit",
     "assla",
+    "botorch",
     "conflict",
     "credal",
     "distributed",
@@ -76,29 +76,34 @@ __all__ = [
     "local_sensitivity",
     "metrics",
     "mixture",
+    "mlflow",
+    "plots",
+    "predictive",
     "priors",
     "sensitivity",
+    "sklearn",
     "ssla",
     "structures",
 ]
 
 if TYPE_CHECKING:
-    from ssla import distributed, likelihoods, metrics, priors, structures
+    from ssla import botorch, distributed, likelihoods, metrics, mlflow, plots, predictive, priors, sklearn
+    from ssla import curvature as structures
+    from ssla.diagnostics import conflict, credal, local_sensitivity, sensitivity
     from ssla.explicit import ExplicitModel
+    from ssla.files import FileError
     from ssla.network.cost import estimate_cost
-    from ssla.persistence import FileError
-    from ssla.plots.report import html_report
     from ssla.posterior import Posterior, assla, explain, fit, label_next, load, ssla
     from ssla.predictive import Predictive, mixture
-    from ssla.prior_sets import conflict, credal, local_sensitivity, sensitivity
     from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit
-    from ssla.scoring import Scorer
     from ssla.state import Marginal
+    from ssla.tables.report import html_report
+    from ssla.tables.scoring import Scorer
 else:
 
     def __getattr__(name: str) -> object:
         if name in _PACKAGES:
-            return import_module(f"ssla.{name}")
+            return import_module(f"ssla.{_PACKAGES[name]}")
         if name not in _NAMES:
             raise AttributeError(f"module 'ssla' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"ssla.{_NAMES[name]}"), name)

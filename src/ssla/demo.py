@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ssla
 from ssla import metrics, plots
 from ssla._checks import writable
-from ssla.persistence.replacing import new_file
+from ssla.files.replacing import new_file
 from ssla.predictive import Predictive
 
 RUNGS = {"plug-in": "plug_in", "ASSLA (none)": "none", "newton": "newton", "output refit": "output"}

@@ -20,8 +20,8 @@ from torch.func import grad, jacrev, vmap
 
 from ssla._checks import all_in_plain_torch, finite, one_of
 from ssla.data import as_tensor
+from ssla.maths import linalg
 from ssla.network.layout import contiguous_layout
-from ssla.numerics import linalg
 from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior
 from ssla.refit.increments import Increments
 

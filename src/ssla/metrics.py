@@ -20,7 +20,7 @@ from torch import Tensor
 from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor, column
-from ssla.numerics.quadrature import wrapped
+from ssla.maths.quadrature import wrapped
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.affine import AffineLaw
 from ssla.predictive.joined import JoinedLaw

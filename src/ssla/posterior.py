@@ -15,22 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ssla import fitting, persistence, predictive, tuning
+from ssla import files as persistence
+from ssla import fitting, predictive
 from ssla._checks import all_in_plain_torch, in_plain_torch
+from ssla.curvature import Operator, Structure
 from ssla.data import Inputs, Source, held_out
-from ssla.fitting import prior_change
+from ssla.diagnostics import conformal as full_conformal
+from ssla.diagnostics import explanations
+from ssla.diagnostics.explanations import Explanation, LabelGains
+from ssla.diagnostics.loo import LeaveOneOut, leave_one_out
+from ssla.files import exporting
+from ssla.files.exporting import Exported
+from ssla.fitting import prior_change, tuning
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER, Network, Output, checked_output
-from ssla.persistence import exporting
-from ssla.persistence.exporting import Exported
-from ssla.predictive import Predictive, explanations, full_conformal, functions
-from ssla.predictive.explanations import Explanation, LabelGains
+from ssla.predictive import Predictive, functions
 from ssla.predictive.functions import Functions, Joint
-from ssla.predictive.leave_one_out import LeaveOneOut, leave_one_out
 from ssla.priors import EXACT, BoundPrior, Prior
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
 from ssla.state import Marginal, Report, State, Statistics, TuningHistory
-from ssla.structures import Operator, Structure
 
 
 @all_in_plain_torch

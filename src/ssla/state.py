@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ssla._checks import batched, finite
+from ssla.curvature import Dense, Kfac, LowRank, Operator, Structure
+from ssla.curvature.jacobians import Jacobian
+from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, Source, as_inputs, leaves
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.maths.digests import digest
+from ssla.maths.progress import progress_bar
+from ssla.maths.roots import Root
 from ssla.network import Network, difference, fingerprint, marks, module_of
-from ssla.numerics.digests import digest
-from ssla.numerics.progress import progress_bar
-from ssla.numerics.roots import Root
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, describe, indefinite
-from ssla.structures import Dense, Kfac, LowRank, Operator, Structure
-from ssla.structures.jacobians import Jacobian
-from ssla.structures.memory import DEFAULT_BUDGET
 
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 LAPLACE, VARIATIONAL = "laplace", "variational"

@@ -15,9 +15,9 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.cli.train import Request
-from ssla.cli.work import predict_file, train_file
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor, TableEncoder
+from ssla.tables.cli.train import Request
+from ssla.tables.cli.work import predict_file, train_file
 
 RNG = np.random.default_rng(0)
 X, NEW = RNG.normal(size=(60, 3)), RNG.normal(size=(20, 3))
@@ -145,8 +145,8 @@ def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_w
     scorer = ssla.Scorer(tmp_path / "model")
     expected = scorer(table)
     before = {path.name for path in tmp_path.iterdir()}
-    monkeypatch.setattr("ssla.cli.work.BLOCK", 16)
-    calls, columns = [], ssla.scoring.models.columns_of
+    monkeypatch.setattr("ssla.tables.cli.work.BLOCK", 16)
+    calls, columns = [], ssla.tables.scoring.saved_models.columns_of
 
     def interrupted(*args):
         calls.append(1)
@@ -154,7 +154,7 @@ def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_w
             raise KeyboardInterrupt
         return columns(*args)
 
-    monkeypatch.setattr("ssla.scoring.models.columns_of", interrupted)
+    monkeypatch.setattr("ssla.tables.scoring.saved_models.columns_of", interrupted)
     for name in ("out.csv", "out.parquet"):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import torch
 
 import ssla
 from ssla import likelihoods as L
-from ssla.structures import LowRank
+from ssla.curvature import LowRank
 from support.distributed_cases import CASES, LIKELIHOODS, rows, summary, unseen, validated, whole
 
 HERE = Path(__file__).parents[1] / "support"

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import ssla
+from ssla.curvature import Dense
+from ssla.curvature.automatic import choose, time_in_words
+from ssla.curvature.jacobians import Features
+from ssla.curvature.structure import Extent
 from ssla.fitting import passes
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, Tempered
 from ssla.likelihoods import averages as module
 from ssla.likelihoods.averages import RowNodes, averages, curvature_product, pooled_fisher
-from ssla.numerics.roots import ScaledRoot
-from ssla.structures import Dense
-from ssla.structures.choice import choose, time_in_words
-from ssla.structures.jacobians import Features
-from ssla.structures.structure import Extent
+from ssla.maths.roots import ScaledRoot
 
 
 def rows(n: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, ScaledRoot]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.structures import Dense
+from ssla.curvature import Dense
 
 N, TESTS = 60, 7
 UNITS = (1e-30, 1e-12, 1e-6, 1e8, 1e12, 1e30)

@@ -15,6 +15,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 import ssla
+from ssla.curvature import Dense
 from ssla.data import open_source
 from ssla.fitting import Reader, again, fit_at_mode
 from ssla.fitting.passes import Order
@@ -30,7 +31,6 @@ from ssla.likelihoods import (
     StudentT,
     custom,
 )
-from ssla.structures import Dense
 
 STRUCTURES = ("dense", "kfac", "diag", "low_rank")
 

@@ -19,7 +19,7 @@ from ssla.likelihoods import (
     Tempered,
 )
 from ssla.likelihoods.averages import averages, concave, pooled_fisher
-from ssla.numerics.roots import FullRoot, full_root
+from ssla.maths.roots import FullRoot, full_root
 
 ONE_OUTPUT = [
     (Bernoulli(), 1.0),

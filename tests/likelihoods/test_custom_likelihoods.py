@@ -12,7 +12,7 @@ from ssla import likelihoods as L
 from ssla import metrics
 from ssla.fitting import mode
 from ssla.fitting.mode import MOST_TRIALS
-from ssla.numerics.quadrature import Tail
+from ssla.maths.quadrature import Tail
 from ssla.predictive import affine, from_marginal
 from ssla.refit import on_marginal, resolve
 

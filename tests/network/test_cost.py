@@ -8,9 +8,9 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
+from ssla.curvature.automatic import nodes_of_row
 from ssla.likelihoods.averages import RowNodes, _pairs
-from ssla.numerics.quadrature.normal import normal_nodes
-from ssla.structures.choice import nodes_of_row
+from ssla.maths.quadrature.normal import normal_nodes
 
 
 def mlp():

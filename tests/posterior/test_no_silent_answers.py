@@ -13,7 +13,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.fitting.watching import Spread
-from ssla.numerics.digests import digest
+from ssla.maths.digests import digest
 from ssla.predictive import affine, from_marginal, mixture
 from support.networks import TwoInputs, data, mlp
 

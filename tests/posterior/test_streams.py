@@ -12,7 +12,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.structures import LowRank
+from ssla.curvature import LowRank
 from support.networks import data, mlp
 
 GAUSSIAN = L.Gaussian(noise=0.3)

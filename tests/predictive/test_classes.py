@@ -13,8 +13,8 @@ import ssla.predictive.class_integrals as integrals
 import ssla.predictive.many_classes as many_classes
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.numerics.quadrature.logistic import logistic_normal
-from ssla.numerics.roots import FullRoot
+from ssla.maths.quadrature.logistic import logistic_normal
+from ssla.maths.roots import FullRoot
 from ssla.predictive import from_marginal
 
 T = {"dtype": torch.float64}

@@ -12,8 +12,8 @@ from torch.autograd import gradcheck
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.numerics import linalg
-from ssla.numerics.quadrature import grid, normal
+from ssla.maths import linalg
+from ssla.maths.quadrature import grid, normal
 from ssla.predictive import affine, from_marginal, mixture
 from ssla.predictive.implicit import GraphDensity, log_density_with_graph, with_graph
 from ssla.refit.increments import at_mode

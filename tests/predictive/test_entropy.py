@@ -12,7 +12,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.numerics.quadrature.logistic import expected_entropy
+from ssla.maths.quadrature.logistic import expected_entropy
 from ssla.predictive import from_marginal
 
 T = {"dtype": torch.float64}

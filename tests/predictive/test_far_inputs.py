@@ -10,8 +10,8 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.maths.quadrature.logistic import logistic_normal
 from ssla.network.bounds import LARGEST, shrink_factors, shrunk
-from ssla.numerics.quadrature.logistic import logistic_normal
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 
 DIRECTION = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)

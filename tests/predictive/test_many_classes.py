@@ -7,7 +7,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.numerics.roots import FullRoot, ScaledRoot
+from ssla.maths.roots import FullRoot, ScaledRoot
 from ssla.predictive import class_integrals, many_classes
 from ssla.predictive.class_integrals import ClassIntegrals, deviations, integrate_classes, softmax_nodes
 
@@ -179,7 +179,7 @@ def test_very_many_answers_are_held_in_float32(monkeypatch):
 
 
 def test_sets_of_classes_are_found_by_blocks(monkeypatch):
-    import ssla.predictive.classes as classes
+    import ssla.predictive.class_predictive as classes
 
     p = torch.softmax(torch.randn(37, 9, generator=torch.Generator().manual_seed(1), **T), 1)
     p[4] = torch.nan

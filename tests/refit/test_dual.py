@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ssla
 from ssla import likelihoods as L
-from ssla.refit.all_weights_dual import Dual
-from ssla.refit.all_weights_jacobians import of_rows
+from ssla.refit.weights.all_weights_dual import Dual
+from ssla.refit.weights.all_weights_jacobians import of_rows
 from support.refits import T, inputs, seeded, small_network
 
 
@@ -75,7 +75,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
 
 def test_an_exact_determinant_that_does_not_fit_is_refused(monkeypatch):
     _, post, _ = wide_network()
-    monkeypatch.setattr("ssla.refit.all_weights_dual.MOST_OUTPUTS", 50)
+    monkeypatch.setattr("ssla.refit.weights.all_weights_dual.MOST_OUTPUTS", 50)
     with pytest.raises(ValueError, match=r"501 weights, 60 rows and 1 outputs.*logdet='frozen'"):
         ssla.ssla(post, T([0.5, -0.2]), T(0.0), ssla.WeightRefit(logdet="exact"))
 

@@ -10,9 +10,10 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.likelihoods import products
-from ssla.refit import last_layer_curvature, last_layer_products, weights
-from ssla.refit.last_layer_probing import NewRow, from_moments, gauss_nodes
-from ssla.refit.last_layer_products import ProductsRefit
+from ssla.refit.weights import last_layer_curvature, last_layer_products
+from ssla.refit.weights import weight_refit as weights
+from ssla.refit.weights.last_layer_probing import NewRow, from_moments, gauss_nodes
+from ssla.refit.weights.last_layer_products import ProductsRefit
 from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 
 TRACES, EXACT = ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exact")

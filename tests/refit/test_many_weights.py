@@ -9,7 +9,7 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.refit.anderson import Slope, ascend
+from ssla.refit.weights.anderson import Slope, ascend
 from support.refits import inputs, seeded
 
 LAWS = {

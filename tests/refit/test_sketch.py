@@ -7,11 +7,11 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.refit import last_layer_products as engine
-from ssla.refit import weights as refits
-from ssla.refit.last_layer_blocks import SharedBlocks, conjugate_gradients, shared_blocks
-from ssla.refit.last_layer_sketch import from_products, sampling, systematic
-from ssla.refit.rows import Block
+from ssla.refit.weights import last_layer_products as engine
+from ssla.refit.weights import weight_refit as refits
+from ssla.refit.weights.last_layer_blocks import SharedBlocks, conjugate_gradients, shared_blocks
+from ssla.refit.weights.last_layer_sketch import from_products, sampling, systematic
+from ssla.refit.weights.refit_rows import Block
 from support.refits import all_classes, class_problem, inputs, seeded
 
 

@@ -9,8 +9,9 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.refit import all_weights, weights
-from ssla.refit.last_layer_group import Group
+from ssla.refit.weights import all_weights
+from ssla.refit.weights import weight_refit as weights
+from ssla.refit.weights.last_layer_group import Group
 from support.oracles import brute_force_refit
 from support.refits import FAMILIES, T, classes_at, inputs, last_layer, seeded, small_network
 
@@ -55,7 +56,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
         for k in range(3):
             expected, _ = brute_force_refit(log_joint, lambda t, i=i, k=k: outputs(t, new[i]).log_softmax(-1)[k], post.theta)
             assert abs(float(totals[i, k]) - expected) < 1e-6
-    monkeypatch.setattr("ssla.refit.last_layer.SHARED_STEPS", 100)
+    monkeypatch.setattr("ssla.refit.weights.last_layer.SHARED_STEPS", 100)
     assert not ssla.WeightRefit()(post.state, new).solve(classes).converged.all()
 
 
@@ -173,7 +174,7 @@ def test_single_precision_products_change_the_determinant_by_rounding_only(likel
     post, new = many_features(likelihood)
     candidates = post.predict(new).icdf(torch.tensor([0.01, 0.3, 0.99], dtype=torch.float64))
     single = ssla.ssla(post, new, candidates)
-    monkeypatch.setattr("ssla.refit.last_layer_group.MANY_FEATURES", 10_000)
+    monkeypatch.setattr("ssla.refit.weights.last_layer_group.MANY_FEATURES", 10_000)
     double = ssla.ssla(post, new, candidates)
     assert not torch.equal(single.curvature, double.curvature)  # they were computed in two ways
     assert torch.allclose(single.curvature, double.curvature, rtol=0, atol=1e-9)
@@ -185,9 +186,9 @@ def test_a_large_change_of_curvature_is_formed_in_double_precision(monkeypatch):
     post, new = many_features(L.HeteroscedasticGaussian(), precision=0.01)
     candidates = post.predict(new).icdf(torch.tensor([0.01, 0.3, 0.999], dtype=torch.float64))
     found = ssla.ssla(post, new, candidates).curvature
-    monkeypatch.setattr("ssla.refit.last_layer_group.LARGE_CHANGE", math.inf)
+    monkeypatch.setattr("ssla.refit.weights.last_layer_group.LARGE_CHANGE", math.inf)
     single = ssla.ssla(post, new, candidates).curvature
-    monkeypatch.setattr("ssla.refit.last_layer_group.MANY_FEATURES", 10_000)
+    monkeypatch.setattr("ssla.refit.weights.last_layer_group.MANY_FEATURES", 10_000)
     double = ssla.ssla(post, new, candidates).curvature
     assert (single - double).abs().max() > 1e-7
     assert torch.allclose(found, double, rtol=0, atol=1e-12)
@@ -407,6 +408,6 @@ def test_newton_starts_again_where_the_shared_steps_were_lost(monkeypatch):
     found = solved(40)
     assert found.converged.all()
     assert found.total.reshape(2, 30).diff(n=3, dim=1).abs().max() < 2e-4  # one mode for all y, not another one for some
-    monkeypatch.setattr("ssla.refit.all_weights.LOST", math.inf)
+    monkeypatch.setattr("ssla.refit.weights.all_weights.LOST", math.inf)
     assert not solved(100).converged.all()
     assert solved(1000).total.reshape(2, 30).diff(n=3, dim=1).abs().max() > 1e-3

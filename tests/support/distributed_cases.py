@@ -10,7 +10,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.structures import Kfac, LowRank
+from ssla.curvature import Kfac, LowRank
 
 LIKELIHOODS = {"gaussian": L.Gaussian(noise=0.3), "poisson": L.Poisson(), "estimate": L.Gaussian(noise="estimate")}
 

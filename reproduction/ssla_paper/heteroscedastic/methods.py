@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ssla
-from ssla.tabular.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train
 from ssla_paper.heteroscedastic.data import Toy, toy
 from ssla_paper.peers import GaussianMixture, MissingPeerError, scores
 from ssla_paper.runner import Record

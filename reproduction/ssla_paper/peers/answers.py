@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla import metrics
-from ssla.numerics.quadrature.roots import bracketed_root
+from ssla.maths.quadrature.root_finding import bracketed_root
 
 MOST_PAIRS = 4_000_000
 

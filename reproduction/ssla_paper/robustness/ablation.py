@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ssla
 from ssla.likelihoods import Categorical, Likelihood
-from ssla.tabular import fit_ensemble
+from ssla.tables.networks import fit_ensemble
 from ssla_paper.peers import scores
 from ssla_paper.robustness import data
 from ssla_paper.robustness.covariate import settings_for

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ssla
-from ssla.tabular import Ensemble, Settings, fit_ensemble
-from ssla.tabular.training import Schedule
+from ssla.tables.networks import Ensemble, Settings, fit_ensemble
+from ssla.tables.networks.training import Schedule
 from ssla_paper.peers import GaussianMixture, MissingPeerError, library, scores
 from ssla_paper.peers.laplace import laplace
 from ssla_paper.robustness.data import Regression, regression

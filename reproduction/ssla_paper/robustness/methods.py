@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.likelihoods import Categorical
-from ssla.tabular.folds import folds
-from ssla.tabular.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.folds import folds
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train
 from ssla_paper.networks import Recipe
 from ssla_paper.peers import MissingPeerError
 from ssla_paper.peers.dropout_classes import dropout_classes

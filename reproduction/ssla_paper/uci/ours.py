@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.refit import WeightRefit
 from ssla.sklearn import SSLARegressor
-from ssla.tabular import Ensemble
-from ssla.tabular.noise import NODES
+from ssla.tables.networks import Ensemble
+from ssla.tables.networks.held_out_noise import NODES
 from ssla_paper.networks import EPOCHS, Recipe, perceptron, squared_error, train
 from ssla_paper.peers import GaussianMixture, MissingPeerError, scores
 from ssla_paper.peers.bayesian_layers import layered_mean_field

@@ -21,18 +21,18 @@ from typing import Any
 from torch import nn
 
 from ssla._checks import in_plain_torch
+from ssla.curvature import Structure
 from ssla.data import Inputs, open_source, slice_inputs
 from ssla.distributed.engines import Engine, engine_of
 from ssla.fitting import checked_budget, checked_job, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within, with_row_scale
 from ssla.fitting.ranks import alone
+from ssla.fitting.tuning import fitted
 from ssla.likelihoods import Likelihood
+from ssla.maths.progress import wanted
 from ssla.network import LAST_LAYER, Network, Output, RowScale, checked_output, describe, module_of, open_network
-from ssla.numerics.progress import wanted
 from ssla.posterior import Posterior
 from ssla.priors import Prior
-from ssla.structures import Structure
-from ssla.tuning import fitted
 
 __all__ = ["alone", "fit"]
 

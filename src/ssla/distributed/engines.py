@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ssla.numerics.progress import progress_bar
+from ssla.maths.progress import progress_bar
 
 Work = Callable[[Any, Any], Any]
 """(task, shard) -> the result of the shard."""

@@ -20,6 +20,9 @@ from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
+from ssla.curvature import Structure, resolve
+from ssla.curvature.automatic import AUTO
+from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Source, open_source
 from ssla.fitting.job import Job
 from ssla.fitting.passes import Chunk, Data, Reader
@@ -29,9 +32,6 @@ from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.priors import Prior, as_prior
 from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics
-from ssla.structures import Structure, resolve
-from ssla.structures.choice import AUTO
-from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = [
     "Chunk",

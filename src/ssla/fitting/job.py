@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
+from ssla.curvature import Dense, Extent, Kfac, LowRank, Operator, Structure
+from ssla.curvature.dense import DenseOperator
+from ssla.curvature.kfac import MANY_CLASSES
+from ssla.curvature.memory import in_words
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import estimate_noise
 from ssla.fitting.passes import EMPTY, KEPT_SHARE, Data, Order, Unchosen, extent_of
@@ -18,9 +22,9 @@ from ssla.fitting.variational import NEW, Average, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Custom, Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
 from ssla.likelihoods.averages import RowNodes, concave, of_classes
+from ssla.maths.conjugate import Product
+from ssla.maths.digests import digest
 from ssla.network import Network, output_words
-from ssla.numerics.conjugate import Product
-from ssla.numerics.digests import digest
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe, trained_scale
 from ssla.state import (
     CONCAVITY,
@@ -36,10 +40,6 @@ from ssla.state import (
     Statistics,
     Variational,
 )
-from ssla.structures import Dense, Extent, Kfac, LowRank, Operator, Structure
-from ssla.structures.dense import DenseOperator
-from ssla.structures.kfac import MANY_CLASSES
-from ssla.structures.memory import in_words
 
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not zero: it has kinks, as |y − f| "

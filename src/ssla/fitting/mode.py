@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ssla._checks import warn
+from ssla.curvature import Dense
 from ssla.fitting.sums import Sums, climbing, newton_by_products
-from ssla.numerics.conjugate import Product
+from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
-from ssla.structures import Dense
 
 RUNAWAY = (
     "polish diverges: after {steps} Newton steps the curvature of the log posterior is no longer positive definite. "

@@ -9,23 +9,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ssla.curvature import Dense, Extent, Kfac, Structure
+from ssla.curvature.automatic import Choice, choose
+from ssla.curvature.jacobians import Features, Jacobian
+from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.memory import bytes_of, refuse_beyond_budget
 from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Around, Sums
 from ssla.fitting.trained import Classes, Numbers
 from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.likelihoods.averages import of_classes
+from ssla.maths.progress import Text
 from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, LastLayer, Network, Output, RowScale, open_network
 from ssla.network.frozen import rows_within
-from ssla.network.last_layer import PRECISIONS
-from ssla.numerics.progress import Text
+from ssla.network.head import PRECISIONS
 from ssla.priors import Prior
 from ssla.state import POLISH, TILT
-from ssla.structures import Dense, Extent, Kfac, Structure
-from ssla.structures.choice import Choice, choose
-from ssla.structures.jacobians import Features, Jacobian
-from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
-from ssla.structures.memory import bytes_of, refuse_beyond_budget
 
 # Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker factors of classes, whose own
 # steps converge too, and otherwise. It is held three times: at the start, now, and at the next step.

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from ssla.fitting.passes import Data, Order, Pass, Reader
+from ssla.maths.digests import digest
 from ssla.network import Network, RowScale, marks
-from ssla.numerics.digests import digest
 
 T = TypeVar("T")
 _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)

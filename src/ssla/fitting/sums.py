@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ssla._checks import finite
+from ssla.curvature import Dense, Operator, Structure
+from ssla.curvature.dense import DenseOperator
+from ssla.curvature.jacobians import Jacobian
+from ssla.curvature.kfac import Kfac, pools
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.averages import RowNodes, averages, curvature_product, of_classes, pooled_fisher
 from ssla.likelihoods.likelihood import LOG_2PI
-from ssla.numerics.conjugate import Product, conjugate_gradients
-from ssla.numerics.roots import Root
+from ssla.maths.conjugate import Product, conjugate_gradients
+from ssla.maths.roots import Root
 from ssla.priors import BoundPrior
 from ssla.state import Statistics
-from ssla.structures import Dense, Operator, Structure
-from ssla.structures.dense import DenseOperator
-from ssla.structures.jacobians import Jacobian
-from ssla.structures.kfac import Kfac, pools
 
 
 class Around(NamedTuple):

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssla.curvature import Kfac
+from ssla.curvature.jacobians import Features
 from ssla.fitting.sums import Sums
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
 from ssla.state import POLISH, TILT
-from ssla.structures import Kfac
-from ssla.structures.jacobians import Features
 
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
 SAMPLE, SAMPLE_OF_CHUNK = 2048, 256  # rows for the best constant of likelihoods without a closed form

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
+from ssla.curvature import Operator, Structure
 from ssla.fitting.sums import Sums, climbing, newton_by_products
-from ssla.numerics.conjugate import Product
+from ssla.maths.conjugate import Product
 from ssla.priors import Prior
 from ssla.state import FIT, VARIATIONAL, Note, State, Statistics, Variational, evidence_bound
-from ssla.structures import Operator, Structure
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
 ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior

@@ -13,7 +13,7 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.data import Batch, Source
 from ssla.fitting.trained import Classes, Numbers
-from ssla.numerics.progress import progress_bar
+from ssla.maths.progress import progress_bar
 from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from ssla.likelihoods.gaussian import Gaussian
 from ssla.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
 from ssla.likelihoods.tempered import Tempered
-from ssla.numerics.quadrature.normal import normal_nodes
-from ssla.numerics.roots import Root, ScaledRoot
+from ssla.maths.quadrature.normal import normal_nodes
+from ssla.maths.roots import Root, ScaledRoot
 
 LARGEST_EXPONENT = 170.0  # of a closed form: likelihoods cap theirs at 177
 NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from ssla._checks import batched, in_plain_torch, positive
 from ssla.likelihoods.likelihood import CLOSE, Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
 from ssla.likelihoods.support import Classes, Support
-from ssla.numerics.quadrature.logistic import logistic_normal
+from ssla.maths.quadrature.logistic import logistic_normal
 
 
 @dataclass(frozen=True, repr=False)

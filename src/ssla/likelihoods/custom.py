@@ -13,7 +13,7 @@ from torch import Tensor
 from ssla._checks import differentiated, in_plain_torch, unknown_name, warn
 from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, uniform
 from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
-from ssla.numerics import quadrature
+from ssla.maths import quadrature
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16

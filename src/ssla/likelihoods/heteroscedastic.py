@@ -11,8 +11,8 @@ from torch import Tensor
 from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs, residuals_in_words
 from ssla.likelihoods.support import Real, Support
-from ssla.numerics.linalg import stack_last, stack_square
-from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.maths.linalg import stack_last, stack_square
+from ssla.maths.quadrature.normal import normal_nodes
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"

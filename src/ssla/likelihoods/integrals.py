@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.likelihood import Likelihood
-from ssla.numerics.quadrature.normal import normal_nodes
-from ssla.numerics.roots import Root
+from ssla.maths.quadrature.normal import normal_nodes
+from ssla.maths.roots import Root
 
 NUMBERS_AT_ONCE = 1 << 19  # of an array (rows, nodes, outputs): what fits a processor's cache
 # Pairs of nodes, by the number of outputs. With 32 pairs the log-loss of 150 classes (clinc, 600 rows)

@@ -7,7 +7,7 @@ a posterior. Features and layer inputs are read by intercepting torch calls, wit
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
 from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
 from ssla.network.frozen import Network, Output, checked_output
-from ssla.network.last_layer import LastLayer
+from ssla.network.head import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
 from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
 from ssla.network.row_scale import RowScale, squared_lengths

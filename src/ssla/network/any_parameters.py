@@ -20,12 +20,12 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ssla._checks import batched
+from ssla.curvature.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
 from ssla.network.bounds import shrink_factors, shrunk
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Layers, Probe, by_place, patches, row_axis
-from ssla.structures.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 
 CHECKED_ROWS = 4
 MAPPED = (

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch, unknown_name
+from ssla.curvature import Extent, Kfac, LowRank, Structure, resolve
+from ssla.curvature.automatic import AUTO, choose, seconds_of, time_in_words
+from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.memory import DEFAULT_BUDGET, alternatives, in_words
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
-from ssla.structures import Extent, Kfac, LowRank, Structure, resolve
-from ssla.structures.choice import AUTO, choose, seconds_of, time_in_words
-from ssla.structures.kfac import DIAGONAL, MANY_CLASSES
-from ssla.structures.memory import DEFAULT_BUDGET, alternatives, in_words
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
 GRADIENTS = {True: (4, 20), False: (15, 40)}  # of one refit, by whether it is of a last layer: usual, and for a y far out

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssla.maths.digests import digest
 from ssla.network.frozen import Network
 from ssla.network.reopening import describe, module_of, output_words
-from ssla.numerics.digests import digest
 
 VALUES = "the layers are equal, but the values of buffers or weights differ"
 

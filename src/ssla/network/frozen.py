@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import callers_device, finite
+from ssla.curvature.jacobians import Jacobian
 from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
 from ssla.network.layout import Layout
-from ssla.structures.jacobians import Jacobian
 
 Output = str | int | Callable[[Any], Any] | None
 """The part of a module's result that is f: a key or attribute, an index, or a function of it; None if the result is f."""

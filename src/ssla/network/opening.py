@@ -14,7 +14,7 @@ from ssla.data import Inputs, leaves, row_count, slice_inputs
 from ssla.network.any_parameters import open_any
 from ssla.network.copying import private_copy
 from ssla.network.frozen import Frozen, Network, Output, by_keyword, by_position, kept_integers, row_shapes, whole
-from ssla.network.last_layer import LastLayer
+from ssla.network.head import LastLayer
 from ssla.network.layout import last_layer_layout
 from ssla.network.watch import SOFTMAX, Probe
 

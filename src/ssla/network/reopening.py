@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, rest_of
 from ssla.network.copying import private_copy
 from ssla.network.frozen import CALLS, Frozen, Network, Output
-from ssla.network.last_layer import LastLayer
+from ssla.network.head import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
 from ssla.network.row_scale import RowScale
 

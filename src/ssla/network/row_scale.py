@@ -1,7 +1,7 @@
 """A scale of each row: features and outputs are divided by it, which is a temperature that depends on the input.
 
 Logits of a last layer grow with the length of the features, and so does the confidence of the network, whether
-that is earned or not. Rows that the network has not seen can tell (`ssla.tuning.row_scale`).
+that is earned or not. Rows that the network has not seen can tell (`ssla.fitting.tuning.row_scale`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ssla.structures.jacobians import Features
+from ssla.curvature.jacobians import Features
 
 
 @dataclass(frozen=True)

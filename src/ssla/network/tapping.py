@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ssla.data import Inputs
-from ssla.network.last_layer import LastLayer
+from ssla.network.head import LastLayer
 from ssla.network.watch import Inputs as SeenInputs
 
 

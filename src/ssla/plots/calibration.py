@@ -14,10 +14,11 @@ from torch import Tensor
 from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor, column
+from ssla.diagnostics.loo import LeaveOneOut
 from ssla.plots.canvas import Palette, axes, legend
 from ssla.plots.distributions import ordered
 from ssla.predictive import Predictive
-from ssla.predictive.leave_one_out import LeaveOneOut, ranks
+from ssla.predictive.cavities import ranks
 
 LEVELS = 39  # of a calibration curve
 

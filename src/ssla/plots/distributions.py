@@ -12,10 +12,10 @@ from torch import Tensor
 from ssla._checks import in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.data import as_tensor
+from ssla.diagnostics.credal_sets import Credal
+from ssla.diagnostics.sensitivities import Sensitivity
 from ssla.plots.canvas import GREEN, PURPLE, axes, legend
 from ssla.predictive import Predictive
-from ssla.prior_sets.credal_sets import Credal
-from ssla.prior_sets.sensitivities import Sensitivity
 
 STYLES = ("--", ":", "-.")
 RANGE = (0.0005, 0.9995)  # quantiles between which a density is drawn

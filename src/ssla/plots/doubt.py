@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, one_of
+from ssla.diagnostics.explanations import MEAN, VARIANCE, Explanation
 from ssla.plots.canvas import axes, legend, log_axis
 from ssla.plots.distributions import checked_row
 from ssla.predictive import Predictive
-from ssla.predictive.explanations import MEAN, VARIANCE, Explanation
 
 KNOWN = 0.95  # quantile of the known rows' doubt above which a row counts as foreign
 

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from ssla._checks import covariances, finite, in_plain_torch, warn
+from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, as_inputs, as_tensor, row_count
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.likelihoods.support import Classes, Continuous
-from ssla.numerics.quadrature import Regions
-from ssla.numerics.roots import Root, full_root
+from ssla.maths.quadrature import Regions
+from ssla.maths.roots import Root, full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
 from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_classes
-from ssla.predictive.classes import class_predictive, integrated_predictive
-from ssla.predictive.counts import count_predictive
+from ssla.predictive.class_predictive import class_predictive, integrated_predictive
+from ssla.predictive.count_predictive import count_predictive
 from ssla.predictive.differentiable import differentiable_predictive
-from ssla.predictive.gaussian import Ellipsoid, GaussianLaw, additive_law
-from ssla.predictive.grid import grid_predictive
+from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, additive_law
+from ssla.predictive.grid_predictive import grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixture import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
@@ -45,7 +46,6 @@ from ssla.refit import (
 )
 from ssla.refit.increments import EMPIRICAL
 from ssla.state import State
-from ssla.structures.memory import DEFAULT_BUDGET
 
 __all__ = [
     "Diagnostics",

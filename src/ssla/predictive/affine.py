@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ssla._checks import finite, in_plain_torch, positive
 from ssla.data import as_tensor
-from ssla.numerics.quadrature import Regions
-from ssla.predictive.gaussian import Ellipsoid
+from ssla.maths.quadrature import Regions
+from ssla.predictive.gaussian_law import Ellipsoid
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import DensityRegion
 from ssla.predictive.predictive import Predictive

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ssla.numerics.quadrature import Around, Regions, build_circles, wrapped
+from ssla.maths.quadrature import Around, Regions, build_circles, wrapped
 from ssla.predictive.law import Law, gathered, gathered_regions
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import total_variance

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Bernoulli, Categorical, Likelihood
-from ssla.numerics.quadrature.logistic import expected_entropy, logistic_normal, normal_line
-from ssla.numerics.quadrature.normal import normal_nodes
-from ssla.numerics.roots import Root, ScaledRoot, full_root
+from ssla.maths.quadrature.logistic import expected_entropy, logistic_normal, normal_line
+from ssla.maths.quadrature.normal import normal_nodes
+from ssla.maths.roots import Root, ScaledRoot, full_root
 from ssla.predictive.many_classes import LOWEST, TINY, SoftmaxIntegrals
 
 POINTS = 512

@@ -18,10 +18,10 @@ from torch import Tensor
 from ssla._checks import batched
 from ssla.data import Inputs
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.numerics.roots import FullRoot, Root
+from ssla.maths.roots import FullRoot, Root
 from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_with_graph
-from ssla.predictive.classes import integrated_predictive
-from ssla.predictive.gaussian import GaussianLaw
+from ssla.predictive.class_predictive import integrated_predictive
+from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.implicit import POINTWISE, pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT

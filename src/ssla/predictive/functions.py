@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch
+from ssla.curvature.memory import in_words
 from ssla.data import Inputs, as_inputs, row_count, slice_inputs
 from ssla.state import Marginal, State
-from ssla.structures.memory import in_words
 
 COPIES = 4  # of the Jacobian of some rows: its entries, those in float64, H⁻¹Jᵀ and its workspace
 

@@ -19,10 +19,10 @@ from ssla._checks import outside_transforms
 from ssla.data import Inputs, as_inputs, map_inputs, plain
 from ssla.likelihoods import Bounded, HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
 from ssla.likelihoods.support import Real
-from ssla.numerics import linalg
-from ssla.numerics.quadrature import Built
-from ssla.predictive.counts import CountLaw, Table, count_predictive
-from ssla.predictive.grid import GridLaw, grid_predictive
+from ssla.maths import linalg
+from ssla.maths.quadrature import Built
+from ssla.predictive.count_predictive import CountLaw, Table, count_predictive
+from ssla.predictive.grid_predictive import GridLaw, grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mode_switches import change_of_jumps
 from ssla.predictive.predictive import Predictive

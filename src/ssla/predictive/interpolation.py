@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Continuous, Support
-from ssla.numerics.constants import constant
+from ssla.maths.constants import constant
 from ssla.refit import Density, WeightLogDensity
 from ssla.refit.increments import Increments
-from ssla.refit.weights import NAN
+from ssla.refit.weights.weight_refit import NAN
 from ssla.state import Marginal
 
 TAIL = 2.5e-4  # of the output predictive, beyond the nodes on either side

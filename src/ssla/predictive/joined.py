@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ssla.numerics.quadrature import Regions
+from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
 from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest
 from ssla.refit.increments import Increments

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ssla._checks import finite
-from ssla.numerics.quadrature import Regions
+from ssla.maths.quadrature import Regions
 from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments

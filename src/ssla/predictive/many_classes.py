@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.numerics.roots import Root, ScaledRoot, SharedNodes, shared_nodes
+from ssla.maths.roots import Root, ScaledRoot, SharedNodes, shared_nodes
 
 TOLERANCE = 5e-6  # of a scale, relative to its largest entry; rounding in float32 reaches 3e-6
 WORTH = 2  # rows for each profile from which the shared products are made: each costs as much as a row without them

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ssla._checks import outside_transforms
 from ssla.likelihoods import Likelihood, Started
-from ssla.numerics import linalg
-from ssla.numerics.quadrature import Grid
+from ssla.maths import linalg
+from ssla.maths.quadrature import Grid
 from ssla.refit.increments import Evaluated, at_mode, follow
 from ssla.state import Marginal
 

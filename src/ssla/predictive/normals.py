@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.special import ndtr, ndtri
 
 from ssla.likelihoods.likelihood import LOG_2PI
-from ssla.numerics.quadrature import Regions, bracketed_root
-from ssla.numerics.quadrature.normal import hermite
+from ssla.maths.quadrature import Regions, bracketed_root
+from ssla.maths.quadrature.normal import hermite
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import ROUNDING, ScalarMixtureLaw
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
-from ssla.predictive.classes import ClassLaw
-from ssla.predictive.counts import count_predictive
-from ssla.predictive.gaussian import GaussianLaw
-from ssla.predictive.grid import grid_predictive
+from ssla.predictive.class_predictive import ClassLaw
+from ssla.predictive.count_predictive import count_predictive
+from ssla.predictive.gaussian_law import GaussianLaw
+from ssla.predictive.grid_predictive import grid_predictive
 from ssla.predictive.interpolation import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected, widened
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import WeightLogDensity
-from ssla.refit.weights import NAN
+from ssla.refit.weights.weight_refit import NAN
 
 VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.numerics.linalg import root
-from ssla.numerics.quadrature.normal import normal_nodes
+from ssla.maths.linalg import root
+from ssla.maths.quadrature.normal import normal_nodes
 from ssla.refit import LogDensity
 
 ROWS_AT_ONCE = 1024

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ssla._checks import in_plain_torch, one_of, warn
-from ssla.numerics.quadrature import Regions
+from ssla.maths.quadrature import Regions
 from ssla.predictive.affine import AffineLaw
-from ssla.predictive.gaussian import GaussianLaw
+from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.joined import JoinedLaw
 from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw

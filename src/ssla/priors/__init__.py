@@ -7,7 +7,7 @@ the bound prior works on flat θ. Any twice-differentiable log density fits the 
 
 from ssla.priors.box import Box
 from ssla.priors.composed import FromDistribution, NormalInverseGamma, Product, as_prior, custom
-from ssla.priors.gaussian import BoundGaussian, Flat, Gaussian, trained_scale
+from ssla.priors.gaussian_prior import BoundGaussian, Flat, Gaussian, trained_scale
 from ssla.priors.prior import (
     ADDITIVE,
     CONVENTIONS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssla._checks import in_plain_torch
 from ssla.network.layout import Layout
-from ssla.priors.gaussian import Gaussian
+from ssla.priors.gaussian_prior import Gaussian
 from ssla.priors.prior import resolve
 
 Range = tuple[float, float]

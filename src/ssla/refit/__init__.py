@@ -23,7 +23,7 @@ from ssla.refit.outputs import (
     Refit,
     on_marginal,
 )
-from ssla.refit.weights import WeightLogDensity, WeightRefit
+from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
 from ssla.state import State
 
 __all__ = [

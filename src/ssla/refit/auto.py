@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.refit.outputs import OutputLogDensity
-from ssla.refit.weights import WeightLogDensity, WeightRefit
+from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
 from ssla.state import LAPLACE, VARIATIONAL, State
 
 STEP_ERROR = 0.2  # error in log density for a step of one posterior standard deviation; it grows with the step's square

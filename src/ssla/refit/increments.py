@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssla._checks import in_plain_torch
 from ssla.likelihoods import Bounded, Custom, Derivatives, Likelihood, Started
-from ssla.numerics import linalg
+from ssla.maths import linalg
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode

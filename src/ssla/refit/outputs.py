@@ -13,7 +13,7 @@ from torch import Tensor
 from ssla._checks import one_of
 from ssla.data import Inputs, map_inputs, row_count
 from ssla.likelihoods import Likelihood
-from ssla.numerics import linalg
+from ssla.maths import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
 from ssla.refit.increments import CURVATURES, OBSERVED, Evaluated, Increments, Rule, at_mode, one_step, plug_in, without_refit
 from ssla.state import Marginal, State

@@ -1,27 +1,4 @@
-"""CSV, Parquet and Excel tables with numbers, booleans, categories and gaps -> columns of numbers, and back."""
+"""A table -> a predictive: columns to numbers, networks and trees, estimators, the command, the report.
 
-from __future__ import annotations
-
-from ssla.tables.columns import Column, Style, TableError
-from ssla.tables.plan import Encoded, Plan, make_plan
-from ssla.tables.reading import Table, read_parts, read_table
-from ssla.tables.target import Target, later_labels, later_numbers, read_target
-from ssla.tables.writing import new_table, write_table
-
-__all__ = [
-    "Column",
-    "Encoded",
-    "Plan",
-    "Style",
-    "Table",
-    "TableError",
-    "Target",
-    "later_labels",
-    "later_numbers",
-    "make_plan",
-    "new_table",
-    "read_parts",
-    "read_table",
-    "read_target",
-    "write_table",
-]
+The second floor of the library. The core, from a trained network to a predictive, never imports it.
+"""

@@ -1,5 +1,0 @@
-"""`python -m ssla.cli`."""
-
-from ssla.cli import main
-
-main()

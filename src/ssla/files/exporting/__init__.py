@@ -1,0 +1,45 @@
+"""A posterior as one graph from x to its answers, for programs without ssla: ONNX, or torch.export.
+
+The graph holds the network (in its own dtype), the mean and covariance of the last layer as constants, and the predictive of the
+output refit in float64 with fixed nodes and unrolled steps. `files` compares every file with the library before it is kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ssla.data import Inputs, as_inputs, row_count
+from ssla.files.exporting.exported_files import Exported, checked_levels, write
+from ssla.files.exporting.graph import Graph, Part, Unit, refuse
+from ssla.predictive import predict
+from ssla.state import State
+
+__all__ = ["Exported", "Graph", "Part", "Unit", "checked_levels", "export", "refuse", "write"]
+
+LEVELS = (0.05, 0.5, 0.95)
+
+
+def export(posterior: State, path: str | os.PathLike[str], levels: Sequence[float] = LEVELS, example: Any = None) -> Exported:
+    """Write the graph of a posterior (see Posterior.export)."""
+    refuse(posterior)
+    x = posterior.network.cast(_example(posterior, example))
+    graph = Graph([Part(posterior, 1.0, 0)], x, checked_levels(levels))
+    facts = {"likelihood": posterior.report.likelihood, "rows": posterior.report.n}
+    return write(path, graph, x, lambda: predict(posterior, x), facts)
+
+
+def _example(posterior: State, example: Any) -> Inputs:
+    if example is not None:
+        x = as_inputs(example)
+    elif posterior.source is not None:
+        x = next(iter(posterior.source)).x
+    else:
+        raise ValueError(
+            "export needs example inputs, because this posterior does not hold its training data (it was loaded, or fitted to a "
+            "stream). Give some rows: posterior.export(path, example=x)."
+        )
+    if not row_count(x):
+        raise ValueError("export needs at least one example row, but the example is empty.")
+    return x

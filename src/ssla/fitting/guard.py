@@ -1,0 +1,47 @@
+"""The guard at the end of every fit: a predictive that is clearly worse than the network itself says so."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ssla._checks import warn
+from ssla.fitting.choice import mean_and_error
+from ssla.fitting.training_rows import TrainingRows
+from ssla.state import State
+
+# Nats a row: a guess. A posterior gives up some confidence on rows that its network has memorised,
+# and may be better for it on others. Posteriors that fail lose 1 and more (method.md, section 11).
+WORSE_ON_TRAINING_ROWS = 0.5
+CAUSES = (
+    "Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) gaussian='laplace' for classes, whose "
+    "curvature at memorised rows is almost zero; (c) weights='all' with a structure that is too simple. Give validation rows "
+    "(validation=), leave the options out, or use weights='last_layer'."
+)
+
+
+def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    """Warn where log densities (n,) of validation rows are lower than the network's own by two standard errors."""
+    loss = mean_and_error(plug_in - scores, weights)
+    if loss.mean > 2 * loss.error:
+        _warn("validation rows", scores, plug_in, weights)
+
+
+def warn_on_training_rows(posterior: State, rows: TrainingRows | None) -> None:
+    """Warn where some training rows are predicted far worse than by the network itself.
+
+    A comparison on rows that the network has seen favours the network: only a large loss counts.
+    """
+    if rows is None:
+        return
+    scores = rows.scores(posterior)
+    loss = mean_and_error(rows.plug_in - scores, rows.weights)
+    if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
+        _warn("training rows", scores, rows.plug_in, rows.weights)
+
+
+def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    own, network = (-mean_and_error(part, weights).mean for part in (scores, plug_in))
+    warn(
+        f"On the {rows} the predictive is worse than the network itself: a negative log density of {own:.4g} against "
+        f"{network:.4g} a row. {CAUSES}",
+    )

@@ -1,0 +1,194 @@
+"""What each training row contributes to the Gaussian of θ, and the outputs without it.
+
+Row i contributes a site to the Gaussian of θ: its score g and its precision Λ, averaged over the Gaussian (variational), or at
+the mode with the Fisher for Λ (Laplace). The outputs at x_i without the site have the cavity
+
+    K₋ = (K⁻¹ − Λ)⁻¹ = R (I − RᵀΛR)⁻¹ Rᵀ        f₋ = f − K₋ g        K = J S Jᵀ = R Rᵀ
+
+and y_i is predicted from N(f₋, K₋). This is exact for a linear model with Gaussian noise. For other likelihoods the sites of the
+other rows are kept as they are, which is too optimistic for influential rows: those whose site moves the Gaussian far, in KL
+divergence. Prior, noise and features are kept, and so is the tilt of a θ̂ that is not a mode.
+
+`collect` computes the sites, in one pass. `score` evaluates them under another Gaussian, with the sites fixed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.curvature import Dense, LowRank, Operator
+from ssla.curvature.jacobians import Jacobian
+from ssla.curvature.memory import bytes_of
+from ssla.data import Batch, Rows, checked
+from ssla.likelihoods import Likelihood
+from ssla.likelihoods.averages import averages, concave
+from ssla.maths.linalg import root
+from ssla.maths.quadrature import wrapped
+from ssla.predictive import from_marginal
+from ssla.predictive.predictive import Predictive
+from ssla.refit.weights.refit_rows import Purpose, check_seen, training_data
+from ssla.state import Marginal, State
+
+PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
+LEAST = 1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
+ROWS_AT_ONCE = 1024  # predictives that are held together
+
+
+# --- sites ---------------------------------------------------------------------------------
+
+
+class Site(NamedTuple):
+    """What some rows contribute to the Gaussian of θ, in float64. A row's weight stands beside its site, not in it."""
+
+    f: Tensor  # outputs at the Gaussian's mean (b, C)
+    J: Jacobian
+    score: Tensor  # g (b, C)
+    precision: Tensor  # Λ (b, C, C)
+    y: Tensor
+    weights: Tensor | None  # None: all one
+
+    @property
+    def row_weights(self) -> Tensor:
+        return torch.ones(len(self.f), dtype=torch.float64) if self.weights is None else self.weights
+
+
+@dataclass(frozen=True, eq=False)
+class Sites:
+    """The sites of all rows under N(mean, ·), a chunk at a time; kept in memory while they fit a share of the budget."""
+
+    rows: Rows[Site]
+    mean: Tensor  # of θ, where the outputs are
+    likelihood: Likelihood
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.rows)
+
+
+def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None) -> Sites:
+    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless they are those of the fit."""
+    source = training_data(posterior, data, purpose)
+    network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
+    support = likelihood.support_for(network.outputs)
+    fisher = by_fisher(posterior)
+
+    def site(part: Batch) -> Site:
+        _, y, weights = checked(part, support, network.outputs)
+        ((f, J),) = posterior.linearised(part.x)  # a part is a chunk
+        f, J = f.double(), J.double()
+        if posterior.variational is None:
+            return Site(f, J, likelihood.score(y, f), likelihood.fisher(f), y, weights)
+        _, score, precision = averages(likelihood, y, f, posterior.covariance.root(J), fisher)
+        return Site(f, J, score, precision, y, weights)
+
+    together = network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
+    rows = Rows(source, lambda _: together, site, bytes_of_site, budget // 4)
+    n, gradient = 0, torch.zeros_like(posterior.theta)
+    for one in rows:
+        n += len(one.f)
+        at_theta = one.f - one.J.push(posterior.mean - posterior.theta)
+        gradient += one.J.pull(likelihood.score(one.y, at_theta) * one.row_weights[:, None])
+    check_seen(posterior, n, gradient, purpose)
+    return Sites(rows, posterior.mean, likelihood)
+
+
+def bytes_of_site(site: Site) -> int:
+    return bytes_of(site.J) + sum(bytes_of(part) for part in (site.f, site.score, site.precision, site.y))
+
+
+def by_fisher(posterior: State) -> bool:
+    """Whether a variational Gaussian was fitted with the expected Fisher, because its structure takes no indefinite average."""
+    curvature = posterior.sums.curvature
+    return not concave(posterior.likelihood) and (
+        isinstance(curvature, LowRank) or (isinstance(curvature, Dense) and curvature.dual)
+    )
+
+
+# --- cavities ------------------------------------------------------------------------------
+
+
+class Cavity(NamedTuple):
+    """The outputs without the row's own site. Where it is not `sound` the values are those with the site."""
+
+    marginal: Marginal
+    influence: Tensor  # KL divergence (b,) of the Gaussian of θ without the row from that with it; infinite where not sound
+    sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
+
+
+def cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
+    """Of each row under N(mean + step, covariance), with the sites fixed: g there is g − ΛJ step."""
+    f, g = site.f, site.score
+    if step is not None:
+        move = site.J.push(step)
+        f, g = f + move, g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+    once = site.row_weights.clamp_max(1.0)
+    K = covariance.covariance(site.J)
+    finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
+    precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
+    R = root(K)
+    S = R.mT @ precision @ R
+    values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
+    sound = finite & (values[:, 0] > LEAST)
+    axes, values = R @ vectors, values.clamp_min(LEAST)
+    z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values  # the shift, in standard deviations with the row
+    shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
+    influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
+    without = (axes / values.unsqueeze(-2)) @ axes.mT
+    marginal = Marginal(torch.where(sound[:, None], f - shift, f), torch.where(sound[:, None, None], without, K))
+    return Cavity(marginal, torch.where(sound, influence, torch.inf), sound)
+
+
+class Score(NamedTuple):
+    """The mean leave-one-out log density by row weight, and the rows without a cavity, which it leaves out."""
+
+    mean_log_prob: float
+    unsound: int
+
+
+def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
+    """Leave-one-out under another Gaussian of θ, with the sites fixed: what tuning by leave-one-out evaluates."""
+    total = weight = 0.0
+    unsound = 0
+    for site in sites:
+        found = cavity(site, mean - sites.mean, covariance)
+        log_prob = torch.cat([p.log_prob(y) for p, y in predictives_of(sites.likelihood, found.marginal, site.y)])
+        weights = site.row_weights * found.sound
+        total += float((weights * log_prob).sum())
+        weight += float(weights.sum())
+        unsound += int((~found.sound).sum())
+    return Score(total / weight if weight else float("nan"), unsound)
+
+
+# --- predictives ---------------------------------------------------------------------------
+
+
+def predictives_of(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Iterator[tuple[Predictive, Tensor]]:
+    """The predictives of f ~ N(f₋, K₋) with their y, some rows at a time."""
+    for start in range(0, len(y), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        with warnings.catch_warnings():  # inaccurate rows are counted
+            warnings.simplefilter("ignore", UserWarning)
+            predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
+        yield predictive, y[rows]
+
+
+def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
+    """P(Y < y) and P(Y ≤ y) of each row; for classes the probability of all more probable ones, without and with y.
+
+    Of angles the circle is cut opposite the mean.
+    """
+    if predictive.kind == "class":
+        own = predictive.probs.gather(1, y.long()[:, None])
+        ahead = (predictive.probs * (predictive.probs > own)).sum(1)
+        return ahead, ahead + own.squeeze(1)
+    if predictive.kind == "circular":
+        cut = predictive.cdf(wrapped(predictive.mean - torch.pi))
+        turn = (predictive.cdf(wrapped(y)) - cut) % 1
+        return turn, turn
+    upper = predictive.cdf(y)
+    return (predictive.cdf(y - 1) if predictive.kind == "count" else upper), upper

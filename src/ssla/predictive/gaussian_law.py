@@ -1,0 +1,205 @@
+"""Closed forms: Gaussian noise of known size needs no grid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.special import gammainc, ndtr, ndtri
+
+from ssla._checks import in_plain_torch
+from ssla.likelihoods.likelihood import LOG_2PI
+from ssla.maths.quadrature import Regions
+from ssla.predictive.law import Law
+from ssla.predictive.predictive import vector_targets
+from ssla.priors import EXACT
+from ssla.refit import LogDensity
+from ssla.refit.increments import Increments
+from ssla.state import Marginal
+
+
+class Ellipsoid(NamedTuple):
+    """{y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}."""
+
+    centre: Tensor  # (N, D)
+    covariance: Tensor  # (N, D, D)
+    squared_radius: float
+
+    @in_plain_torch
+    def contains(self, y: Any) -> Tensor:
+        """(N, D) -> (N,) bool; (N, k, D) -> (N, k)."""
+        rows, size = self.centre.shape
+        value = vector_targets(y, rows, size).to(self.centre.device)
+        several = value if value.dim() == 3 else value.unsqueeze(1)
+        r = (several - self.centre.double().unsqueeze(1)).mT
+        white: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(self.covariance.double()), r, upper=False)
+        inside = (white**2).sum(1) <= self.squared_radius
+        return inside if value.dim() == 3 else inside.squeeze(1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GaussianLaw(Law):
+    """N(f̂, Σ + K) for a refit, N(f̂, Σ) for none; one target (N,) or D of them (N, D).
+
+    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`). Under the conventions
+    that do not treat the prior as Bayes' rule does, the mass is the integral of the increments. `moved` is the Gaussian of y
+    where the prior is added to the likelihood's own predictive.
+    """
+
+    log_density: LogDensity
+    noise: Tensor  # Σ (C, C)
+    loses_mass: bool
+    convention: str = EXACT
+    moved: Marginal | None = None
+
+    @property
+    def kind(self) -> str:
+        return "scalar" if self.noise.shape[0] == 1 else "vector"
+
+    @property
+    def rows(self) -> int:
+        return self._mean.shape[0]
+
+    def _targets(self, value: Tensor) -> Tensor:
+        """(N, D, …) -> (N, …) for one target."""
+        return value.squeeze(1) if self.kind == "scalar" else value
+
+    @property
+    def _mean(self) -> Tensor:
+        """(N, D)."""
+        return self.log_density.marginal.mean if self.moved is None else self.moved.mean
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """(N, D, D)."""
+        if self.moved is not None:
+            return self.moved.covariance
+        K = self.log_density.marginal.covariance
+        return self.noise + K if self.log_density.moves else self.noise.expand_as(K)
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """(N, D)."""
+        return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+
+    @property
+    def mean(self) -> Tensor:
+        return self._targets(self._mean)
+
+    @property
+    def mode(self) -> Tensor:
+        return self.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self._targets(self._scale**2)
+
+    @property
+    def stddev(self) -> Tensor:
+        return self._targets(self._scale)
+
+    @cached_property
+    def _doubt(self) -> Tensor:
+        """The epistemic part of the variance (N, D): K's; where a prior was added, in the proportion of K to Σ + K."""
+        K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
+        if not self.log_density.moves:
+            return torch.zeros_like(K)
+        return K if self.moved is None else self._scale**2 * K / (K + self.noise.diagonal())
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._targets(self._doubt)
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._targets(self.noise.diagonal().expand_as(self._mean) if self.moved is None else self._scale**2 - self._doubt)
+
+    @cached_property
+    def mass(self) -> Tensor:
+        """(N,)."""
+        if self.convention != EXACT:
+            # the increments are quadratic in y: their height at the mean, over that of the normalised density
+            peak = self.log_density.at(self.mean).log
+            factor: Tensor = torch.linalg.cholesky(self.covariance)
+            half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()
+        if not self.loses_mass:
+            return torch.ones(self.rows, dtype=torch.float64)
+        factor = torch.linalg.cholesky(self.noise)
+        half = torch.linalg.solve_triangular(factor, self.log_density.marginal.covariance, upper=False)
+        white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+        spectrum: Tensor = torch.linalg.eigvalsh(white)
+        return (-0.5 * torch.log1p(spectrum.clamp_min(0)).sum(-1)).exp()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        if self.kind == "scalar":
+            z = (y - self._mean) / self._scale
+            return -0.5 * (z * z + LOG_2PI) - self._scale.log()
+        factor: Tensor = torch.linalg.cholesky(self.covariance)
+        extra = y.dim() - 2
+        shape = (y.shape[0], *[1] * extra, *factor.shape[1:])
+        r = (y - self._mean.reshape(y.shape[0], *[1] * extra, self._mean.shape[1])).unsqueeze(-1)
+        white: Tensor = torch.linalg.solve_triangular(
+            factor.reshape(shape).expand(*r.shape[:-2], *factor.shape[1:]), r, upper=False
+        )
+        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(y), *[1] * extra)
+        return -0.5 * ((white**2).sum((-2, -1)) + self._mean.shape[1] * LOG_2PI) - half_logdet
+
+    def cdf(self, y: Tensor) -> Tensor:
+        middle = (slice(None), *[None] * (y.dim() - 2))
+        below: Tensor = ndtr((y - self._mean[middle]) / self._scale[middle])
+        return below
+
+    def icdf(self, q: Tensor) -> Tensor:
+        return self._targets(self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(q))
+
+    def hdr(self, level: float) -> Regions | Ellipsoid:
+        """An interval, or an ellipsoid for D targets."""
+        if self.kind == "scalar":
+            ends = self.interval(level)
+            return Regions(ends[:, :1], ends[:, 1:])
+        return Ellipsoid(self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1]))
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        white = torch.randn(n, *self._mean.shape, dtype=torch.float64, generator=generator)
+        factor = torch.linalg.cholesky(self.covariance)
+        draws: Tensor = self._mean + (factor @ white.unsqueeze(-1)).squeeze(-1)
+        return draws.squeeze(-1) if self.kind == "scalar" else draws
+
+    def increments(self, y: Tensor) -> Increments:
+        return self.log_density(y)
+
+
+def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
+    """N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K, u = A⁻¹(y − f̂): the Gaussian N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+
+    Fails where A + M is not positive definite: the prior then grows faster than the likelihood's predictive falls.
+    """
+    A = noise + marginal.covariance
+    factor, info = torch.linalg.cholesky_ex(A + response.covariance)
+    if bool((info != 0).any()):
+        raise ValueError(
+            f"Under convention='additive' {int((info != 0).sum())} of {len(info)} predictives have no integral: this prior is "
+            "not log-concave at θ̂ and outgrows the likelihood's predictive, to which it is added. Use convention='exact'."
+        )
+    half = torch.linalg.solve_triangular(factor, A, upper=False)  # V = halfᵀ half
+    pull = torch.linalg.solve_triangular(factor, response.mean.unsqueeze(-1), upper=False)
+    return Marginal(marginal.mean + (half.mT @ pull).squeeze(-1), half.mT @ half)
+
+
+def chi_square_quantile(level: float, df: int) -> float:
+    """By bisection on the regularised incomplete gamma function."""
+    half = torch.tensor(df / 2, dtype=torch.float64)
+    low, high = 0.0, 2.0 * df + 40.0 + 40 * -math.log1p(-level)
+    for _ in range(100):
+        middle = (low + high) / 2
+        if float(gammainc(half, torch.tensor(middle / 2, dtype=torch.float64))) < level:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

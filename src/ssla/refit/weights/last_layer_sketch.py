@@ -1,0 +1,158 @@
+"""tr[log(I + A) − A] of many refits from one set of random vectors that all of them share.
+
+A = H₁^{-½} ΔH H₁^{-½} is the change of the training rows' curvature at a task's own mode (see `last_layer_products`).
+With vectors w_s ~ N(0, H₁⁻¹) the products Q_st = w_sᵀ ΔH w_t of different s and t have
+
+    E Q_st² = tr A²,   E Q_st Q_tu Q_us = tr A³,   E Q_st Q_tu Q_uv Q_vs = tr A⁴.
+
+The outputs J_i w_s of all training rows are computed once. A task then costs a product of S × S over its rows, and
+neither a product with the features nor a solve. Three things make it accurate or cheap:
+
+- rows are sampled in proportion to how much they change. That adds Σ_i (1/π_i − 1) tr(K_iΔΛ_iK_iΔΛ_i) to E Q_st², which is
+  subtracted (estimated from the same rows);
+- w_sᵀΔHw_s and Σ_i w_sᵀJ_iᵀ ΔΛ_iK_iΔΛ_i J_iw_s have known expectations: they are control variates of tr A²;
+- the vectors are the same for all tasks.
+
+Fails where A has eigenvalues that are not small beside one: the error is then large, and stated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssla.likelihoods import Likelihood
+from ssla.refit.weights.refit_rows import Block
+
+# A guess, of the share of rows: the least probability that a row is sampled, over the mean.
+FLOOR = 0.1
+ROUNDS = 8  # a guess: of dividing what certain rows leave over among the others
+
+
+class Estimate(NamedTuple):
+    """tr[log(I + A) − A], and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class SharedVectors:
+    """What all tasks share on all training rows."""
+
+    f: Tensor  # at θ̂ (n, C)
+    y: Tensor
+    weights: Tensor | None
+    w: Tensor  # of N(0, H⁻¹) (S, P)
+    v: Tensor  # J_i w_s (n, C, S)
+    K: Tensor  # J_i H⁻¹ J_iᵀ (n, C, C)
+
+
+def shared_vectors(blocks: list[Block], w: Tensor, covariances: list[Tensor]) -> SharedVectors:
+    """w (S, P) on the rows of all blocks, which have features (b, F)."""
+    f = torch.cat([block.f for block in blocks])
+    y = torch.cat([block.y for block in blocks])
+    weights = [block.weights for block in blocks if block.weights is not None]
+    step = w.reshape(len(w), f.shape[1], -1).permute(2, 1, 0).flatten(1)  # (F, C · S)
+    v = torch.cat([block.x @ step for block in blocks]).unflatten(1, (f.shape[1], len(w)))
+    all_weights = torch.cat(weights) if weights else None
+    return SharedVectors(f, y, all_weights, w, v, torch.cat(covariances))
+
+
+class Sampled(NamedTuple):
+    """Some rows of the data and what one task does to them."""
+
+    y: Tensor
+    before: Tensor  # f̂ (b, C)
+    f: Tensor  # the task's own outputs (b, C)
+    weight: Tensor  # 1/π_i times the row's own weight (b,)
+    inverse: Tensor  # 1/π_i (b,)
+    v: Tensor  # J_i w_s (b, C, S)
+    K: Tensor  # J_i H₁⁻¹ J_iᵀ (b, C, C)
+
+
+def sampling(size: Tensor, count: int) -> Tensor:
+    """Probabilities π (n,) in proportion to sizes (n,), at most one, with the sum `count`."""
+    n = len(size)
+    if count >= n:
+        return torch.ones_like(size)
+    share = size + FLOOR * size.mean()
+    pi = share * (count / share.sum())
+    for _ in range(ROUNDS):
+        if not bool((pi > 1).any()):
+            break
+        certain = pi >= 1
+        rest = torch.where(certain, 0.0, pi)
+        pi = torch.where(certain, 1.0, pi * ((count - certain.sum()) / rest.sum()))
+    return pi.clamp(max=1)
+
+
+def systematic(pi: Tensor, offset: float) -> Tensor:
+    """Rows with inclusion probabilities π (n,): where the cumulated sum passes offset + a whole number."""
+    after = pi.double().cumsum(0) + offset
+    return (after.floor() > (after - pi.double()).floor()).nonzero().squeeze(-1)
+
+
+def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -> Estimate:
+    """tr[log(I + A) − A] of one task from sampled rows."""
+    y, before, f, weight, inverse, v, K = sampled
+    b, C, S = v.shape
+    change = curvatures(likelihood, y, f, fisher) - curvatures(likelihood, y, before, fisher)
+    scaled = change * weight[:, None, None]
+    pushed = scaled @ v
+    Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
+    turned = K @ change
+    squares = (turned * turned.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
+    added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
+    # Both have the expectation zero, given the rows.
+    first = Q.diagonal() - (weight * turned.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(dtype=torch.float64)
+    torch.matmul(scaled @ turned, v, out=pushed)  # in the memory of what is not needed any more
+    inside = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
+    second = inside - (weight * squares).sum(dtype=torch.float64)
+    return from_products(Q, torch.stack([first, second], 1), float(added))
+
+
+def curvatures(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
+    """Λ_i of rows (b, C, C)."""
+    found = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
+    return found.expand(*f.shape, f.shape[-1])
+
+
+def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
+    """From products Q (S, S) of the vectors, and controls (S, k) with the expectation zero.
+
+    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹: it need not be symmetric.  added: what sampling adds to E Q_st Q_ts.
+    """
+    S = len(Q)
+    off = Q - torch.diag(Q.diagonal())
+    squared, pairs = off @ off, off * off.mT
+    means = pairs.sum(1) / (S - 1) - added  # over the others, of each vector
+    centred = controls - controls.mean(0)
+    beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
+    left = means - means.mean() - centred @ beta
+    # Each pair belongs to two vectors, so a vector's own deviation counts twice.
+    second = float(means.mean() - 2 * controls.mean(0) @ beta)
+    error = 2 * float(left.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
+    third = float((squared * off.mT).sum()) / (S * (S - 1) * (S - 2))
+    fourth = float((squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum())
+    fourth /= S * (S - 1) * (S - 2) * (S - 3)
+    if not second > 0:
+        return Estimate(-0.5 * second, error)
+    # Under the weights λ² the mean of (log(1 + λ) − λ)/λ²: at the mean λ, and with the variance of λ to second order.
+    mean = third / second
+    if not mean > -0.5:
+        return Estimate(-0.5 * second, math.inf)
+    spread = max(fourth - third * mean, 0.0)
+    bend = 0.25 * spread / (1 + mean) ** 2
+    return Estimate(second * remainder(mean) - bend, math.hypot(0.5 * error, bend))
+
+
+def remainder(t: float) -> float:
+    """(log(1 + t) − t)/t², by its series near zero."""
+    if abs(t) < 1e-3:
+        return -0.5 + t / 3 - t * t / 4
+    return (math.log1p(t) - t) / t**2

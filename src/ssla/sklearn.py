@@ -1,0 +1,27 @@
+"""The public path of the estimators, which are in `ssla.sklearn`."""
+
+from ssla.tables.estimators import (
+    PredictiveClassifier,
+    PredictiveRegressor,
+    SSLAClassifier,
+    SSLARegressor,
+    TableEncoder,
+    crps_scorer,
+    load,
+    nll_scorer,
+    pinball_scorer,
+    stacking_weights,
+)
+
+__all__ = [
+    "PredictiveClassifier",
+    "PredictiveRegressor",
+    "SSLAClassifier",
+    "SSLARegressor",
+    "TableEncoder",
+    "crps_scorer",
+    "load",
+    "nll_scorer",
+    "pinball_scorer",
+    "stacking_weights",
+]

@@ -1,0 +1,5 @@
+"""`python -m ssla.tables.cli`."""
+
+from ssla.tables.cli import main
+
+main()

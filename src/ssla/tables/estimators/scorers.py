@@ -1,0 +1,84 @@
+"""Scorers of predictive distributions for `cross_val_score` and searches: greater is better, so scores are negated.
+
+cross_val_score(SSLARegressor(), X, y, scoring=ssla.sklearn.crps_scorer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from sklearn.pipeline import Pipeline
+from torch import Tensor
+
+from ssla import metrics
+from ssla._checks import level as checked_level
+from ssla.predictive import Predictive
+from ssla.tables.estimators.row_weights import checked_weights
+from ssla.tables.estimators.targets import check_given, check_numeric
+
+
+@final
+@dataclass(frozen=True)
+class Scorer:
+    """−(weighted mean of a score over rows), of estimators with `predict_dist`, also at the end of a pipeline or a search."""
+
+    name: str
+    score: Callable[[Predictive, Any], Tensor]  # one value for each row
+
+    def __call__(self, estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """The negated score of rows X (n, d) with targets y (n,)."""
+        model, inputs = _last_step(estimator, X)
+        values = self.score(model.predict_dist(inputs), _codes(model, y)).double().numpy()
+        values = values.reshape(len(values), -1).mean(1)
+        return -float(np.average(values, weights=checked_weights(sample_weight, len(values))))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+nll_scorer = Scorer("neg_nll", lambda predictive, y: metrics.nll(predictive, y, reduce=False))
+crps_scorer = Scorer("neg_crps", lambda predictive, y: metrics.crps(predictive, y, reduce=False))
+
+
+def pinball_scorer(q: float) -> Scorer:
+    """The scorer of the quantile at probability q.
+
+    >>> GridSearchCV(SSLARegressor(), grid, scoring=pinball_scorer(0.9))      # doctest: +SKIP
+    """
+    level = checked_level(q)
+    return Scorer(f"neg_pinball_{level:g}", lambda predictive, y: metrics.pinball(predictive, y, level, reduce=False))
+
+
+def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
+    """The estimator that predicts distributions, and its inputs."""
+    if hasattr(estimator, "best_estimator_"):
+        return _last_step(estimator.best_estimator_, X)
+    if isinstance(estimator, Pipeline):
+        inputs = estimator[:-1].transform(X) if len(estimator) > 1 else X
+        return _last_step(estimator[-1], inputs)
+    if not hasattr(estimator, "predict_dist"):
+        raise TypeError(
+            f"This scorer needs a predictive distribution, but a {type(estimator).__name__} has no predict_dist. Use "
+            "SSLARegressor or SSLAClassifier, alone or as the last step of a pipeline."
+        )
+    return estimator, X
+
+
+def _codes(model: Any, y: Any) -> Any:
+    """Labels as the numbers of their classes; other targets as they are."""
+    classes = getattr(model, "classes_", None)
+    if classes is None:
+        check_numeric(y)
+        return np.asarray(y).astype(np.float64)
+    check_given(y)
+    values = np.asarray(y)
+    unknown = ~np.isin(values, classes)
+    if unknown.any():
+        raise ValueError(
+            f"y has {int(unknown.sum())} labels that were not in the training rows, the first is {str(values[unknown][0])!r}: "
+            "their score is infinite. Use a stratified split, or leave out rare classes."
+        )
+    return np.searchsorted(classes, values)

@@ -1,0 +1,80 @@
+"""Split conformal intervals: coverage that holds for every sample size, even if the model is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssla._checks import warn
+from ssla.maths.order_statistics import conformal_quantile, shortage
+from ssla.predictive import Predictive
+from ssla.predictive.transformed import Transform, untransformed
+from ssla.refit import resolve
+
+
+@dataclass(frozen=True, eq=False)
+class Conformal:
+    """Scores |y − mean| / stddev (n, D) of calibration rows, sorted, with the weights of their rows (n, D) in the same order.
+
+    q is the smallest score at which the weights of the scores up to it sum to at least (W + 1)·level, where W is the sum of all
+    weights and the 1 is the new row. Then P(|y − mean| ≤ q·stddev) ≥ level for a row exchangeable with them. With weights of one,
+    q is the k-th smallest score, k = ⌈(n + 1)·level⌉, and the probability is at most level + 1/(n + 1) where scores have no ties.
+
+    Weights are frequencies: a row of weight 3 equals three rows. They do not correct for a new row from another distribution, and
+    their scale matters: weights that sum to one count as one row.
+    """
+
+    scores: np.ndarray
+    weights: np.ndarray
+    refit: Any  # of the predictives that were scored: the scores are valid only for it
+
+    @staticmethod
+    def of(
+        predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any, transform: Transform | None = None
+    ) -> Conformal:
+        """y (n,) or (n, D), weights (n,). With a transform the scores are on the scale of the model."""
+        mean, spread = _centre(predictive, transform)
+        y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
+        scores = np.abs(_columns(y) - mean) / spread
+        order = np.argsort(scores, axis=0, kind="stable")
+        return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
+
+    def holds_for(self, refit: Any) -> bool:
+        """Whether the scores were computed with that refit."""
+        return resolve(refit) == resolve(self.refit)
+
+    def factor(self, level: float) -> np.ndarray:
+        """q for each target; infinite if there are too few rows for the level."""
+        scores, weights = torch.from_numpy(self.scores.T), torch.from_numpy(self.weights.T)
+        short = shortage(weights[0], level, "calibration rows")
+        if short is not None:
+            warn(
+                f"A conformal interval of {level:g} {short}: the interval is infinite. Use a larger calibration_fraction or a "
+                "lower level."
+            )
+        factor: np.ndarray = conformal_quantile(scores, weights, level).numpy()
+        return factor
+
+    def interval(self, predictive: Any, level: float, transform: Transform | None = None) -> np.ndarray:
+        """mean ± q·stddev: (N, 2), or (N, D, 2). With a transform, that of the interval on the scale of the model."""
+        mean, spread = _centre(predictive, transform)
+        q = self.factor(level)
+        ends = np.stack([mean - q * spread, mean + q * spread], -1)
+        if transform is not None:
+            ends = transform.out(torch.from_numpy(ends)).numpy()
+        if predictive.kind == "count":
+            ends = np.stack([np.maximum(np.ceil(ends[..., 0]), 0), np.floor(ends[..., 1])], -1)
+        return ends[:, 0] if predictive.mean.ndim == 1 else ends
+
+
+def _centre(predictive: Predictive, transform: Transform | None) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (N, D)."""
+    known = predictive if transform is None else untransformed(predictive)
+    return _columns(known.mean.numpy()), _columns(known.stddev.numpy())
+
+
+def _columns(values: np.ndarray) -> np.ndarray:
+    return values[:, None] if values.ndim == 1 else values

@@ -1,0 +1,193 @@
+"""`ssla.Scorer`: a saved model as a function from a batch of rows to columns."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ssla._checks import all_in_plain_torch
+from ssla._checks import level as checked_level
+from ssla.files import FileError
+from ssla.files.container import kind_of
+from ssla.files.posteriors import KIND
+from ssla.posterior import load
+from ssla.refit import resolve
+from ssla.tables.columns import Table
+from ssla.tables.estimators.loading import load_with_extra
+from ssla.tables.estimators.wrapped import WrappedEstimator
+from ssla.tables.scoring.answer_columns import columns_of
+from ssla.tables.scoring.batches import ARRAY, Batch, batch_of
+from ssla.tables.scoring.saved_models import MatrixModel, TableModel, WrappedModel, estimator_model, replace_refit, table_model
+
+_opening = threading.Lock()
+
+
+@all_in_plain_torch
+class Scorer:
+    """A saved model as a function: a batch of rows -> columns with the prediction and its intervals.
+
+    It can be pickled and holds only the path and the options. The model is opened once in each process, at the first call: the
+    path must exist there. So it is the function that Ray Data `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and
+    MLflow need.
+
+    Parameters
+    ----------
+    path:
+        A directory of `ssla train`, of an estimator's `save`, or of `posterior.save`.
+    levels:
+        Probabilities of the intervals (of the sets, for classes); also one number.
+    refit:
+        The refit, for example "newton"; that of the model ("output" for a posterior) if not given.
+    keep:
+        Columns of the batch to copy before those of the prediction.
+    inputs:
+        The names of the input columns in their order, where the file has no names: for a posterior, and for an estimator that
+        was fitted to an array. One column of arrays is the input itself.
+    model:
+        For a posterior: its module, or a function without arguments that builds it.
+    likelihood, prior, output:
+        For a posterior, as in `ssla.load`.
+    models:
+        For a `PredictiveRegressor` or `PredictiveClassifier`, whose file has no trees: its `models_`, or a function without
+        arguments that opens them. Such a function is pickled in place of the trees.
+
+    A batch is a data frame of pandas or polars, a mapping of names to arrays, or an array (rows first). A data frame is returned
+    as one, with the index of a pandas frame; the others as a dictionary of arrays. Columns are named as by `ssla predict` (see
+    docs/tables.md). Rows are predicted in blocks, so that memory beyond the result does not grow with the batch.
+
+    >>> scorer = ssla.Scorer("model", levels=(0.5, 0.95), keep=["id"])      # doctest: +SKIP
+    >>> scorer(frame)["lower_95"]                                           # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        levels: float | Sequence[float] = (0.95,),
+        refit: Any = None,
+        keep: Sequence[str] = (),
+        *,
+        inputs: Sequence[str] | None = None,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        likelihood: Any = None,
+        prior: Any = None,
+        output: Any = None,
+        models: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.path = Path(path).absolute()
+        self.levels = checked_levels(levels)
+        self.refit = refit
+        self.keep = _names("keep", keep)
+        self.inputs = None if inputs is None else _names("inputs", inputs)
+        self.module = model
+        self.own = {"likelihood": likelihood, "prior": prior, "output": output}
+        self.models = models
+        self._opened: TableModel | MatrixModel | WrappedModel | None = None
+        if refit is not None:
+            resolve(refit)
+
+    def __call__(self, batch: Any, levels: float | Sequence[float] | None = None) -> Any:
+        """The columns of a batch. levels: instead of those of the scorer."""
+        asked = self.levels if levels is None else checked_levels(levels)
+        model, rows = self.opened, batch_of(batch)
+        for name in self.keep:
+            rows.column(name)  # its error names the most similar column
+        if isinstance(model, TableModel):
+            columns, counts = model.score(self._table(model, rows), asked)
+            counts.check()
+        elif isinstance(model, WrappedModel) and model.names is not None:
+            columns = model.score(rows.frame(model.names), asked)
+        else:
+            columns = model.score(self._matrix(model, rows), asked)
+        return rows.returned(columns, self.keep)
+
+    @property
+    def opened(self) -> TableModel | MatrixModel | WrappedModel:
+        """The model, opened at the first use."""
+        with _opening:
+            if self._opened is None:
+                self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> TableModel | MatrixModel | WrappedModel:
+        if kind_of(self.path) == KIND:
+            return self._open_posterior()
+        given = [name for name, value in (self.own | {"model": self.module}).items() if value is not None]
+        if given:
+            raise ValueError(f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=.")
+        estimator, extra = load_with_extra(self.path, self.models() if callable(self.models) else self.models)
+        if self.refit is not None:
+            estimator = replace_refit(estimator, self.refit)
+        if isinstance(estimator, WrappedEstimator):
+            found = WrappedModel(estimator)
+            if found.names is not None and self.inputs is not None:
+                raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
+            return found
+        if "plan" not in extra:
+            return estimator_model(estimator)
+        if self.inputs is not None:
+            raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
+        return table_model(estimator, extra, self.path)
+
+    def _open_posterior(self) -> MatrixModel:
+        if self.models is not None:
+            raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
+        if self.module is None:
+            raise FileError(f"{self.path} holds a posterior without its network. Give the module as model=.")
+        module = self.module if isinstance(self.module, nn.Module) else self.module()
+        posterior = load(self.path, module, **self.own)
+        refit = "output" if self.refit is None else self.refit
+        return MatrixModel(lambda x: posterior.predict(np.ascontiguousarray(x), refit), columns_of, refit)
+
+    def _table(self, model: TableModel, rows: Batch) -> Table:
+        if not model.columns_in and rows.kind == ARRAY:
+            raise TypeError(
+                f"{self.path} reads columns by name ({', '.join(model.inputs[:12])}{', …' * (len(model.inputs) > 12)}), but the "
+                "batch is an array. Give a data frame, or a mapping of names to arrays."
+            )
+        if not model.columns_in:
+            return rows.table(model.inputs)
+        if rows.kind == ARRAY or self.inputs is not None:
+            return rows.selected(self.inputs or (), model.columns_in)
+        if model.names is None:
+            raise self._nameless(rows)
+        return rows.selected(model.names, model.names)
+
+    def _matrix(self, model: MatrixModel | WrappedModel, rows: Batch) -> np.ndarray:
+        if rows.kind == ARRAY:
+            return rows.array()
+        names = model.names if self.inputs is None else self.inputs
+        if names is None:
+            raise self._nameless(rows)
+        return rows.matrix(names)
+
+    def _nameless(self, rows: Batch) -> ValueError:
+        return ValueError(
+            f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in their order: "
+            f"Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_opened": None}
+
+    def __repr__(self) -> str:
+        return f"Scorer({str(self.path)!r}, levels={self.levels})"
+
+
+def checked_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
+    """In their order, each once."""
+    several = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
+    if not several:
+        raise ValueError("levels must have at least one probability, for example (0.95,).")
+    return tuple(dict.fromkeys(map(checked_level, several)))
+
+
+def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise TypeError(f"{what} must be a list of names, but is the text {names!r}. Write {what}=[{names!r}].")
+    return tuple(names)
