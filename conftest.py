@@ -18,8 +18,13 @@ def _quiet_and_repeatable():
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_member():
-    """members="auto" is one network here, trees="auto" three: tests of more say how many. The rule itself is `__wrapped__`."""
+    """members="auto" is one network here, trees="auto" three: tests of more say how many.
+
+    The rule itself is `__wrapped__`.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimator, "auto_members", functools.wraps(estimator.auto_members)(lambda rows: 1))
+        patch.setattr(
+            estimator, "auto_members", functools.wraps(estimator.auto_members)(lambda rows: 1)
+        )
         patch.setattr(estimator, "AUTO_TREES", dict.fromkeys(estimator.AUTO_TREES, 3))
         yield

@@ -1,13 +1,15 @@
-"""Cost of all weights of residual networks: CPU seconds beside one pass of training, and peak memory.
+"""Cost of all weights of residual networks: CPU seconds beside one pass of training, and peak
+memory.
 
     OMP_NUM_THREADS=1 python benchmarks/all_weights.py                  # ResNet-20, 2,000 rows
     OMP_NUM_THREADS=1 python benchmarks/all_weights.py --rows 200
     OMP_NUM_THREADS=1 python benchmarks/all_weights.py --network resnet18 --structure diag --rows 8
     OMP_NUM_THREADS=1 python benchmarks/all_weights.py --network resnet18 --structure kfac    # refused
 
-A pass of training is one forward and backward pass over the rows, in batches of 100. Images are generated: costs do not depend
-on what they show. Each run is a process of its own, whose peak memory is read from `resource.getrusage`; what the process had
-before the fit (torch, the network, the rows) is subtracted.
+A pass of training is one forward and backward pass over the rows, in batches of 100. Images are
+generated: costs do not depend on what they show. Each run is a process of its own, whose peak
+memory is read from `resource.getrusage`; what the process had before the fit (torch, the network,
+the rows) is subtracted.
 """
 
 from __future__ import annotations
@@ -86,41 +88,64 @@ def peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--network", choices=NETWORKS, default="resnet20")
     parser.add_argument("--structure", default="kfac")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--predicted", type=int, default=100, help="rows that are predicted")
-    parser.add_argument("--precision", type=float, help="of the prior; chosen by the fit if not given")
+    parser.add_argument(
+        "--precision", type=float, help="of the prior; chosen by the fit if not given"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = NETWORKS[options.network]()
     x, y = torch.randn(options.rows, 3, 32, 32), torch.randint(CLASSES, (options.rows,))
-    few = slice(0, min(options.rows, 500))  # the cost of a row does not depend on the number of rows
+    few = slice(
+        0, min(options.rows, 500)
+    )  # the cost of a row does not depend on the number of rows
     train_once(model, x[few], y[few])
     a_pass = min(train_once(model, x[few], y[few]) for _ in range(2)) / len(x[few]) * options.rows
     model.zero_grad()
     model.eval()
     before = peak()
     prior = None if options.precision is None else ssla.priors.Gaussian(options.precision)
-    print(f"{options.network}, {sum(p.numel() for p in model.parameters()):,} weights, {options.rows:,} rows")
+    print(
+        f"{options.network}, {sum(p.numel() for p in model.parameters()):,} weights, "
+        f"{options.rows:,} rows"
+    )
     print(f"one pass of training     {a_pass:8.1f} s, peak memory before the fit {before:.2f} GiB")
     start = time.process_time()
     try:
         likelihood = ssla.likelihoods.Categorical()
-        post = ssla.fit(model, (x, y), likelihood=likelihood, weights="all", structure=options.structure, prior=prior)
+        post = ssla.fit(
+            model,
+            (x, y),
+            likelihood=likelihood,
+            weights="all",
+            structure=options.structure,
+            prior=prior,
+        )
     except ValueError as error:
-        print(f"refused after            {time.process_time() - start:8.1f} s, peak memory {peak():.2f} GiB: {error}")
+        print(
+            f"refused after            {time.process_time() - start:8.1f} s, peak memory "
+            f"{peak():.2f} GiB: {error}"
+        )
         return
     seconds = time.process_time() - start
-    print(f"fit                      {seconds:8.1f} s = {seconds / a_pass:.1f} passes of training, peak {peak():.2f} GiB")
+    print(
+        f"fit                      {seconds:8.1f} s = {seconds / a_pass:.1f} passes of training, "
+        f"peak {peak():.2f} GiB"
+    )
     start = time.process_time()
     post.predict(x[: options.predicted]).probs  # noqa: B018
     seconds = time.process_time() - start
     ratio = seconds / (a_pass * options.predicted / options.rows)
     print(
-        f"predict {options.predicted:5} rows       {seconds:8.1f} s = {ratio:.1f} passes over these rows, peak {peak():.2f} GiB"
+        f"predict {options.predicted:5} rows       {seconds:8.1f} s = {ratio:.1f} passes over "
+        f"these rows, peak {peak():.2f} GiB"
     )
     print(post.report)
 

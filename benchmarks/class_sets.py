@@ -1,17 +1,22 @@
-"""Class probabilities of ssla beside those of the network itself, on six sets and, if asked for, on the class tables.
+"""Class probabilities of ssla beside those of the network itself, on six sets and, if asked for, on
+the class tables.
 
-    python benchmarks/class_sets.py [--sets digits wine …] [--gaussian laplace variational] [--prior default held_out …]
+    python benchmarks/class_sets.py [--sets digits wine …] [--gaussian laplace variational] [--prior
+    default held_out …]
                                     [--seeds 3] [--estimators 5] [--json FILE] [--quick]
     SSLA_TABLES=…/tables python benchmarks/class_sets.py --sets --estimators 0 --tables [heart_c …]
 
-Each seed splits the rows into training, early-stopping and test rows and trains one network. ssla takes its last layer. Prints
-log-loss, ECE (15 bins, of the most probable class), accuracy and the AUROC of the entropy for out-of-distribution (OOD) inputs.
+Each seed splits the rows into training, early-stopping and test rows and trains one network. ssla
+takes its last layer. Prints log-loss, ECE (15 bins, of the most probable class), accuracy and the
+AUROC of the entropy for out-of-distribution (OOD) inputs.
 
     plug-in        the softmax of the network as it was trained
-    laplace-torch  last layer, prior precision by its marginal likelihood, probit link (if the package is installed)
+    laplace-torch  last layer, prior precision by its marginal likelihood, probit link (if the
+    package is installed)
 
-OOD: test images with permuted pixels (digits, cnn); digits 5 to 9 (digits 0-4); points in random directions, three times as
-far from the centre as the training rows are (wine, breast cancer, moons; standardised inputs).
+OOD: test images with permuted pixels (digits, cnn); digits 5 to 9 (digits 0-4); points in random
+directions, three times as far from the centre as the training rows are (wine, breast cancer, moons;
+standardised inputs).
 
     --prior default       ssla.fit without prior= and mode=
             tuned         the default after tune("nll", data=the early-stopping rows), which the features never saw
@@ -21,14 +26,15 @@ far from the centre as the training rows are (wine, breast cancer, moons; standa
             loo           posterior.tune("loo"): leave-one-out of the training rows, which the features saw
             held_out      posterior.tune("nll", data=the early-stopping rows). Where tune keeps the mode (Laplace), a large
                           precision means "no uncertainty", and is no prior for another fit.
-            held_out_all  the precision of 1e-3, 1e-2 … 1e2 with the lowest log-loss on the early-stopping rows (each with its
+            held_out_all  the precision of 1e-3, 1e-2 … 1e2 with the lowest log-loss on the
+            early-stopping rows (each with its
                           own fit), then fitted on training and early-stopping rows together
             grid          the same with the lowest log-loss on the test rows: the best in hindsight, not a method
 
 All but held_out_all are fitted on the training rows. Seconds are of the processor, on one thread.
---estimators: SSLAClassifier, MLPClassifier and LogisticRegression with default settings on standardised inputs, over this
-number of splits. --tables: a network 2 × 50 for each table and split, of at most --rows rows (60% train, 15% early stopping,
-25% test).
+--estimators: SSLAClassifier, MLPClassifier and LogisticRegression with default settings on
+standardised inputs, over this number of splits. --tables: a network 2 × 50 for each table and
+split, of at most --rows rows (60% train, 15% early stopping, 25% test).
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import small_networks as networks
 import torch
+from sklearn import datasets
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
@@ -54,7 +61,6 @@ from small_networks import LAPLACE, VARIATIONAL, Split
 from torch import Tensor, nn
 
 import ssla
-from sklearn import datasets
 from ssla.likelihoods import Categorical
 from ssla.sklearn import SSLAClassifier
 
@@ -76,7 +82,11 @@ SETS: dict[str, Callable[[int], Split]] = {
     "moons": networks.moons,
     CONVOLUTIONAL: networks.digits,
 }
-ESTIMATOR_SETS = {"breast cancer": datasets.load_breast_cancer, "digits": datasets.load_digits, "wine": datasets.load_wine}
+ESTIMATOR_SETS = {
+    "breast cancer": datasets.load_breast_cancer,
+    "digits": datasets.load_digits,
+    "wine": datasets.load_wine,
+}
 
 
 # --- scores -------------------------------------------------------------------------------------
@@ -132,8 +142,12 @@ def posterior(model: nn.Module, split: Split, gaussian: str, prior: str) -> ssla
     return networks.fit(model, x, y, law, gaussian, ssla.priors.Gaussian(float(prior)))
 
 
-def best_of_grid(model: nn.Module, split: Split, gaussian: str, x: Tensor, y: Tensor) -> ssla.Posterior:
-    """A fit of the training rows for each precision; the one with the lowest log-loss on the rows x, y."""
+def best_of_grid(
+    model: nn.Module, split: Split, gaussian: str, x: Tensor, y: Tensor
+) -> ssla.Posterior:
+    """A fit of the training rows for each precision; the one with the lowest log-loss on the
+    rows x, y.
+    """
     posts = [posterior(model, split, gaussian, str(precision)) for precision in GRID]
     return min(posts, key=lambda post: log_loss(post.predict(x).probs, y))
 
@@ -153,19 +167,29 @@ def of_ssla(model: nn.Module, split: Split, gaussian: str, prior: str) -> dict[s
 
 
 def of_laplace_torch(model: nn.Module, split: Split, structure: str) -> dict[str, float]:
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(split.x, split.y), batch_size=256)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(split.x, split.y), batch_size=256
+    )
     start = time.process_time()
     other = laplace_torch.Laplace(
-        copy.deepcopy(model), "classification", subset_of_weights="last_layer", hessian_structure=structure
+        copy.deepcopy(model),
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure=structure,
     )
     other.fit(loader)
     other.optimize_prior_precision(method="marglik")
     home, ood = (other(x, link_approx="probit").detach() for x in (split.x_test, split.x_ood))
     precision = float(other.prior_precision.mean())
-    return scores(home, split.y_test, ood) | {"seconds": time.process_time() - start, "precision": precision}
+    return scores(home, split.y_test, ood) | {
+        "seconds": time.process_time() - start,
+        "precision": precision,
+    }
 
 
-def methods(model: nn.Module, split: Split, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+def methods(
+    model: nn.Module, split: Split, options: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, float]]]:
     """The scores of every method, by its name."""
     with torch.no_grad():
         plain = [model(x).softmax(1) for x in (split.x_test, split.x_ood)]
@@ -190,13 +214,18 @@ def trained(name: str, split: Split, seed: int, epochs: int) -> nn.Module:
     return networks.train(model, Categorical(), split, seed, epochs=epochs)
 
 
-def run(part: str, name: str, split: Split, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(
+    part: str, name: str, split: Split, seed: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     model = trained(name, split, seed, options.epochs)
     if options.quick:
         rows = slice(0, QUICK_ROWS)
-        split = split._replace(x_test=split.x_test[rows], y_test=split.y_test[rows], x_ood=split.x_ood[rows])
+        split = split._replace(
+            x_test=split.x_test[rows], y_test=split.y_test[rows], x_ood=split.x_ood[rows]
+        )
     return [
-        {"part": part, "set": name, "seed": seed, "method": method} | found for method, found in methods(model, split, options)
+        {"part": part, "set": name, "seed": seed, "method": method} | found
+        for method, found in methods(model, split, options)
     ]
 
 
@@ -208,13 +237,20 @@ def estimators(name: str, seed: int, gaussians: list[str]) -> list[dict[str, Any
     x, x_test = scaler.transform(x), scaler.transform(x_test)
     models: dict[str, Any] = {"SSLAClassifier": SSLAClassifier(random_state=seed)}
     if "gaussian" in inspect.signature(SSLAClassifier).parameters:
-        models |= {f"SSLAClassifier, {g}": SSLAClassifier(gaussian=g, random_state=seed) for g in gaussians}
-    models |= {"MLPClassifier": MLPClassifier(random_state=seed), "LogisticRegression": LogisticRegression(max_iter=1000)}
+        models |= {
+            f"SSLAClassifier, {g}": SSLAClassifier(gaussian=g, random_state=seed) for g in gaussians
+        }
+    models |= {
+        "MLPClassifier": MLPClassifier(random_state=seed),
+        "LogisticRegression": LogisticRegression(max_iter=1000),
+    }
     records = []
     for method, model in models.items():
         start = time.process_time()
         probs = torch.from_numpy(model.fit(x, y).predict_proba(x_test)).double()
-        found = scores(probs, torch.from_numpy(y_test).long(), probs[:0]) | {"seconds": time.process_time() - start}
+        found = scores(probs, torch.from_numpy(y_test).long(), probs[:0]) | {
+            "seconds": time.process_time() - start
+        }
         records.append({"part": "estimators", "set": name, "seed": seed, "method": method} | found)
     return records
 
@@ -226,7 +262,10 @@ def show(title: str, records: list[dict[str, Any]]) -> None:
     """Mean ± standard deviation over seeds; over several sets the mean of their means."""
     sets = list(dict.fromkeys(r["set"] for r in records))
     print(f"\n{title}")
-    print(f"| {'method':<26} | {'log-loss':<15} | {'ECE':<15} | {'accuracy':<15} | {'AUROC for OOD':<15} | precision | seconds |")
+    print(
+        f"| {'method':<26} | {'log-loss':<15} | {'ECE':<15} | {'accuracy':<15} | "
+        f"{'AUROC for OOD':<15} | precision | seconds |"
+    )
     print(f"|{'-' * 28}|{'|'.join(['-' * 17] * 4)}|-----------|---------|")
     for method in dict.fromkeys(r["method"] for r in records):
         own = [r for r in records if r["method"] == method]
@@ -238,10 +277,16 @@ def show(title: str, records: list[dict[str, Any]]) -> None:
             elif len(sets) == 1:
                 cells.append(networks.spread(values, 3, "f"))
             else:
-                cells.append(f"{np.mean([np.mean([r[score] for r in own if r['set'] == one]) for one in sets]):.3f}")
+                cells.append(
+                    f"{np.mean([np.mean([r[score] for r in own if r['set'] == one]) for one in sets]):.3f}"
+                )
         more = [format(np.mean([r[key] for r in own]), form) if key in own[0] else ""
                 for key, form in (("precision", ".2g"), ("seconds", ".2f"))]  # fmt: skip
-        print(f"| {method:<26} | {' | '.join(f'{cell:<15}' for cell in cells)} | {more[0]:>9} | {more[1]:>7} |", flush=True)
+        print(
+            f"| {method:<26} | {' | '.join(f'{cell:<15}' for cell in cells)} | {more[0]:>9} | "
+            f"{more[1]:>7} |",
+            flush=True,
+        )
 
 
 def show_wide(records: list[dict[str, Any]]) -> None:
@@ -251,36 +296,75 @@ def show_wide(records: list[dict[str, Any]]) -> None:
     for score in ("log-loss", "ECE"):
         print(f"\n| {score:<14} | {' | '.join(f'{label:>12}' for label in labels)} |")
         print(f"|{'-' * 16}|{'|'.join('-' * (max(len(label), 12) + 2) for label in labels)}|")
-        means = [[np.mean([r[score] for r in records if r["set"] == n and r["method"] == m]) for m in labels] for n in names]
+        means = [
+            [
+                np.mean([r[score] for r in records if r["set"] == n and r["method"] == m])
+                for m in labels
+            ]
+            for n in names
+        ]
         for name, row in zip([*names, "mean"], [*means, np.mean(means, 0)], strict=True):
-            cells = [f"{value:>{max(len(label), 12)}.3f}" for value, label in zip(row, labels, strict=True)]
+            cells = [
+                f"{value:>{max(len(label), 12)}.3f}"
+                for value, label in zip(row, labels, strict=True)
+            ]
             print(f"| {name:<14} | {' | '.join(cells)} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS), metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--gaussian", nargs="+", default=[LAPLACE, VARIATIONAL], choices=[LAPLACE, VARIATIONAL])
-    parser.add_argument("--prior", nargs="+", default=None, help=f"of {', '.join(PRIORS)}, or numbers; default: all of these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--sets",
+        nargs="*",
+        default=list(SETS),
+        choices=list(SETS),
+        metavar="SET",
+        help=", ".join(SETS),
+    )
+    parser.add_argument(
+        "--gaussian", nargs="+", default=[LAPLACE, VARIATIONAL], choices=[LAPLACE, VARIATIONAL]
+    )
+    parser.add_argument(
+        "--prior",
+        nargs="+",
+        default=None,
+        help=f"of {', '.join(PRIORS)}, or numbers; default: all of these",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="splits of each set and table")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--estimators", type=int, default=5, help="splits for the scikit-learn estimators; 0: none")
-    parser.add_argument("--tables", nargs="*", default=None, metavar="TABLE", help="class tables of SSLA_TABLES; no name: all")
+    parser.add_argument(
+        "--estimators", type=int, default=5, help="splits for the scikit-learn estimators; 0: none"
+    )
+    parser.add_argument(
+        "--tables",
+        nargs="*",
+        default=None,
+        metavar="TABLE",
+        help="class tables of SSLA_TABLES; no name: all",
+    )
     parser.add_argument("--rows", type=int, default=2000, help="of a table at most")
     parser.add_argument("--epochs", type=int, default=300)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, 40 epochs, three priors, 150 test rows: only shows that everything runs"
+        "--quick",
+        action="store_true",
+        help="one seed, 40 epochs, three priors, 150 test rows: only shows that everything runs",
     )
     options = parser.parse_args()
     options.prior = options.prior or list(PRIORS)
     for prior in options.prior:
         if prior not in PRIORS and not _positive(prior):
-            parser.error(f"--prior must be of {', '.join(PRIORS)}, or a positive number, but is {prior!r}.")
+            parser.error(
+                f"--prior must be of {', '.join(PRIORS)}, or a positive number, but is {prior!r}."
+            )
     torch.set_num_threads(1)
     if options.quick:
         options.seeds, options.epochs, options.estimators = 1, 40, min(options.estimators, 1)
-        options.prior = [prior for prior in options.prior if prior in ("default", "bound", "held_out_all")]
+        options.prior = [
+            prior for prior in options.prior if prior in ("default", "bound", "held_out_all")
+        ]
     options.gaussian = networks.available(options.gaussian)
     if laplace_torch is None:
         print("Skipped: laplace-torch is not installed.")
@@ -293,17 +377,37 @@ def main() -> None:
 
     with networks.quiet():
         for name in options.sets:
-            show(name, keep([r for seed in seeds for r in run("sets", name, SETS[name](seed), seed, options)]))
+            show(
+                name,
+                keep(
+                    [
+                        r
+                        for seed in seeds
+                        for r in run("sets", name, SETS[name](seed), seed, options)
+                    ]
+                ),
+            )
         if len(options.sets) > 1:
             show("mean over sets", [r for r in records if r["part"] == "sets"])
         for name in ESTIMATOR_SETS if options.estimators else ():
             splits = range(options.estimators)
-            show(f"estimators, {name}", keep([r for seed in splits for r in estimators(name, seed, options.gaussian)]))
+            show(
+                f"estimators, {name}",
+                keep([r for seed in splits for r in estimators(name, seed, options.gaussian)]),
+            )
         if options.tables is not None:
             folder = Path(os.environ.get("SSLA_TABLES", "data/tables"))
             for name in options.tables or networks.class_tables(folder):
                 for seed in seeds:
-                    keep(run("tables", name, networks.class_table(folder, name, seed, options.rows), seed, options))
+                    keep(
+                        run(
+                            "tables",
+                            name,
+                            networks.class_table(folder, name, seed, options.rows),
+                            seed,
+                            options,
+                        )
+                    )
                 print(f"{name} done", flush=True)
             found = [r for r in records if r["part"] == "tables"]
             show_wide(found)

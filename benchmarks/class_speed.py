@@ -1,11 +1,14 @@
-"""The cost of a predictive of classes: in forward passes for 10 classes, in seconds and memory for more.
+"""The cost of a predictive of classes: in forward passes for 10 classes, in seconds and memory for
+more.
 
-    python benchmarks/class_speed.py [--classes 10 100 1000] [--rows 1000] [--features 50] [--structure kfac]
-    python benchmarks/class_speed.py --classes 10000 --structure kfac --fitted 5000 --features 64 --rows 1000
+    python benchmarks/class_speed.py [--classes 10 100 1000] [--rows 1000] [--features 50]
+    [--structure kfac] python benchmarks/class_speed.py --classes 10000 --structure kfac --fitted
+    5000 --features 64 --rows 1000
 
-Memory is that of the whole process, torch included (about 0.2 GiB before the fit). With more than 1,000 outputs the default
-Gaussian is Laplace, as the printed name says, and the output factor of structure="kfac" is diagonal. Each number of classes is
-timed in its own process, so that the peak memory is its own.
+Memory is that of the whole process, torch included (about 0.2 GiB before the fit). With more than
+1,000 outputs the default Gaussian is Laplace, as the printed name says, and the output factor of
+structure="kfac" is diagonal. Each number of classes is timed in its own process, so that the peak
+memory is its own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,22 @@ from torch import nn
 import ssla
 
 
-def timed(classes: int, rows: int, features: int, structure: str, fitted: int, budget: float, mode: str) -> None:
+def timed(
+    classes: int, rows: int, features: int, structure: str, fitted: int, budget: float, mode: str
+) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, features), nn.ReLU(), nn.Linear(features, classes)]
-    model, x, y = nn.Sequential(*layers).eval(), torch.randn(fitted, 64), torch.arange(fitted) % classes
+    layers = [
+        nn.Linear(64, 50),
+        nn.ReLU(),
+        nn.Linear(50, features),
+        nn.ReLU(),
+        nn.Linear(features, classes),
+    ]
+    model, x, y = (
+        nn.Sequential(*layers).eval(),
+        torch.randn(fitted, 64),
+        torch.arange(fitted) % classes,
+    )
     prior = ssla.priors.Gaussian(precision=1.0)
     memory = int(budget * 2**30)
     start, processor = time.perf_counter(), time.process_time()
@@ -57,8 +72,9 @@ def timed(classes: int, rows: int, features: int, structure: str, fitted: int, b
     off = float((p.mass - 1).abs().max())
     ratio = statistics.median(a / b for a, b in zip(predict, forward, strict=True))
     print(
-        f"{classes:7,} classes, {structure}, {post.gaussian}, {rows:,} rows: fit {fit_seconds:.1f} s ({processor:.1f} s of the "
-        f"processor); predict {1e3 * min(predict):,.1f} ms ({1e3 * min(work):,.1f} ms), {ratio:,.0f} forward passes; "
+        f"{classes:7,} classes, {structure}, {post.gaussian}, {rows:,} rows: fit "
+        f"{fit_seconds:.1f} s ({processor:.1f} s of the processor); predict "
+        f"{1e3 * min(predict):,.1f} ms ({1e3 * min(work):,.1f} ms), {ratio:,.0f} forward passes; "
         f"peak memory {before:.2f} GiB of fit, {peak():.2f} GiB of all; mass off by {off:.0e}",
         flush=True,
     )
@@ -69,7 +85,9 @@ def peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--classes", type=int, nargs="+", default=[10])
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--features", type=int, default=50)
@@ -79,7 +97,15 @@ def main() -> None:
     parser.add_argument("--mode", default="polish", choices=["polish", "tilt"])
     options = parser.parse_args()
     for classes in options.classes:
-        work = (classes, options.rows, options.features, options.structure, options.fitted, options.budget, options.mode)
+        work = (
+            classes,
+            options.rows,
+            options.features,
+            options.structure,
+            options.fitted,
+            options.budget,
+            options.mode,
+        )
         child = multiprocessing.get_context("spawn").Process(target=timed, args=work)
         child.start()
         child.join()

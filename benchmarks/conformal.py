@@ -1,10 +1,12 @@
-"""Coverage and mean width of 90% intervals on the eight UCI tables: `predictive_set` beside split conformal and CV+.
+"""Coverage and mean width of 90% intervals on the eight UCI tables: `predictive_set` beside split
+conformal and CV+.
 
-    SSLA_DATA=…/uci python benchmarks/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800] [--level 0.9]
+    SSLA_DATA=…/uci python benchmarks/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800]
+    [--level 0.9]
         [--methods networks,…] [--out FILE]
 
-Four fifths of the rows for training, at most --rows of them; at most 1,000 of the others for testing. Widths are in units of
-the standard deviation of the training targets. Columns:
+Four fifths of the rows for training, at most --rows of them; at most 1,000 of the others for
+testing. Widths are in units of the standard deviation of the training targets. Columns:
 
     set           SSLARegressor().predictive_set: each row compared by the network that held it out; all rows in every last layer;
                   the mean of the networks' outputs at the new row
@@ -49,7 +51,9 @@ COLUMNS = ("set", "own", "split", "held", "seen", "all weights", "own 1", "split
 MOST_TEST_ROWS = 1_000
 
 
-def networks(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int) -> dict[str, np.ndarray]:
+def networks(
+    x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int
+) -> dict[str, np.ndarray]:
     """The default estimator."""
     model = SSLARegressor(random_state=seed).fit(x, y)
     split = SSLARegressor(random_state=seed, conformal=True).fit(x, y)
@@ -60,7 +64,9 @@ def networks(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: 
     }
 
 
-def one_network(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int) -> dict[str, np.ndarray]:
+def one_network(
+    x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int
+) -> dict[str, np.ndarray]:
     model = SSLARegressor("gaussian", members=1, random_state=seed).fit(x, y)
     split = SSLARegressor("gaussian", members=1, random_state=seed, conformal=True).fit(x, y)
     ensemble = model.ensemble_
@@ -82,16 +88,27 @@ def one_network(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, see
         "seen": posterior.predictive_set(z_new, level),
         "all weights": whole.predictive_set(z_new, level),
     }
-    found = {name: (ensemble.target.shift + ensemble.target.scale * ends).numpy() for name, ends in sets.items()}
-    return found | {"own 1": model.predict_interval(new, level), "split 1": split.predict_interval(new, level)}
+    found = {
+        name: (ensemble.target.shift + ensemble.target.scale * ends).numpy()
+        for name, ends in sets.items()
+    }
+    return found | {
+        "own 1": model.predict_interval(new, level),
+        "split 1": split.predict_interval(new, level),
+    }
 
 
-def mapie(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int) -> dict[str, np.ndarray]:
+def mapie(
+    x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int
+) -> dict[str, np.ndarray]:
     network = make_pipeline(
-        StandardScaler(), MLPRegressor(hidden_layer_sizes=(50, 50), alpha=1e-2, max_iter=400, random_state=seed)
+        StandardScaler(),
+        MLPRegressor(hidden_layer_sizes=(50, 50), alpha=1e-2, max_iter=400, random_state=seed),
     )
     model = TransformedTargetRegressor(network, transformer=StandardScaler())
-    cross = CrossConformalRegressor(model, confidence_level=level, method="plus", cv=5, random_state=seed)
+    cross = CrossConformalRegressor(
+        model, confidence_level=level, method="plus", cv=5, random_state=seed
+    )
     _, ends = cross.fit_conformalize(x, y).predict_interval(new)
     return {"CV+": ends[:, :, 0]}
 
@@ -99,7 +116,9 @@ def mapie(x: np.ndarray, y: np.ndarray, new: np.ndarray, level: float, seed: int
 METHODS = {method.__name__: method for method in (networks, one_network, mapie)}
 
 
-def one_split(folder: Path, name: str, split: int, most_rows: int, level: float, methods: list[str]) -> dict:
+def one_split(
+    folder: Path, name: str, split: int, most_rows: int, level: float, methods: list[str]
+) -> dict:
     table = read(folder, name)
     order = np.random.default_rng(split).permutation(len(table.y))
     count = min(most_rows, int(0.8 * len(order)))
@@ -110,7 +129,10 @@ def one_split(folder: Path, name: str, split: int, most_rows: int, level: float,
         start = time.process_time()
         for label, ends in method(x, y, new, level, split).items():
             inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
-            result["scores"][label] = [float(inside.mean()), float((ends[:, 1] - ends[:, 0]).mean() / y.std())]
+            result["scores"][label] = [
+                float(inside.mean()),
+                float((ends[:, 1] - ends[:, 0]).mean() / y.std()),
+            ]
         result[f"seconds {method.__name__}"] = time.process_time() - start
     return result
 
@@ -124,12 +146,18 @@ def table(results: list[dict]) -> str:
         own = [[r["scores"][label] for label in columns] for r in results if r["set"] == name]
         means.append(np.mean(own, 0))  # (columns, 2)
     for name, row in zip([*names, "mean"], [*means, np.mean(means, 0)], strict=True):
-        lines.append(f"| {name} | " + " | ".join(f"{coverage:.1%} / {width:.3g}" for coverage, width in row) + " |")
+        lines.append(
+            f"| {name} | "
+            + " | ".join(f"{coverage:.1%} / {width:.3g}" for coverage, width in row)
+            + " |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--first", type=int, default=300, help="seed of the first split")
@@ -142,16 +170,26 @@ def main() -> None:
     torch.set_num_threads(1)
     done = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "polish moved|The network is not at the mode|Tuning ended at the edge", UserWarning)
+        warnings.filterwarnings(
+            "ignore",
+            "polish moved|The network is not at the mode|Tuning ended at the edge",
+            UserWarning,
+        )
         warnings.filterwarnings("ignore", "Stochastic Optimizer", UserWarning)  # MLPRegressor
         for name in options.sets.split(","):
             for split in range(options.first, options.first + options.splits):
-                done.append(one_split(folder, name, split, options.rows, options.level, options.methods.split(",")))
+                done.append(
+                    one_split(
+                        folder, name, split, options.rows, options.level, options.methods.split(",")
+                    )
+                )
                 if options.out:
                     with options.out.open("a") as file:
                         file.write(json.dumps(done[-1]) + "\n")
     print(table(done))
-    print(f"{sum(value for r in done for key, value in r.items() if key.startswith('seconds')) / 60:.1f} processor minutes")
+    print(
+        f"{sum(value for r in done for key, value in r.items() if key.startswith('seconds')) / 60:.1f} processor minutes"
+    )
 
 
 if __name__ == "__main__":

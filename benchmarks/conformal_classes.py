@@ -1,9 +1,12 @@
-"""Coverage and mean size of sets of classes on three tables of scikit-learn: `predictive_set` beside `predict_set`.
+"""Coverage and mean size of sets of classes on three tables of scikit-learn: `predictive_set`
+beside `predict_set`.
 
-    python benchmarks/conformal_classes.py [--sets digits,…] [--splits 5] [--first 300] [--rows 800] [--level 0.9] [--flip 0.2]
+    python benchmarks/conformal_classes.py [--sets digits,…] [--splits 5] [--first 300] [--rows 800]
+    [--level 0.9] [--flip 0.2]
 
-Seven tenths of the rows for training, at most --rows of them; the others for testing. --flip: that share of all labels, in
-training and test, is replaced by another class at random, so that no model is right more often than the level.
+Seven tenths of the rows for training, at most --rows of them; the others for testing. --flip: that
+share of all labels, in training and test, is replaced by another class at random, so that no model
+is right more often than the level.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ def one_split(name: str, split: int, options: argparse.Namespace) -> list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--first", type=int, default=300, help="seed of the first split")
@@ -47,11 +52,18 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| | accuracy | predict_set | predictive_set |\n|---|---|---|---|")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "polish moved|The network is not at the mode|Tuning ended at the edge", UserWarning)
+        warnings.filterwarnings(
+            "ignore",
+            "polish moved|The network is not at the mode|Tuning ended at the edge",
+            UserWarning,
+        )
         for name in options.sets.split(","):
             splits = range(options.first, options.first + options.splits)
             right, *sets = np.mean([one_split(name, split, options) for split in splits], 0)
-            cells = [f"{100 * coverage:.1f} / {size:.2f}" for coverage, size in zip(sets[::2], sets[1::2], strict=True)]
+            cells = [
+                f"{100 * coverage:.1f} / {size:.2f}"
+                for coverage, size in zip(sets[::2], sets[1::2], strict=True)
+            ]
             print(f"| {name} | {100 * right:.1f} | {' | '.join(cells)} |", flush=True)
 
 

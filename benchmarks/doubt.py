@@ -1,11 +1,13 @@
-"""The rule of "auto": the error of the output refit's log density beside its indicators, over many models and inputs.
+"""The rule of "auto": the error of the output refit's log density beside its indicators, over many
+models and inputs.
 
     python benchmarks/doubt.py [--classes]
 
-The error of an input is the mean over y ~ weights of |log p_weights(y) − log p_output(y)|. Prints how it relates to s², the
-square of the largest step that a plausible y makes (in posterior standard deviations), and to m, the distance of the mass
-from one; then, for targets of `AutoRefit`, the share of inputs that are not refitted, and how many of these exceed the target.
---classes: the same for classes (digits, digits 0–4, wine, breast cancer, moons; both Gaussians, the default prior and
+The error of an input is the mean over y ~ weights of |log p_weights(y) − log p_output(y)|. Prints
+how it relates to s², the square of the largest step that a plausible y makes (in posterior standard
+deviations), and to m, the distance of the mass from one; then, for targets of `AutoRefit`, the
+share of inputs that are not refitted, and how many of these exceed the target. --classes: the same
+for classes (digits, digits 0–4, wine, breast cancer, moons; both Gaussians, the default prior and
 precision 1), whose indicator is the probability of all classes but the most probable one.
 """
 
@@ -40,22 +42,40 @@ def last_layer(law: L.Likelihood, n: int, width: int, inputs: int) -> tuple[ssla
     elif isinstance(law, L.Poisson):
         y = torch.poisson((0.5 + 0.7 * x[:, 0]).exp(), generator=torch.Generator().manual_seed(3))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).double().eval()
+    model = (
+        nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
+        .double()
+        .eval()
+    )
     new = torch.cat([normal(30, inputs, seed=4), 3 * normal(10, inputs, seed=5)])
-    return ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian="laplace"), new
+    return ssla.fit(
+        model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian="laplace"
+    ), new
 
 
 def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
     for n in (70, 200, 600):
         for law in LAWS:
-            yield f"last layer, {type(law).__name__}, n = {n}, 5 features", *last_layer(law, n, 4, 2)
+            yield (
+                f"last layer, {type(law).__name__}, n = {n}, 5 features",
+                *last_layer(law, n, 4, 2),
+            )
     for n in (300, 1000):
-        yield f"last layer, HeteroscedasticGaussian, n = {n}, 51 features", *last_layer(LAWS[0], n, 50, 8)
+        yield (
+            f"last layer, HeteroscedasticGaussian, n = {n}, 51 features",
+            *last_layer(LAWS[0], n, 50, 8),
+        )
     for seed in range(3):
         model, x, y = truth.train(150, seed)
         prior = ssla.priors.Gaussian(truth.PRECISION)
-        post = ssla.fit(model, (x, y), likelihood=LAWS[0], prior=prior, gaussian="laplace", weights="all")
-        yield f"all weights of benchmarks/truth.py, seed {seed}", post, torch.linspace(-4, 4, 17, dtype=torch.float64)[:, None]
+        post = ssla.fit(
+            model, (x, y), likelihood=LAWS[0], prior=prior, gaussian="laplace", weights="all"
+        )
+        yield (
+            f"all weights of benchmarks/truth.py, seed {seed}",
+            post,
+            torch.linspace(-4, 4, 17, dtype=torch.float64)[:, None],
+        )
 
 
 def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
@@ -65,7 +85,9 @@ def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
     error = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
     step = largest_step(ssla.WeightRefit()(post.state, new).output, output.interval(0.95))
     flags = weights.diagnostics
-    return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[~(flags.unconverged | flags.inaccurate)]
+    return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[
+        ~(flags.unconverged | flags.inaccurate)
+    ]
 
 
 CLASS_SETS = {
@@ -78,7 +100,10 @@ CLASS_SETS = {
 
 
 def classes(inputs: int = 60) -> None:
-    print("| classes | Gaussian | prior | error, median and largest | error / others, 50%, 90% and 99% |\n|---|---|---|---|---|")
+    print(
+        "| classes | Gaussian | prior | error, median and largest | error / others, 50%, 90% and "
+        "99% |\n|---|---|---|---|---|"
+    )
     parts: dict[str, list[Tensor]] = {gaussian: [] for gaussian in CLASS_ERROR}
     for name, (make, hidden) in CLASS_SETS.items():
         split = make(1)
@@ -87,14 +112,28 @@ def classes(inputs: int = 60) -> None:
         new = torch.cat([split.x_test[:inputs], split.x_ood[: inputs // 3]])
         for gaussian, kept in parts.items():
             for prior in (None, ssla.priors.Gaussian()):
-                post = networks.fit(model.eval(), split.x, split.y, L.Categorical(), gaussian, prior)
+                post = networks.fit(
+                    model.eval(), split.x, split.y, L.Categorical(), gaussian, prior
+                )
                 output, weights = post.predict(new).probs, post.predict(new, refit="weights").probs
-                error, others = (weights * (weights.log() - output.log()).abs()).sum(1), 1 - output.amax(1)
+                error, others = (
+                    (weights * (weights.log() - output.log()).abs()).sum(1),
+                    1 - output.amax(1),
+                )
                 kept.append(torch.stack([error, others], 1))
                 ratios = (error / others)[error > 1e-3]
-                parts_of = [float(ratios.quantile(q)) for q in (0.5, 0.9, 0.99)] if len(ratios) else [float("nan")] * 3
-                print(f"| {name} | {gaussian} | {'default' if prior is None else 'precision 1'} | {float(error.median()):.1e}, "
-                      f"{float(error.max()):.1e} | {', '.join(f'{part:.2f}' for part in parts_of)} |", flush=True)  # fmt: skip
+                parts_of = (
+                    [float(ratios.quantile(q)) for q in (0.5, 0.9, 0.99)]
+                    if len(ratios)
+                    else [float("nan")] * 3
+                )
+                print(
+                    f"| {name} | {gaussian} | {'default' if prior is None else 'precision 1'} | "
+                    f"{float(error.median()):.1e}, "
+                    f"{float(error.max()):.1e} | "
+                    f"{', '.join(f'{part:.2f}' for part in parts_of)} |",
+                    flush=True,
+                )
     for gaussian, kept in parts.items():
         error, others = torch.cat(kept).unbind(1)
         print(f"\n{gaussian}:")
@@ -102,34 +141,52 @@ def classes(inputs: int = 60) -> None:
 
 
 def decisions(error: Tensor, guess: Tensor) -> None:
-    print("\n| target | not refitted | of these, above the target | their mean error | refitted, below half the target |")
+    print(
+        "\n| target | not refitted | of these, above the target | their mean error | refitted, "
+        "below half the target |"
+    )
     print("|---|---|---|---|---|")
     for target in (0.01, 0.02, 0.05, 0.1):
         left = guess <= target
-        print(f"| {target} | {left.double().mean():.0%} | {(error[left] > target).double().mean():.1%} "
-              f"| {float(error[left].mean()):.1e} | {(error[~left] < target / 2).double().mean():.0%} |")  # fmt: skip
+        print(
+            f"| {target} | {left.double().mean():.0%} | "
+            f"{(error[left] > target).double().mean():.1%} "
+            f"| {float(error[left].mean()):.1e} | "
+            f"{(error[~left] < target / 2).double().mean():.0%} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--classes", action="store_true")
     warnings.simplefilter("ignore", UserWarning)
     if parser.parse_args().classes:
         classes()
         return
     parts = []
-    print("| model | error, median and largest | error / s², median | error / m, median |\n|---|---|---|---|")
+    print(
+        "| model | error, median and largest | error / s², median | error / m, median "
+        "|\n|---|---|---|---|"
+    )
     for name, post, new in cases():
         part = errors(post, new)
         parts.append(part)
         error, s, m = part.unbind(1)
-        print(f"| {name} | {float(error.median()):.1e}, {float(error.max()):.1e} | {float((error / s).median()):.2f} "
-              f"| {float((error / m).median()):.0f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {float(error.median()):.1e}, {float(error.max()):.1e} | "
+            f"{float((error / s).median()):.2f} | {float((error / m).median()):.0f} |",
+            flush=True,
+        )
     error, s, m = torch.cat(parts).unbind(1)
     seen = error > 1e-3
     for name, ratio in (("s²", error / s), ("m", error / m)):
         low, middle, high = (float(ratio[seen].quantile(q)) for q in (0.05, 0.5, 0.95))
-        print(f"error / {name} of {int(seen.sum())} inputs: median {middle:.2g}, 90% between {low:.2g} and {high:.2g}")
+        print(
+            f"error / {name} of {int(seen.sum())} inputs: median {middle:.2g}, 90% between "
+            f"{low:.2g} and {high:.2g}"
+        )
     decisions(error, torch.maximum(STEP_ERROR * s, MASS_ERROR * m))
 
 

@@ -1,7 +1,8 @@
 """The time of a fit to many rows, in units of scikit-learn's HistGradientBoosting.
 
-Ten columns of numbers; y is a smooth function of them with noise that depends on x (classes: its three thirds). The goal is at
-most ten times the booster's time for a million rows. Each fit is a process of its own, so that its peak memory is its own.
+Ten columns of numbers; y is a smooth function of them with noise that depends on x (classes: its
+three thirds). The goal is at most ten times the booster's time for a million rows. Each fit is a
+process of its own, so that its peak memory is its own.
 
     python benchmarks/fit_speed.py [--rows 1000000] [--task regression|classes]
 """
@@ -23,12 +24,19 @@ METHODS = ("HistGradientBoosting", "ssla", "nothing")
 def table(rows: int, seed: int, task: str) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, 10))
-    y = np.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2] + np.abs(x[:, 3]) + np.exp(0.5 * x[:, 4]) * 0.5 * rng.normal(size=rows)
+    y = (
+        np.sin(2 * x[:, 0])
+        + x[:, 1] * x[:, 2]
+        + np.abs(x[:, 3])
+        + np.exp(0.5 * x[:, 4]) * 0.5 * rng.normal(size=rows)
+    )
     return x, y if task == "regression" else np.digitize(y, [0.0, 1.5])
 
 
 def run(method: str, task: str, rows: int) -> None:
-    """One fit: elapsed and processor seconds, peak memory in MiB, error of the mean (or log-loss) on other rows."""
+    """One fit: elapsed and processor seconds, peak memory in MiB, error of the mean (or
+    log-loss) on other rows.
+    """
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
     from ssla.sklearn import SSLAClassifier, SSLARegressor
@@ -59,7 +67,9 @@ def run(method: str, task: str, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--task", choices=("regression", "classes"), default="regression")
     parser.add_argument("--only", choices=METHODS, help=argparse.SUPPRESS)
@@ -69,13 +79,27 @@ def main() -> None:
         return
     found = {}
     for method in METHODS:
-        command = [sys.executable, __file__, "--rows", str(options.rows), "--task", options.task, "--only", method]
+        command = [
+            sys.executable,
+            __file__,
+            "--rows",
+            str(options.rows),
+            "--task",
+            options.task,
+            "--only",
+            method,
+        ]
         found[method] = [
-            float(part) for part in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+            float(part)
+            for part in subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.split()
         ]
     base = found["HistGradientBoosting"]
     print(f"{options.rows:,} rows, {options.task}")
-    print(f"{'':<24}{'seconds':>10}{'ratio':>8}{'processor':>11}{'ratio':>8}{'MiB above the table':>22}{'error':>9}")
+    print(
+        f"{'':<24}{'seconds':>10}{'ratio':>8}{'processor':>11}{'ratio':>8}{'MiB above the table':>22}{'error':>9}"
+    )
     for method in METHODS[:2]:
         elapsed, used, peak, error = found[method]
         above = peak - found["nothing"][2]

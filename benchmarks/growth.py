@@ -1,7 +1,9 @@
-"""How cost grows: rows 10³ → 10⁶, widths 50 → 1,000, outputs 1 → 1,000, and a convolutional net of ten million parameters.
+"""How cost grows: rows 10³ → 10⁶, widths 50 → 1,000, outputs 1 → 1,000, and a convolutional net of
+ten million parameters.
 
-Each line runs in its own process, so that peak memory is measured separately; the memory of `import ssla` is subtracted. Rows are
-generated when they are read and not stored. Goals: time per row and memory constant in n; memory by widths and not by parameters.
+Each line runs in its own process, so that peak memory is measured separately; the memory of `import
+ssla` is subtracted. Rows are generated when they are read and not stored. Goals: time per row and
+memory constant in n; memory by widths and not by parameters.
 
     python benchmarks/growth.py [--quick] [--only rows|rows_all|widths|outputs|convolution]
 """
@@ -30,7 +32,8 @@ WHAT = {
     "rows_all": "all weights, kfac, MLP 8-50-50-1, n rows",
     "widths": "all weights, kfac, MLP 8-w-w-1, 2,000 rows",
     "outputs": "last layer of 51 features, kfac (exact: the noise is constant), c outputs, 500 rows",
-    "convolution": "all weights, kfac, four convolutions and two linear layers, 10 classes, 64 rows of 32×32×3, budget 2 GiB",
+    "convolution": "all weights, kfac, four convolutions and two linear layers, 10 classes, 64 "
+    "rows of 32×32×3, budget 2 GiB",
 }
 
 
@@ -49,7 +52,9 @@ def child(case: str, size: int) -> dict[str, float]:
     class Stream:
         """Rows that are generated when they are read, the same each time."""
 
-        def __init__(self, rows: int, shape: tuple[int, ...], outputs: int = 1, classes: int = 0) -> None:
+        def __init__(
+            self, rows: int, shape: tuple[int, ...], outputs: int = 1, classes: int = 0
+        ) -> None:
             self.rows, self.shape, self.outputs, self.classes = rows, shape, outputs, classes
 
         def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -60,15 +65,29 @@ def child(case: str, size: int) -> dict[str, float]:
                 if self.classes:
                     yield x, torch.randint(self.classes, (count,), generator=generator)
                 else:
-                    yield x, x[:, :1].sin() + 0.3 * torch.randn(count, self.outputs, generator=generator)
+                    yield (
+                        x,
+                        x[:, :1].sin()
+                        + 0.3 * torch.randn(count, self.outputs, generator=generator),
+                    )
 
     def mlp(width: int, outputs: int = 1) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)).eval()
+        return nn.Sequential(
+            nn.Linear(8, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, outputs),
+        ).eval()
 
     torch.manual_seed(0)
     gaussian = ssla.likelihoods.Gaussian(noise=0.3)
     new: Any = torch.randn(100, 8)
-    options: dict[str, Any] = {"likelihood": gaussian, "prior": ssla.priors.Gaussian(), "mode": "tilt"}
+    options: dict[str, Any] = {
+        "likelihood": gaussian,
+        "prior": ssla.priors.Gaussian(),
+        "mode": "tilt",
+    }
     rows = 2_000
     if case in ("rows", "rows_all"):
         rows = size
@@ -119,8 +138,14 @@ def child(case: str, size: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave out the largest of each and the convolutional net")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="leave out the largest of each and the convolutional net",
+    )
     parser.add_argument("--only", choices=CASES)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -131,10 +156,15 @@ def main() -> None:
         if (options.only and case != options.only) or (options.quick and case == "convolution"):
             continue
         print(f"\n{WHAT[case]}")
-        print("       size   parameters     fit s   µs/row   predict ms/point   peak MiB   statistics MiB")
+        print(
+            "       size   parameters     fit s   µs/row   predict ms/point   peak MiB   "
+            "statistics MiB"
+        )
         for size in sizes[:-1] if options.quick else sizes:
             command = [sys.executable, __file__, "--child", case, str(size)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            found = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
             print(
                 f"{size:11,}{found['parameters']:13,}{found['fit']:10.2f}{1e6 * found['fit'] / found['rows']:9.1f}"
                 f"{1e3 * found['predict']:19.2f}{found['memory']:11.0f}{found['statistics']:17.1f}",

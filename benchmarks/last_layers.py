@@ -1,25 +1,31 @@
-"""Distance of predictives from the truth for last layers of five likelihoods. The truth is a long NUTS run.
+"""Distance of predictives from the truth for last layers of five likelihoods.
 
-    python benchmarks/last_layers.py [--cases digits poisson …] [--gaussian laplace variational] [--seeds 3] [--draws 1500]
-                                     [--weights 20] [--precision 1.0] [--activation tanh] [--decay 1.0] [--json FILE]
-                                     [--quick]
+The truth is a long NUTS run.
 
-Each seed trains a small network with weight decay and early stopping, then its features are fixed. The last layer has the
-prior N(0, 1/precision) on its weights and biases. NUTS (numpyro, float64, four chains) samples exactly this posterior: its
-gradient is compared with torch's before each run. Prints the mean KL(truth ‖ predictive) over test inputs, at home and out
-of distribution (OOD), as mean ± standard deviation over seeds:
+    python benchmarks/last_layers.py [--cases digits poisson …] [--gaussian laplace variational]
+    [--seeds 3] [--draws 1500]
+                                     [--weights 20] [--precision 1.0] [--activation tanh] [--decay
+                                     1.0] [--json FILE] [--quick]
+
+Each seed trains a small network with weight decay and early stopping, then its features are fixed.
+The last layer has the prior N(0, 1/precision) on its weights and biases. NUTS (numpyro, float64,
+four chains) samples exactly this posterior: its gradient is compared with torch's before each run.
+Prints the mean KL(truth ‖ predictive) over test inputs, at home and out of distribution (OOD), as
+mean ± standard deviation over seeds:
 
     plug-in               the mode of the last layer
     <gaussian>, output    ssla, predict(refit="output")
-    <gaussian>, integral  p(y|f) integrated over the same Gaussian of f, by a fixed low-discrepancy set
+    <gaussian>, integral  p(y|f) integrated over the same Gaussian of f, by a fixed low-discrepancy
+    set
     …, few                output and refit="weights" on the first --weights inputs only
     moment-matched        the Gaussian of f with the moments of the NUTS draws, integrated: what a Gaussian can reach
     *halves*              two chains against the other two. The error of the truth itself is about a quarter of it; KLs below
                           that, and values just below zero, are not resolved.
 
-OOD: digits with permuted pixels; digits 5 to 9 for a network of digits 0 to 4; inputs outside the training range for the
-others. `passes` of fit are those over the data or over stored features: one, one for each Newton step, one for each round.
-Seconds are of the processor, on one thread. Needs numpyro.
+OOD: digits with permuted pixels; digits 5 to 9 for a network of digits 0 to 4; inputs outside the
+training range for the others. `passes` of fit are those over the data or over stored features: one,
+one for each Newton step, one for each round. Seconds are of the processor, on one thread. Needs
+numpyro.
 """
 
 from __future__ import annotations
@@ -63,7 +69,9 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def curve(n: int, seed: int, target: Callable[[Tensor, torch.Generator], Tensor], outputs: int) -> Split:
+def curve(
+    n: int, seed: int, target: Callable[[Tensor, torch.Generator], Tensor], outputs: int
+) -> Split:
     """One input between −2.5 and 2.5; OOD inputs are 3 to 5 from the centre."""
     generator = torch.Generator().manual_seed(seed)
     x = 5 * torch.rand(2 * n + 40, 1, dtype=torch.float64, generator=generator) - 2.5
@@ -74,7 +82,9 @@ def curve(n: int, seed: int, target: Callable[[Tensor, torch.Generator], Tensor]
 
 def moons(n: int, seed: int) -> Split:
     split = networks.moons(seed, n, n, 100)
-    return split._replace(**{name: getattr(split, name).double() for name in ("y", "y_held", "y_test")}, outputs=1)
+    return split._replace(
+        **{name: getattr(split, name).double() for name in ("y", "y_held", "y_test")}, outputs=1
+    )
 
 
 def counts(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -119,13 +129,29 @@ def student_t(y: Any, f: Any) -> Any:
 
 
 CASES = {
-    "digits": Case(L.Categorical(), lambda seed: networks.digits(seed, 600, 200, 200), (50, 50), categorical),
-    "digits 0-4": Case(L.Categorical(), lambda seed: networks.few_digits(seed, 450, 150, 200), (50, 50), categorical),
+    "digits": Case(
+        L.Categorical(), lambda seed: networks.digits(seed, 600, 200, 200), (50, 50), categorical
+    ),
+    "digits 0-4": Case(
+        L.Categorical(),
+        lambda seed: networks.few_digits(seed, 450, 150, 200),
+        (50, 50),
+        categorical,
+    ),
     "bernoulli 60": Case(L.Bernoulli(), lambda seed: moons(60, seed), (10,), bernoulli),
     "poisson 40": Case(L.Poisson(), lambda seed: curve(40, seed, counts, 1), (10,), poisson),
-    "mean and variance 60": Case(L.HeteroscedasticGaussian(), lambda seed: curve(60, seed, uneven, 2), (10,), heteroscedastic),
-    "mean and variance 200": Case(L.HeteroscedasticGaussian(), lambda seed: curve(200, seed, uneven, 2), (10,), heteroscedastic),
-    "student t 60": Case(L.StudentT(4.0, 0.3), lambda seed: curve(60, seed, heavy, 1), (10,), student_t),
+    "mean and variance 60": Case(
+        L.HeteroscedasticGaussian(), lambda seed: curve(60, seed, uneven, 2), (10,), heteroscedastic
+    ),
+    "mean and variance 200": Case(
+        L.HeteroscedasticGaussian(),
+        lambda seed: curve(200, seed, uneven, 2),
+        (10,),
+        heteroscedastic,
+    ),
+    "student t 60": Case(
+        L.StudentT(4.0, 0.3), lambda seed: curve(60, seed, heavy, 1), (10,), student_t
+    ),
 }
 
 
@@ -147,13 +173,23 @@ class Truth:
     divergent: int
 
 
-def sample(case: Case, phi: Tensor, y: Tensor, mode: Tensor, precision: float, draws: int, seed: int) -> Truth:
-    """NUTS over θ = θ̂ + L z (C, p + 1), L Lᵀ the inverse of the Fisher information plus the prior at the mode θ̂."""
+def sample(
+    case: Case, phi: Tensor, y: Tensor, mode: Tensor, precision: float, draws: int, seed: int
+) -> Truth:
+    """NUTS over θ = θ̂ + L z (C, p + 1), L Lᵀ the inverse of the Fisher information plus the
+    prior at the mode θ̂.
+    """
     law, shape = case.likelihood, mode.shape
-    fisher = torch.einsum("na,ncd,nb->cadb", phi, law.fisher(phi @ mode.mT), phi).reshape(mode.numel(), -1)
+    fisher = torch.einsum("na,ncd,nb->cadb", phi, law.fisher(phi @ mode.mT), phi).reshape(
+        mode.numel(), -1
+    )
     lower = torch.linalg.cholesky(fisher + precision * torch.eye(mode.numel(), dtype=torch.float64))
-    L_ = torch.linalg.solve_triangular(lower.mT, torch.eye(mode.numel(), dtype=torch.float64), upper=True)
-    inputs, targets, centre, scale = (jnp.asarray(part.double().numpy()) for part in (phi, y, mode.flatten(), L_))
+    L_ = torch.linalg.solve_triangular(
+        lower.mT, torch.eye(mode.numel(), dtype=torch.float64), upper=True
+    )
+    inputs, targets, centre, scale = (
+        jnp.asarray(part.double().numpy()) for part in (phi, y, mode.flatten(), L_)
+    )
 
     def energy(theta: Any) -> Any:
         f = inputs @ theta.reshape(shape).T
@@ -176,17 +212,31 @@ def sample(case: Case, phi: Tensor, y: Tensor, mode: Tensor, precision: float, d
     seconds = time.process_time() - start
     theta = torch.from_numpy(np.asarray(centre) + z.reshape(-1, mode.numel()) @ np.asarray(scale).T)
     r_hat = float(np.max(split_gelman_rubin(theta.reshape(z.shape).numpy())))
-    return Truth(theta.reshape(-1, *shape), seconds, r_hat, int(sampler.get_extra_fields()["diverging"].sum()))
+    return Truth(
+        theta.reshape(-1, *shape),
+        seconds,
+        r_hat,
+        int(sampler.get_extra_fields()["diverging"].sum()),
+    )
 
 
 def _same_posterior(
-    law: L.Likelihood, phi: Tensor, y: Tensor, mode: Tensor, precision: float, energy: Callable[[Any], Any]
+    law: L.Likelihood,
+    phi: Tensor,
+    y: Tensor,
+    mode: Tensor,
+    precision: float,
+    energy: Callable[[Any], Any],
 ) -> None:
     """The gradient that NUTS uses is that of ssla's likelihood and prior, near the mode."""
-    theta = (mode + 0.1 * normal(*mode.shape, generator=torch.Generator().manual_seed(0))).requires_grad_(True)
+    theta = (
+        mode + 0.1 * normal(*mode.shape, generator=torch.Generator().manual_seed(0))
+    ).requires_grad_(True)
     value = 0.5 * precision * (theta**2).sum() - law.log_prob(y, phi @ theta.mT).sum()
     (ours,) = torch.autograd.grad(value, theta)
-    theirs = torch.from_numpy(np.array(jax.grad(energy)(jnp.asarray(theta.detach().flatten().numpy()))))
+    theirs = torch.from_numpy(
+        np.array(jax.grad(energy)(jnp.asarray(theta.detach().flatten().numpy())))
+    )
     torch.testing.assert_close(theirs, ours.flatten(), rtol=1e-9, atol=1e-9)
 
 
@@ -195,7 +245,9 @@ def _same_posterior(
 
 def white_points(outputs: int) -> Tensor:
     """A fixed low-discrepancy set of N(0, I) (POINTS, C)."""
-    u = torch.quasirandom.SobolEngine(outputs, scramble=True, seed=0).draw(POINTS, dtype=torch.float64)
+    u = torch.quasirandom.SobolEngine(outputs, scramble=True, seed=0).draw(
+        POINTS, dtype=torch.float64
+    )
     return torch.special.ndtri(u.clamp(1e-12, 1 - 1e-12))
 
 
@@ -210,11 +262,15 @@ def integral(law: L.Likelihood, mean: Tensor, K: Tensor, y: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(K.double())
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     white = white_points(mean.shape[1])
-    return torch.stack([mixed(law, m + white @ r.mT, t) for m, r, t in zip(mean.double(), root, y, strict=True)])
+    return torch.stack(
+        [mixed(law, m + white @ r.mT, t) for m, r, t in zip(mean.double(), root, y, strict=True)]
+    )
 
 
 def targets(law: L.Likelihood, f: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
-    """Values of y and their weights (N, k), for draws f (S, N, C): sums over them are sums or integrals over y."""
+    """Values of y and their weights (N, k), for draws f (S, N, C): sums over them are sums or
+    integrals over y.
+    """
     if isinstance(law, (L.Categorical, L.Bernoulli)):
         y = torch.arange(max(outputs, 2), dtype=torch.float64).expand(f.shape[1], -1)
         return y, torch.ones_like(y)
@@ -239,13 +295,17 @@ def kl(log_p: Tensor, log_q: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(p > 0, p * (log_p - log_q), 0.0) * weights).sum(1)
 
 
-def one(name: str, seed: int, gaussians: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def one(
+    name: str, seed: int, gaussians: list[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One record for each predictive and place, and one of the run."""
     case = CASES[name]
     law, split = case.likelihood, case.split(seed)
     torch.manual_seed(seed)
     model = networks.perceptron(split.x.shape[1], case.hidden, split.outputs, options.activation)
-    networks.train(model, law, split, seed, epochs=60 if options.quick else 300, precision=options.decay)
+    networks.train(
+        model, law, split, seed, epochs=60 if options.quick else 300, precision=options.decay
+    )
     prior = ssla.priors.Gaussian(options.precision)
     if options.quick:
         split = split._replace(x_test=split.x_test[:20], x_ood=split.x_ood[:20])
@@ -254,11 +314,16 @@ def one(name: str, seed: int, gaussians: list[str], options: argparse.Namespace)
     base = networks.fit(model, split.x, split.y, law, LAPLACE, prior)
     weight, bias = base.parameters.values()
     mode = torch.cat([weight, bias[:, None]], 1)
-    truth = sample(case, features(model, split.x), split.y, mode, options.precision, options.draws, seed)
+    truth = sample(
+        case, features(model, split.x), split.y, mode, options.precision, options.draws, seed
+    )
     f = torch.einsum("np,scp->snc", features(model, new), truth.theta)
     y, widths = targets(law, f, split.outputs)
     density = torch.stack([mixed(law, part, t) for part, t in zip(f.unbind(1), y, strict=True)])
-    halves = [torch.stack([mixed(law, p, t) for p, t in zip(half.unbind(1), y, strict=True)]) for half in f.chunk(2)]
+    halves = [
+        torch.stack([mixed(law, p, t) for p, t in zip(half.unbind(1), y, strict=True)])
+        for half in f.chunk(2)
+    ]
     centred = f - f.mean(0)
     moments = f.mean(0), torch.einsum("snc,snd->ncd", centred, centred) / len(f)
     missing = float((1 - (density.exp() * widths).sum(1)).abs().max())
@@ -282,16 +347,29 @@ def one(name: str, seed: int, gaussians: list[str], options: argparse.Namespace)
         middle = time.process_time()
         predictive = post.predict(new)
         log_q = predictive.log_prob(y)
-        times = {"fit seconds": middle - start, "predict seconds": time.process_time() - middle, "inputs": len(new)}
-        add(f"{gaussian}, output", log_q, **times, passes=1 + post.report.steps + post.report.rounds)
+        times = {
+            "fit seconds": middle - start,
+            "predict seconds": time.process_time() - middle,
+            "inputs": len(new),
+        }
+        add(
+            f"{gaussian}, output", log_q, **times, passes=1 + post.report.steps + post.report.rounds
+        )
         add(f"{gaussian}, integral", integral(law, *post.marginal(new), y))
         if options.weights:
-            rows = torch.cat([torch.arange(len(new))[part][: options.weights] for part in places.values()])
+            rows = torch.cat(
+                [torch.arange(len(new))[part][: options.weights] for part in places.values()]
+            )
             start = time.process_time()
             log_q = post.predict(new[rows], refit="weights").log_prob(y[rows])
             seconds = time.process_time() - start
             add(f"{gaussian}, output, few", predictive.log_prob(y)[rows], rows)
-            add(f"{gaussian}, weights, few", log_q, rows, **{"predict seconds": seconds, "inputs": len(rows)})
+            add(
+                f"{gaussian}, weights, few",
+                log_q,
+                rows,
+                **{"predict seconds": seconds, "inputs": len(rows)},
+            )
     add("moment-matched", integral(law, *moments, y))
     records += [
         {"case": name, "seed": seed, "method": "*halves*", "place": place,
@@ -307,36 +385,70 @@ def show(name: str, records: list[dict[str, Any]]) -> None:
     seconds = networks.spread([r["nuts seconds"] for r in runs], 1, "f")
     outside = max(r["largest mass outside the values of y"] for r in runs)
     print(
-        f"\n{name}: {len(runs)} seeds, {runs[0]['draws']} draws; NUTS {seconds} s, "
-        f"largest R̂ {max(r['r hat'] for r in runs):.3f}, {sum(r['divergent'] for r in runs)} divergent, "
+        f"\n{name}: {len(runs)} seeds, {runs[0]['draws']} draws; NUTS {seconds} s, largest R̂ "
+        f"{max(r['r hat'] for r in runs):.3f}, {sum(r['divergent'] for r in runs)} divergent, "
         f"largest mass outside the values of y {outside:.0e}"
     )
-    print(f"| {'KL from the truth':<24} | {HOME:<17} | {OOD:<17} | fit s  | predict s, rows | passes |")
+    print(
+        f"| {'KL from the truth':<24} | {HOME:<17} | {OOD:<17} | fit s  | predict s, rows | passes "
+        "|"
+    )
     print(f"|{'-' * 26}|{'-' * 19}|{'-' * 19}|--------|-----------------|--------|")
     for method in dict.fromkeys(r["method"] for r in rows):
         own = [r for r in rows if r["method"] == method]
-        cells = [networks.spread([r["kl"] for r in own if r["place"] == place]) for place in (HOME, OOD)]
+        cells = [
+            networks.spread([r["kl"] for r in own if r["place"] == place]) for place in (HOME, OOD)
+        ]
 
         def mean(key: str, form: str, own: list[dict[str, Any]] = own) -> str:
             return format(np.mean([r[key] for r in own]), form) if key in own[0] else ""
 
-        predict = f"{mean('predict seconds', '.2f')}, {own[0]['inputs']}" if "inputs" in own[0] else ""
-        print(f"| {method:<24} | {cells[0]:<17} | {cells[1]:<17} | {mean('fit seconds', '.2f'):>6} | {predict:>15} "
-              f"| {mean('passes', '.0f'):>6} |", flush=True)  # fmt: skip
+        predict = (
+            f"{mean('predict seconds', '.2f')}, {own[0]['inputs']}" if "inputs" in own[0] else ""
+        )
+        print(
+            f"| {method:<24} | {cells[0]:<17} | {cells[1]:<17} | "
+            f"{mean('fit seconds', '.2f'):>6} | {predict:>15} | {mean('passes', '.0f'):>6} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--gaussian", nargs="+", default=[LAPLACE, VARIATIONAL], choices=[LAPLACE, VARIATIONAL])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="CASE",
+        help=", ".join(CASES),
+    )
+    parser.add_argument(
+        "--gaussian", nargs="+", default=[LAPLACE, VARIATIONAL], choices=[LAPLACE, VARIATIONAL]
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--draws", type=int, default=1500, help="of each of the four chains")
-    parser.add_argument("--weights", type=int, default=0, help='inputs at home and OOD for refit="weights"')
-    parser.add_argument("--precision", type=float, default=1.0, help="of the prior of the last layer")
-    parser.add_argument("--decay", type=float, default=1.0, help="precision of the weight decay that trains the network")
+    parser.add_argument(
+        "--weights", type=int, default=0, help='inputs at home and OOD for refit="weights"'
+    )
+    parser.add_argument(
+        "--precision", type=float, default=1.0, help="of the prior of the last layer"
+    )
+    parser.add_argument(
+        "--decay",
+        type=float,
+        default=1.0,
+        help="precision of the weight decay that trains the network",
+    )
     parser.add_argument("--activation", default="tanh", choices=list(networks.ACTIVATIONS))
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--quick", action="store_true", help="one seed, 200 draws, 40 inputs: only shows that everything runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed, 200 draws, 40 inputs: only shows that everything runs",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quick:

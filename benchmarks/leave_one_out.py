@@ -2,8 +2,9 @@
 
     python benchmarks/leave_one_out.py [--every 4] [--gaussian variational laplace]
 
-Prints the mean absolute difference of the log densities, by cavities alone (refits=0) and with refits of influential rows, the
-mean log densities, and the time of loo() and of the fits without a row. `--every k` fits without every k-th row only.
+Prints the mean absolute difference of the log densities, by cavities alone (refits=0) and with
+refits of influential rows, the mean log densities, and the time of loo() and of the fits without a
+row. `--every k` fits without every k-th row only.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def trained(x: Tensor, y: Tensor, law: L.Likelihood, width: int, outputs: int, steps: int = 300) -> nn.Module:
+def trained(
+    x: Tensor, y: Tensor, law: L.Likelihood, width: int, outputs: int, steps: int = 300
+) -> nn.Module:
     """A small network, trained on the rows."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(x.shape[1], width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    model = nn.Sequential(
+        nn.Linear(x.shape[1], width), nn.Tanh(), nn.Linear(width, outputs)
+    ).double()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-3)
     for _ in range(steps):
         optimiser.zero_grad()
@@ -54,12 +59,20 @@ def cases() -> Iterator[Case]:
     yield "digits, 10 classes, n = 200, 17 features", trained(x, y, classes, 16, 10), x, y, classes
 
 
-def without(model: nn.Module, x: Tensor, y: Tensor, law: L.Likelihood, gaussian: str, rows: Tensor) -> Tensor:
+def without(
+    model: nn.Module, x: Tensor, y: Tensor, law: L.Likelihood, gaussian: str, rows: Tensor
+) -> Tensor:
     """log p(y_i | rest) by a fit without each of the rows."""
     found = []
     for i in rows.tolist():
         rest = torch.arange(len(y)) != i
-        post = ssla.fit(model, (x[rest], y[rest]), likelihood=law, prior=ssla.priors.Gaussian(), gaussian=gaussian)
+        post = ssla.fit(
+            model,
+            (x[rest], y[rest]),
+            likelihood=law,
+            prior=ssla.priors.Gaussian(),
+            gaussian=gaussian,
+        )
         found.append(post.predict(x[i : i + 1]).log_prob(y[i : i + 1]))
     return torch.cat(found)
 
@@ -70,11 +83,16 @@ def main() -> None:
     parser.add_argument("--gaussian", nargs="+", default=["variational", "laplace"])
     options = parser.parse_args()
     every = options.every
-    print(f"{'last layer':44} {'gaussian':12} {'cavities':>9} {'refits':>9} {'rows':>5} {'in-sample':>10} {'loo':>8} {'true':>8}")
+    print(
+        f"{'last layer':44} {'gaussian':12} {'cavities':>9} {'refits':>9} {'rows':>5} "
+        f"{'in-sample':>10} {'loo':>8} {'true':>8}"
+    )
     for name, model, x, y, law in cases():
         rows = torch.arange(0, len(y), every)
         for gaussian in options.gaussian:
-            post = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian=gaussian)
+            post = ssla.fit(
+                model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), gaussian=gaussian
+            )
             start = time.perf_counter()
             found = post.loo()
             quick = time.perf_counter() - start
@@ -85,8 +103,10 @@ def main() -> None:
             errors = [float((one.log_prob[rows] - truth).abs().mean()) for one in (cavities, found)]
             seen = float(post.predict(x[rows]).log_prob(y[rows]).mean())
             print(
-                f"{name:44} {gaussian:12} {errors[0]:9.2e} {errors[1]:9.2e} {int(found.refitted.sum()):5d} {seen:10.4f} "
-                f"{float(found.log_prob[rows].mean()):8.4f} {float(truth.mean()):8.4f}   {quick:.1f} s, not {slow:.0f} s",
+                f"{name:44} {gaussian:12} {errors[0]:9.2e} {errors[1]:9.2e} "
+                f"{int(found.refitted.sum()):5d} {seen:10.4f} "
+                f"{float(found.log_prob[rows].mean()):8.4f} {float(truth.mean()):8.4f}   "
+                f"{quick:.1f} s, not {slow:.0f} s",
                 flush=True,
             )
 

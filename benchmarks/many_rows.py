@@ -1,11 +1,14 @@
-"""Predictions of many rows: memory and rate of `ssla predict`, of `ssla.Scorer` with Dask and Ray, and of the forward pass.
+"""Predictions of many rows: memory and rate of `ssla predict`, of `ssla.Scorer` with Dask and Ray,
+and of the forward pass.
 
-    python benchmarks/many_rows.py --rows 10000000 --folder /tmp/many_rows [--only parquet forward dask ray csv]
+    python benchmarks/many_rows.py --rows 10000000 --folder /tmp/many_rows [--only parquet forward
+    dask ray csv]
 
-The table has eight numbers and a category; the model is one network of `ssla train` with its defaults. Every measurement is a
-process of its own. `above` is its peak memory beyond that of an interpreter that has imported nothing, `after imports` the part
-that the imports of ssla, torch and pyarrow take. Dask and Ray have one worker process of one thread, and the rows are generated
-on the worker.
+The table has eight numbers and a category; the model is one network of `ssla train` with its
+defaults. Every measurement is a process of its own. `above` is its peak memory beyond that of an
+interpreter that has imported nothing, `after imports` the part that the imports of ssla, torch and
+pyarrow take. Dask and Ray have one worker process of one thread, and the rows are generated on the
+worker.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ WAYS = ("parquet", "csv", "forward", "scorer", "dask", "ray")
 
 
 def peak() -> float:
-    """MiB of this process. Not ru_maxrss, which begins with the memory of the process that started this one."""
+    """MiB of this process.
+
+    Not ru_maxrss, which begins with the memory of the process that started this one.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -41,7 +47,12 @@ def frame(rows, seed):
     kind = rng.integers(0, 4, rows)
     table = pd.DataFrame(dict(zip(NAMES, numbers.T, strict=True)))
     table["kind"] = np.array(["a", "b", "c", "d"])[kind]
-    y = np.sin(numbers[:, 0]) + numbers[:, 1] * numbers[:, 2] + 0.3 * kind + 0.3 * rng.normal(size=rows)
+    y = (
+        np.sin(numbers[:, 0])
+        + numbers[:, 1] * numbers[:, 2]
+        + 0.3 * kind
+        + 0.3 * rng.normal(size=rows)
+    )
     return table, y
 
 
@@ -67,13 +78,17 @@ def prepare(folder, rows, csv):
         writer = None
         for seed, count in parts(rows):
             block = pyarrow.Table.from_pandas(frame(count, seed)[0], preserve_index=False)
-            writer = writer or pyarrow.parquet.ParquetWriter(place.with_suffix(".draft"), block.schema)
+            writer = writer or pyarrow.parquet.ParquetWriter(
+                place.with_suffix(".draft"), block.schema
+            )
             writer.write_table(block)
         writer.close()
         place.with_suffix(".draft").rename(place)
     if csv and not place.with_suffix(".csv").exists():
         for seed, count in parts(rows):
-            frame(count, seed)[0].to_csv(place.with_suffix(".text"), mode="a", header=seed == 0, index=False)
+            frame(count, seed)[0].to_csv(
+                place.with_suffix(".text"), mode="a", header=seed == 0, index=False
+            )
         place.with_suffix(".text").rename(place.with_suffix(".csv"))
 
 
@@ -83,7 +98,11 @@ def predict(folder, rows, suffix):
     imported, started = peak(), time.perf_counter()
     done = predict_file(folder / "model", folder / f"rows_{rows}{suffix}", folder / f"out{suffix}")
     assert done["rows"] == rows
-    return {"seconds": time.perf_counter() - started, "above": peak() - BARE, "after imports": imported - BARE}
+    return {
+        "seconds": time.perf_counter() - started,
+        "above": peak() - BARE,
+        "after imports": imported - BARE,
+    }
 
 
 def forward(folder, rows):
@@ -101,7 +120,10 @@ def forward(folder, rows):
             z = ensemble.inputs(x)
             for module in ensemble.modules:
                 module(z)
-    return {"seconds": (time.perf_counter() - started) * rows / (rows // BLOCK * BLOCK), "above": peak() - BARE}
+    return {
+        "seconds": (time.perf_counter() - started) * rows / (rows // BLOCK * BLOCK),
+        "above": peak() - BARE,
+    }
 
 
 def scored(folder, rows):
@@ -122,7 +144,14 @@ def summary(scorer, table):
     import pandas as pd
 
     out = scorer(table)
-    return pd.DataFrame({"rows": [len(out)], "sum": [float(out["upper_95"].sum())], "peak": [peak()], "pid": [os.getpid()]})
+    return pd.DataFrame(
+        {
+            "rows": [len(out)],
+            "sum": [float(out["upper_95"].sum())],
+            "peak": [peak()],
+            "pid": [os.getpid()],
+        }
+    )
 
 
 def dask(folder, rows):
@@ -133,7 +162,10 @@ def dask(folder, rows):
 
     scorer = ssla.Scorer(folder / "model")
     started = time.perf_counter()
-    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster):
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster),
+    ):
         seeds, counts = zip(*parts(rows), strict=True)
         table = dask.dataframe.from_map(lambda count, seed: frame(count, seed)[0], counts, seeds)
         meta = summary(scorer, frame(2, 0)[0])
@@ -156,7 +188,9 @@ def ray(folder, rows):
 
     asked = engine.data.from_items([{"seed": seed, "count": count} for seed, count in parts(rows)])
     made = asked.map_batches(generated, batch_size=1)
-    done = made.map_batches(lambda part: summary(scorer, part), batch_size=None, batch_format="pandas")
+    done = made.map_batches(
+        lambda part: summary(scorer, part), batch_size=None, batch_format="pandas"
+    )
     found = done.to_pandas()
     engine.shutdown()
     return workers(found, rows, time.perf_counter() - started)
@@ -176,28 +210,60 @@ def workers(found, rows, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10**7)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/many_rows"))
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=["parquet", "forward", "scorer", "dask", "ray"])
+    parser.add_argument(
+        "--only", nargs="+", choices=WAYS, default=["parquet", "forward", "scorer", "dask", "ray"]
+    )
     parser.add_argument("--work", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         work = {"forward": forward, "scorer": scored, "dask": dask, "ray": ray}.get(given.work)
-        found = work(given.folder, given.rows) if work else predict(given.folder, given.rows, f".{given.work}")
+        found = (
+            work(given.folder, given.rows)
+            if work
+            else predict(given.folder, given.rows, f".{given.work}")
+        )
         print(json.dumps(found))
         return
     prepare(given.folder, given.rows, "csv" in given.only)
     seconds = {}
     for way in given.only:
-        command = [sys.executable, __file__, "--rows", str(given.rows), "--folder", str(given.folder), "--work", way]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        command = [
+            sys.executable,
+            __file__,
+            "--rows",
+            str(given.rows),
+            "--folder",
+            str(given.folder),
+            "--work",
+            way,
+        ]
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         found = json.loads(done.stdout.strip().splitlines()[-1])
         seconds[way] = found["seconds"]
-        rest = ", ".join(f"{name} {value:,.0f}" for name, value in found.items() if name != "seconds")
-        ratio = f", {seconds[way] / seconds['forward']:.1f} × the forward pass" if "forward" in seconds else ""
+        rest = ", ".join(
+            f"{name} {value:,.0f}" for name, value in found.items() if name != "seconds"
+        )
+        ratio = (
+            f", {seconds[way] / seconds['forward']:.1f} × the forward pass"
+            if "forward" in seconds
+            else ""
+        )
         rate = given.rows / found["seconds"]
-        print(f"{way:8} {found['seconds']:7.1f} s, {rate:10,.0f} rows/s{ratio}; MiB: {rest}", flush=True)
+        print(
+            f"{way:8} {found['seconds']:7.1f} s, {rate:10,.0f} rows/s{ratio}; MiB: {rest}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The cost of a predictive in forward passes of the same network, beside laplace-torch.
 
-10,000 inputs, network 8-50-50-2 (mean and log variance), last layer, float32. Goals: `marginal` (f and K) in under 4 forward
-passes, the whole predictive density in under 30. Every round times all candidates one after the other, so that they have the
-same load; the table gives the median over rounds of the ratio to the forward pass of that round, and the best time.
+10,000 inputs, network 8-50-50-2 (mean and log variance), last layer, float32. Goals: `marginal` (f
+and K) in under 4 forward passes, the whole predictive density in under 30. Every round times all
+candidates one after the other, so that they have the same load; the table gives the median over
+rounds of the ratio to the forward pass of that round, and the best time.
 
     python benchmarks/predict_speed.py [--rounds 40] [--points 10000]
 """
@@ -22,22 +23,32 @@ import ssla
 
 def network(outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, outputs)).eval()
+    return nn.Sequential(
+        nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, outputs)
+    ).eval()
 
 
-def laplace(model: nn.Module, x: torch.Tensor, y: torch.Tensor, new: torch.Tensor) -> Callable[[], object] | None:
+def laplace(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, new: torch.Tensor
+) -> Callable[[], object] | None:
     """laplace-torch's f and variance of f, last layer, full; None where it is not installed."""
     try:
         from laplace import Laplace
     except ImportError:
         return None
     la = Laplace(model, "regression", subset_of_weights="last_layer", hessian_structure="full")
-    la.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.stack([y, y], 1)), batch_size=500))
+    la.fit(
+        torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, torch.stack([y, y], 1)), batch_size=500
+        )
+    )
     return lambda: la(new)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--points", type=int, default=10_000)
     options = parser.parse_args()
@@ -46,9 +57,18 @@ def main() -> None:
     y = x[:, 0] + torch.randn(1000) * (0.2 + 0.2 * x[:, 1].abs())
     new = torch.randn(options.points, 8)
     posterior = ssla.fit(
-        model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=ssla.likelihoods.HeteroscedasticGaussian(),
+        prior=ssla.priors.Gaussian(),
+        gaussian="laplace",
     )
-    gaussian = ssla.fit(network(1), (x, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"), prior=ssla.priors.Gaussian())
+    gaussian = ssla.fit(
+        network(1),
+        (x, y),
+        likelihood=ssla.likelihoods.Gaussian(noise="estimate"),
+        prior=ssla.priors.Gaussian(),
+    )
 
     def forward() -> object:
         with torch.no_grad():
@@ -73,11 +93,15 @@ def main() -> None:
             if round_ >= 3:
                 times[name].append(time.perf_counter() - start)
     base = times["one forward pass"]
-    print(f"{options.points:,} points, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
+    print(
+        f"{options.points:,} points, {torch.get_num_threads()} threads, {options.rounds} rounds\n"
+    )
     print(f"{'':<34}{'best ms':>9}{'median ms':>11}{'forward passes':>16}")
     for name, values in times.items():
         ratio = statistics.median(v / b for v, b in zip(values, base, strict=True))
-        print(f"{name:<34}{min(values) * 1e3:9.2f}{statistics.median(values) * 1e3:11.2f}{ratio:16.1f}")
+        print(
+            f"{name:<34}{min(values) * 1e3:9.2f}{statistics.median(values) * 1e3:11.2f}{ratio:16.1f}"
+        )
     if peer is None:
         print("\nlaplace-torch is not installed: `make bench` installs it")
 

@@ -31,22 +31,37 @@ def clock(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=100_000)
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)).eval()
+    model = nn.Sequential(
+        nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)
+    ).eval()
     x = torch.randn(options.rows, 8)
     y = x[:, 0].sin() + 0.3 * torch.randn(options.rows)
     print(f"n = {options.rows:,}, {torch.get_num_threads()} threads\n")
-    print("weights     structure     fit ms   with_prior ms  fit / with_prior   evidence tuning ms  evaluations")
+    print(
+        "weights     structure     fit ms   with_prior ms  fit / with_prior   evidence tuning ms  "
+        "evaluations"
+    )
     for weights, structure in SETTINGS:
         mode = "polish" if weights == "last_layer" else "tilt"
 
-        def fit(weights: str = weights, structure: str = structure, mode: str = mode) -> ssla.Posterior:
+        def fit(
+            weights: str = weights, structure: str = structure, mode: str = mode
+        ) -> ssla.Posterior:
             likelihood = ssla.likelihoods.Gaussian(noise=0.3)
             return ssla.fit(
-                model, (x, y), likelihood=likelihood, prior=priors.Gaussian(), weights=weights, structure=structure, mode=mode
+                model,
+                (x, y),
+                likelihood=likelihood,
+                prior=priors.Gaussian(),
+                weights=weights,
+                structure=structure,
+                mode=mode,
             )
 
         fitted, posterior = clock(fit, 2)

@@ -1,16 +1,19 @@
-"""Refits of the weights: thousands together, beside one-by-one Newton and beside a fresh optimiser for each.
+"""Refits of the weights: thousands together, beside one-by-one Newton and beside a fresh optimiser
+for each.
 
-    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only all_weights]
+    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only
+    all_weights]
 
---against: another checkout of this repository. Its refits of all weights and of ten classes run in a process of their own, in
-turn with ours, and processor times are compared (a busy machine changes them less than elapsed times).
+--against: another checkout of this repository. Its refits of all weights and of ten classes run in
+a process of their own, in turn with ours, and processor times are compared (a busy machine changes
+them less than elapsed times).
 
-Ten classes: digits, a 64-50-50-10 network, n = 1,200, prior precision 1, the variational Gaussian. Beside it NUTS on the same
-last layer (500 + 1,000 draws, one chain; with numpyro).
+Ten classes: digits, a 64-50-50-10 network, n = 1,200, prior precision 1, the variational Gaussian.
+Beside it NUTS on the same last layer (500 + 1,000 draws, one chain; with numpyro).
 
-Every ratio comes from the same run: the jobs alternate. One-by-one Newton is exact (observed Hessian, Cholesky, backtracking)
-and is timed on a part of the tasks. "The authors' way" retrains a copy of the network on the data and (x, y) for each y: a
-fresh Adam, ten epochs, batches of 32.
+Every ratio comes from the same run: the jobs alternate. One-by-one Newton is exact (observed
+Hessian, Cholesky, backtracking) and is timed on a part of the tasks. "The authors' way" retrains a
+copy of the network on the data and (x, y) for each y: a fresh Adam, ten epochs, batches of 32.
 """
 
 from __future__ import annotations
@@ -33,8 +36,12 @@ from torch import Tensor, nn
 import ssla
 
 
-def one_by_one(features: Tensor, y: Tensor, theta: Tensor, phi: Tensor, target: Tensor, precision: float) -> tuple[float, int]:
-    """SSLA of one heteroscedastic task by Newton from θ̂ (C, F), to a decrement of 1e-8: (log density, steps)."""
+def one_by_one(
+    features: Tensor, y: Tensor, theta: Tensor, phi: Tensor, target: Tensor, precision: float
+) -> tuple[float, int]:
+    """SSLA of one heteroscedastic task by Newton from θ̂ (C, F), to a decrement of 1e-8: (log
+    density, steps).
+    """
 
     def derivatives(t: Tensor, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = (rows @ t.mT).unbind(-1)
@@ -78,7 +85,9 @@ def one_by_one(features: Tensor, y: Tensor, theta: Tensor, phi: Tensor, target: 
 
 
 def authors_way(model: nn.Module, x: Tensor, y: Tensor, new: Tensor, target: Tensor) -> nn.Module:
-    """A copy of the network, trained on the data and (x, y): a fresh Adam, ten epochs, batches of 32."""
+    """A copy of the network, trained on the data and (x, y): a fresh Adam, ten epochs, batches
+    of 32.
+    """
     again = copy.deepcopy(model)
     optimiser = torch.optim.Adam(again.parameters(), lr=1e-3)
     rows, values = torch.cat([x, new[None]]), torch.cat([y, target[None]])
@@ -102,9 +111,13 @@ def timed(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
     return times
 
 
-def ratio(times: dict[str, list[float]], slow: str, fast: str, per_slow: int, per_fast: int) -> float:
+def ratio(
+    times: dict[str, list[float]], slow: str, fast: str, per_slow: int, per_fast: int
+) -> float:
     """How many times as long one unit of `slow` takes as one of `fast`: the median over rounds."""
-    return statistics.median((a / per_slow) / (b / per_fast) for a, b in zip(times[slow], times[fast], strict=True))
+    return statistics.median(
+        (a / per_slow) / (b / per_fast) for a, b in zip(times[slow], times[fast], strict=True)
+    )
 
 
 def last_layer(rounds: int, singles: int) -> None:
@@ -114,7 +127,11 @@ def last_layer(rounds: int, singles: int) -> None:
     x = torch.randn(1000, 8, dtype=torch.float64)
     y = x[:, 0] + torch.randn(1000, dtype=torch.float64) * (0.2 + 0.2 * x[:, 1].abs())
     post = ssla.fit(
-        model, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=ssla.priors.Gaussian(), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=ssla.likelihoods.HeteroscedasticGaussian(),
+        prior=ssla.priors.Gaussian(),
+        gaussian="laplace",
     )
     new = torch.randn(100, 8, dtype=torch.float64)
     grid = post.predict(new).icdf(torch.linspace(0.002, 0.998, 20, dtype=torch.float64))
@@ -140,22 +157,40 @@ def last_layer(rounds: int, singles: int) -> None:
     }
     times = timed(jobs, rounds)
     solved, single = refit(post.state, new).solve(grid), singly()
-    worst = max(abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True))
-    print(f"Last layer: n = 1,000, 51 features, 2 outputs, {grid.numel():,} refits at 1e-8, {torch.get_num_threads()} threads")
-    print(f"  together        {min(times['together']):8.2f} s, {float(solved.steps.double().mean()):.1f} gradients for each task")
-    print(f"  one by one      {min(times['one by one']) / singles * grid.numel():8.2f} s (from {singles}), "
-          f"{statistics.mean(s for _, s in single):.1f} Newton steps for each task")  # fmt: skip
+    worst = max(
+        abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True)
+    )
+    print(
+        f"Last layer: n = 1,000, 51 features, 2 outputs, {grid.numel():,} refits at 1e-8, "
+        f"{torch.get_num_threads()} threads"
+    )
+    print(
+        f"  together        {min(times['together']):8.2f} s, "
+        f"{float(solved.steps.double().mean()):.1f} gradients for each task"
+    )
+    print(
+        f"  one by one      {min(times['one by one']) / singles * grid.numel():8.2f} s (from "
+        f"{singles}), {statistics.mean(s for _, s in single):.1f} Newton steps for each task"
+    )
     faster = ratio(times, "one by one", "together", singles, grid.numel())
     print(f"  ratio           {faster:8.1f}x; the two differ by at most {worst:.1e}")
     refits = float(post.predict(many, refit="weights").diagnostics.refits.double().mean())
-    print(f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} refits for each point, "
-          f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of OutputRefit\n")  # fmt: skip
+    print(
+        f"Whole predictives of 1,000 points: {min(times['predict weights']):.2f} s, {refits:.1f} "
+        "refits for each point, "
+        f"{ratio(times, 'predict weights', 'predict output', 1, 1):.0f}x the time of "
+        "OutputRefit\n"
+    )
 
 
 def network_at_its_mode() -> tuple[nn.Module, Tensor, Tensor, ssla.Posterior, Tensor, Tensor]:
-    """n = 300, about 3,000 weights, Gaussian noise: the network, its data, its posterior, 10 points × 10 y."""
+    """n = 300, about 3,000 weights, Gaussian noise: the network, its data, its posterior, 10
+    points × 10 y.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)
+    ).double()
     x = torch.randn(300, 4, dtype=torch.float64)
     y = torch.sin(x[:, 0]) + 0.2 * torch.randn(300, dtype=torch.float64)
     likelihood, prior = ssla.likelihoods.Gaussian(noise=0.2), ssla.priors.Gaussian(precision=10.0)
@@ -171,24 +206,41 @@ def network_at_its_mode() -> tuple[nn.Module, Tensor, Tensor, ssla.Posterior, Te
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        loss = ((model(x)[:, 0] - y) ** 2).sum() / 0.08 + 5 * sum((p**2).sum() for p in model.parameters())
+        loss = ((model(x)[:, 0] - y) ** 2).sum() / 0.08 + 5 * sum(
+            (p**2).sum() for p in model.parameters()
+        )
         loss.backward()
         return loss
 
     optimiser.step(closure)
     new = torch.randn(10, 4, dtype=torch.float64)
-    post = ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all")
-    return model, x, y, post, new, post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64))
+    post = ssla.fit(
+        model.eval(), (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all"
+    )
+    return (
+        model,
+        x,
+        y,
+        post,
+        new,
+        post.predict(new).icdf(torch.linspace(0.02, 0.98, 10, dtype=torch.float64)),
+    )
 
 
 def processor_times() -> None:
-    """Print seconds of processor time of the refits of all weights to 1e-3 and 1e-5: what `--against` compares."""
+    """Print seconds of processor time of the refits of all weights to 1e-3 and 1e-5: what
+    `--against` compares.
+    """
     _, _, _, post, new, grid = network_at_its_mode()
     ssla.WeightRefit(tolerance=0.1)(post.state, new).solve(grid)  # imports and caches
     for tolerance in (1e-3, 1e-5):
         start = time.process_time()
         solved = ssla.WeightRefit(tolerance=tolerance)(post.state, new).solve(grid)
-        print(time.process_time() - start, float(solved.steps.double().mean()), int(solved.converged.sum()))
+        print(
+            time.process_time() - start,
+            float(solved.steps.double().mean()),
+            int(solved.converged.sum()),
+        )
 
 
 def ten_classes() -> tuple[nn.Module, networks.Split, ssla.Posterior]:
@@ -197,11 +249,19 @@ def ten_classes() -> tuple[nn.Module, networks.Split, ssla.Posterior]:
     model = networks.perceptron(64, (50, 50), 10)
     networks.train(model, ssla.likelihoods.Categorical(), split, 0)
     law, prior = ssla.likelihoods.Categorical(), ssla.priors.Gaussian()
-    return model, split, ssla.fit(model.eval(), (split.x, split.y), likelihood=law, prior=prior, gaussian="variational")
+    return (
+        model,
+        split,
+        ssla.fit(
+            model.eval(), (split.x, split.y), likelihood=law, prior=prior, gaussian="variational"
+        ),
+    )
 
 
 def class_times(rows: int, answers: Path) -> None:
-    """Print seconds of processor time for each row of ten classes, and save log probabilities: what `--against` compares."""
+    """Print seconds of processor time for each row of ten classes, and save log probabilities:
+    what `--against` compares.
+    """
     _, split, post = ten_classes()
     new = torch.cat([split.x_test, split.x])[:rows]
     post.predict(new[:2], refit="weights")  # imports and caches
@@ -215,17 +275,30 @@ def _elsewhere(root: Path, *arguments: str) -> str:
     """What this script prints with the library of another checkout."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src")}
     return subprocess.run(
-        [sys.executable, __file__, *arguments], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, __file__, *arguments],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
 
 
 def classes(other: Path | None) -> None:
     """1,000 rows of ten classes here, NUTS, and 40 rows of another checkout."""
-    here, saved = Path(__file__).parents[1], {name: Path(tempfile.mkdtemp()) / name for name in ("this", "other")}
-    each = float(_elsewhere(here, "--only", "class_times", "--rows", "1000", "--answers", str(saved["this"])))
+    here, saved = (
+        Path(__file__).parents[1],
+        {name: Path(tempfile.mkdtemp()) / name for name in ("this", "other")},
+    )
+    each = float(
+        _elsewhere(here, "--only", "class_times", "--rows", "1000", "--answers", str(saved["this"]))
+    )
     print(f"Ten classes, 1,000 rows, processor time: {1000 * each:.1f} s here")
     if other is not None:
-        slow = float(_elsewhere(other, "--only", "class_times", "--rows", "40", "--answers", str(saved["other"])))
+        slow = float(
+            _elsewhere(
+                other, "--only", "class_times", "--rows", "40", "--answers", str(saved["other"])
+            )
+        )
         ours, theirs = (torch.load(saved[name]) for name in ("this", "other"))
         apart = (ours[: len(theirs)] - theirs).abs()
         kl = float((theirs.exp() * (theirs - ours[: len(theirs)])).sum(1).mean())
@@ -239,12 +312,17 @@ def classes(other: Path | None) -> None:
         print("  NUTS needs numpyro: not run")
         return
     model, split, _ = ten_classes()
-    laplace = networks.fit(model, split.x, split.y, ssla.likelihoods.Categorical(), "laplace", ssla.priors.Gaussian())
+    laplace = networks.fit(
+        model, split.x, split.y, ssla.likelihoods.Categorical(), "laplace", ssla.priors.Gaussian()
+    )
     weight, bias = laplace.parameters.values()
     last_layers.CHAINS = 1
     phi, mode = last_layers.features(model, split.x), torch.cat([weight, bias[:, None]], 1)
     nuts = last_layers.sample(last_layers.CASES["digits"], phi, split.y, mode, 1.0, 1000, 0)
-    print(f"  NUTS, 500 + 1,000 draws, one chain: {nuts.seconds:.1f} s, {nuts.seconds / (1000 * each):.2f} of our time")
+    print(
+        f"  NUTS, 500 + 1,000 draws, one chain: {nuts.seconds:.1f} s, "
+        f"{nuts.seconds / (1000 * each):.2f} of our time"
+    )
 
 
 def against(other: Path, rounds: int) -> None:
@@ -253,16 +331,18 @@ def against(other: Path, rounds: int) -> None:
     for _ in range(rounds):
         for name, root in (("other", other), ("this", Path(__file__).parents[1])):
             text = _elsewhere(root, "--only", "processor_times")
-            found[name].append([[float(part) for part in line.split()] for line in text.splitlines()])
+            found[name].append(
+                [[float(part) for part in line.split()] for line in text.splitlines()]
+            )
     for k, tolerance in enumerate((1e-3, 1e-5)):
         times = {name: [run[k][0] for run in runs] for name, runs in found.items()}
         ratios = [a / b for a, b in zip(times["other"], times["this"], strict=True)]
         last = {name: runs[-1][k] for name, runs in found.items()}
         print(
-            f"All weights, 100 refits at {tolerance:g}, processor time: {min(times['other']):.2f} s in {other}, "
-            f"{min(times['this']):.2f} s here, ratio {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}); "
-            f"gradients {last['other'][1]:.1f} and {last['this'][1]:.1f}, "
-            f"converged {last['other'][2]:.0f} and {last['this'][2]:.0f}"
+            f"All weights, 100 refits at {tolerance:g}, processor time: {min(times['other']):.2f} "
+            f"s in {other}, {min(times['this']):.2f} s here, ratio {statistics.median(ratios):.1f} "
+            f"({min(ratios):.1f} to {max(ratios):.1f}); gradients {last['other'][1]:.1f} and "
+            f"{last['this'][1]:.1f}, converged {last['other'][2]:.0f} and {last['this'][2]:.0f}"
         )
 
 
@@ -274,26 +354,39 @@ def all_weights(rounds: int) -> None:
         refit = ssla.WeightRefit(tolerance=tolerance)
         jobs: dict[str, Callable[[], object]] = {
             "together": lambda r=refit: r(post.state, new).solve(grid),
-            "authors": lambda: [authors_way(model, x, y, new[i], grid[i, 0]) for i in range(retrained)],
+            "authors": lambda: [
+                authors_way(model, x, y, new[i], grid[i, 0]) for i in range(retrained)
+            ],
         }
         times = timed(jobs, rounds)
         solved = refit(post.state, new).solve(grid)
         faster = ratio(times, "authors", "together", retrained, grid.numel())
         print(
-            f"All weights ({post.report.parameters:,}), n = 300, {grid.numel()} refits at {tolerance:g}: "
-            f"{min(times['together']) / grid.numel() * 1e3:.1f} ms each, {float(solved.steps.double().mean()):.0f} steps, "
-            f"{int(solved.converged.sum())} converged; the authors' way takes {faster:.0f}x as long"
+            f"All weights ({post.report.parameters:,}), n = 300, {grid.numel()} refits at "
+            f"{tolerance:g}: {min(times['together']) / grid.numel() * 1e3:.1f} ms each, "
+            f"{float(solved.steps.double().mean()):.0f} steps, {int(solved.converged.sum())} "
+            f"converged; the authors' way takes {faster:.0f}x as long"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-by-one", type=int, default=200)
-    parser.add_argument("--against", type=Path, help="another checkout: compare refits of all weights and of classes")
-    parser.add_argument("--only", choices=["last_layer", "classes", "all_weights", "processor_times", "class_times"])
+    parser.add_argument(
+        "--against",
+        type=Path,
+        help="another checkout: compare refits of all weights and of classes",
+    )
+    parser.add_argument(
+        "--only", choices=["last_layer", "classes", "all_weights", "processor_times", "class_times"]
+    )
     parser.add_argument("--rows", type=int, default=1000, help="of class_times")
-    parser.add_argument("--answers", type=Path, help="file for the log probabilities of class_times")
+    parser.add_argument(
+        "--answers", type=Path, help="file for the log probabilities of class_times"
+    )
     options = parser.parse_args()
     if options.only == "processor_times":
         processor_times()

@@ -1,12 +1,15 @@
-"""Simulated tables with many categories, and with small counts: what the defaults gain and lose there.
+"""Simulated tables with many categories, and with small counts: what the defaults gain and lose
+there.
 
     make .venv/.ready-tables
     .venv/bin/python benchmarks/simulated.py [--only categories|counts] [--first 100] [--seeds 2]
 
-As many test rows as training rows. Seeds below 100 were looked at while the defaults were chosen, those from 100 on were not.
+As many test rows as training rows. Seeds below 100 were looked at while the defaults were chosen,
+those from 100 on were not.
 
-Categories: three numbers, noise 0.3, and a category with an effect of standard deviation 1 (or a slope for the first number, or
-no effect). NLL, RMSE (classes: log-loss, errors) and coverage at 90% of
+Categories: three numbers, noise 0.3, and a category with an effect of standard deviation 1 (or a
+slope for the first number, or no effect). NLL, RMSE (classes: log-loss, errors) and coverage at 90%
+of
 
     ssla            SSLARegressor() / SSLAClassifier()
     50 columns      the same on one column for each of the 50 most frequent values (TableEncoder)
@@ -14,7 +17,8 @@ no effect). NLL, RMSE (classes: log-loss, errors) and coverage at 90% of
     CatBoost        native categories, RMSEWithUncertainty (or its defaults for classes), early stopping
     known           the mean of each value shrunken as the simulation has it, everything else known
 
-Counts: Poisson and negative binomial (variance 1.5 and 3 times the mean), 600 rows. Log probability and coverage at 90% of
+Counts: Poisson and negative binomial (variance 1.5 and 3 times the mean), 600 rows. Log probability
+and coverage at 90% of
 
     ssla            SSLARegressor()
     numbers         SSLARegressor("heteroscedastic"), the probability between y − ½ and y + ½
@@ -49,19 +53,30 @@ class Categories:
     classes: bool = False
 
     def __str__(self) -> str:
-        return f"{self.values} values of {self.rows} rows, effect: {self.effect}{', two classes' if self.classes else ''}"
+        return (
+            f"{self.values} values of {self.rows} rows, effect: "
+            f"{self.effect}{', two classes' if self.classes else ''}"
+        )
 
     def draw(self, seed: int) -> tuple[pd.DataFrame, np.ndarray, np.ndarray, np.ndarray]:
-        """Training rows and as many test rows: a frame, y, the part of y without the category, the number of the category."""
+        """Training rows and as many test rows: a frame, y, the part of y without the category,
+        the number of the category.
+        """
         rng = np.random.default_rng(seed)
-        code = np.concatenate([rng.permutation(np.repeat(np.arange(self.values), self.rows)) for _ in range(2)])
+        code = np.concatenate(
+            [rng.permutation(np.repeat(np.arange(self.values), self.rows)) for _ in range(2)]
+        )
         x, effect = rng.normal(size=(len(code), 3)), rng.normal(size=self.values)
         known = np.sin(2 * x[:, 0]) + 0.5 * x[:, 1]
-        own = {"level": effect[code], "slope": effect[code] * x[:, 0], "none": np.zeros(len(code))}[self.effect]
+        own = {"level": effect[code], "slope": effect[code] * x[:, 0], "none": np.zeros(len(code))}[
+            self.effect
+        ]
         y = known + own + NOISE * rng.normal(size=len(code))
         if self.classes:
             y = (rng.random(len(code)) < 1 / (1 + np.exp(-1.5 * (known + own)))).astype(float)
-        frame = pd.DataFrame(x, columns=["a", "b", "c"]).assign(**{CATEGORY: [f"place {c}" for c in code]})
+        frame = pd.DataFrame(x, columns=["a", "b", "c"]).assign(
+            **{CATEGORY: [f"place {c}" for c in code]}
+        )
         return frame, y, known, code
 
     def scores(self, seed: int) -> dict[str, Scores]:
@@ -74,29 +89,56 @@ class Categories:
             "50 columns": (encoder.transform(seen), encoder.transform(new)),
             "left out": (seen.drop(columns=CATEGORY), new.drop(columns=CATEGORY)),
         }
-        found = {name: self.of_ours(*table, y[:half], target, seed) for name, table in tables.items()}
+        found = {
+            name: self.of_ours(*table, y[:half], target, seed) for name, table in tables.items()
+        }
         found["CatBoost"] = self.of_catboost(seen, new, y[:half], target, seed)
         if self.effect == "level" and not self.classes:
             residuals = y[:half] - known[:half]
-            spread = NOISE**2 / (self.rows + NOISE**2)  # of an effect, given its rows; the prior's is 1
-            mean = known[half:] + (np.bincount(code[:half], residuals) / (self.rows + NOISE**2))[code[half:]]
+            spread = NOISE**2 / (
+                self.rows + NOISE**2
+            )  # of an effect, given its rows; the prior's is 1
+            mean = (
+                known[half:]
+                + (np.bincount(code[:half], residuals) / (self.rows + NOISE**2))[code[half:]]
+            )
             found["known"] = of_normal(mean, np.full(half, np.sqrt(NOISE**2 + spread)), target)
         return found
 
-    def of_ours(self, seen: object, new: object, y: np.ndarray, target: np.ndarray, seed: int) -> Scores:
+    def of_ours(
+        self, seen: object, new: object, y: np.ndarray, target: np.ndarray, seed: int
+    ) -> Scores:
         if self.classes:
-            return of_classes(SSLAClassifier(random_state=seed).fit(seen, y).predict_proba(new)[:, 1], target)
+            return of_classes(
+                SSLAClassifier(random_state=seed).fit(seen, y).predict_proba(new)[:, 1], target
+            )
         p = SSLARegressor(random_state=seed).fit(seen, y).predict_dist(new)
-        return tuple(float(s) for s in (metrics.nll(p, target), metrics.rmse(p, target), metrics.coverage(p, target, 0.9)))
+        return tuple(
+            float(s)
+            for s in (
+                metrics.nll(p, target),
+                metrics.rmse(p, target),
+                metrics.coverage(p, target, 0.9),
+            )
+        )
 
-    def of_catboost(self, seen: pd.DataFrame, new: pd.DataFrame, y: np.ndarray, target: np.ndarray, seed: int) -> Scores:
+    def of_catboost(
+        self, seen: pd.DataFrame, new: pd.DataFrame, y: np.ndarray, target: np.ndarray, seed: int
+    ) -> Scores:
         from catboost import CatBoostClassifier, CatBoostRegressor
 
-        options = {"cat_features": [CATEGORY], "random_seed": seed, "verbose": False, "allow_writing_files": False}
+        options = {
+            "cat_features": [CATEGORY],
+            "random_seed": seed,
+            "verbose": False,
+            "allow_writing_files": False,
+        }
         options |= {"early_stopping_rounds": 50, "thread_count": 1}
         stop = np.random.default_rng(seed).random(len(y)) < 0.1
         model = (
-            CatBoostClassifier(**options) if self.classes else CatBoostRegressor(loss_function="RMSEWithUncertainty", **options)
+            CatBoostClassifier(**options)
+            if self.classes
+            else CatBoostRegressor(loss_function="RMSEWithUncertainty", **options)
         )
         model.fit(seen[~stop], y[~stop], eval_set=(seen[stop], y[stop]))
         if self.classes:
@@ -116,7 +158,11 @@ class Counts:
         return f"counts of mean {self.mean:g}, variance {self.times:g} times the mean"
 
     def law(self, rate: np.ndarray) -> object:
-        return stats.poisson(rate) if self.times == 1 else stats.nbinom(rate / (self.times - 1), 1 / self.times)
+        return (
+            stats.poisson(rate)
+            if self.times == 1
+            else stats.nbinom(rate / (self.times - 1), 1 / self.times)
+        )
 
     def scores(self, seed: int) -> dict[str, Scores]:
         rng = np.random.default_rng(seed)
@@ -132,7 +178,14 @@ class Counts:
                 logs = p.log_prob(target).numpy()
             else:  # what is below zero is part of zero
                 logs = np.log(
-                    np.maximum(np.where(target > 0, p.cdf(target + 0.5) - p.cdf(target - 0.5), p.cdf(target + 0.5)), 1e-12)
+                    np.maximum(
+                        np.where(
+                            target > 0,
+                            p.cdf(target + 0.5) - p.cdf(target - 0.5),
+                            p.cdf(target + 0.5),
+                        ),
+                        1e-12,
+                    )
                 )
             taken = float(model.ensemble_.settings.likelihood == "poisson")
             found[name] = (float(logs.mean()), float(metrics.coverage(p, target, 0.9)), taken)
@@ -142,7 +195,11 @@ class Counts:
 
 def of_normal(mean: np.ndarray, sd: np.ndarray, y: np.ndarray) -> Scores:
     z = np.abs(y - mean) / sd
-    return float(-stats.norm(mean, sd).logpdf(y).mean()), float(np.sqrt(((y - mean) ** 2).mean())), float((z < 1.6449).mean())
+    return (
+        float(-stats.norm(mean, sd).logpdf(y).mean()),
+        float(np.sqrt(((y - mean) ** 2).mean())),
+        float((z < 1.6449).mean()),
+    )
 
 
 def of_classes(probability: np.ndarray, y: np.ndarray) -> Scores:
@@ -161,11 +218,18 @@ CATEGORIES = (
     Categories(300, 20, "none", classes=True),
 )
 COUNTS = tuple(Counts(mean, times) for mean in (0.5, 2.0, 6.0) for times in (1.0, 1.5, 3.0))
-HEADS = {"categories": "NLL / RMSE / coverage, or log-loss / errors", "counts": "log probability / coverage / Poisson taken"}
+HEADS = {
+    "categories": "NLL / RMSE / coverage, or log-loss / errors",
+    "counts": "log probability / coverage / Poisson taken",
+}
 
 
 def cases(only: str) -> Iterator[tuple[str, tuple[Categories | Counts, ...]]]:
-    yield from ((name, found) for name, found in (("categories", CATEGORIES), ("counts", COUNTS)) if only in ("", name))
+    yield from (
+        (name, found)
+        for name, found in (("categories", CATEGORIES), ("counts", COUNTS))
+        if only in ("", name)
+    )
 
 
 def means(score: Callable[[int], dict[str, Scores]], seeds: range) -> dict[str, np.ndarray]:
@@ -174,7 +238,9 @@ def means(score: Callable[[int], dict[str, Scores]], seeds: range) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", choices=("categories", "counts"), default="")
     parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2)
@@ -185,8 +251,12 @@ def main() -> None:
         print(f"\n{name}: {HEADS[name]}", flush=True)
         for table in tables:
             print(f"\n{table}", flush=True)
-            for method, scores in means(table.scores, range(asked.first, asked.first + asked.seeds)).items():
-                print(f"    {method:<12}" + " / ".join(f"{score:.3f}" for score in scores), flush=True)
+            for method, scores in means(
+                table.scores, range(asked.first, asked.first + asked.seeds)
+            ).items():
+                print(
+                    f"    {method:<12}" + " / ".join(f"{score:.3f}" for score in scores), flush=True
+                )
 
 
 if __name__ == "__main__":

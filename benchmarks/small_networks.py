@@ -1,4 +1,6 @@
-"""Small trained networks, sets of classes and tables for the benchmarks `last_layers.py` and `class_sets.py`."""
+"""Small trained networks, sets of classes and tables for the benchmarks `last_layers.py` and
+`class_sets.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from sklearn import datasets
 from torch import Tensor, nn
 
 import ssla
-from sklearn import datasets
 from ssla.likelihoods import Likelihood
 
 LAPLACE, VARIATIONAL = "laplace", "variational"
@@ -26,7 +28,9 @@ MOST_LEVELS = 30  # of a text column; later levels are one level together
 
 
 class Split(NamedTuple):
-    """Rows that train the features, rows that only early stopping has seen, test rows, and out-of-distribution inputs."""
+    """Rows that train the features, rows that only early stopping has seen, test rows, and
+    out-of-distribution inputs.
+    """
 
     x: Tensor
     y: Tensor
@@ -48,7 +52,8 @@ def available(gaussians: Sequence[str]) -> list[str]:
     for name in gaussians:
         if name not in kept:
             print(
-                f'Skipped: gaussian="{name}". This version of ssla.fit has no argument "gaussian"; its posterior is "{LAPLACE}".'
+                f'Skipped: gaussian="{name}". This version of ssla.fit has no argument "gaussian"; '
+                f'its posterior is "{LAPLACE}".'
             )
     if not kept:
         raise SystemExit("There is nothing to run.")
@@ -56,7 +61,13 @@ def available(gaussians: Sequence[str]) -> list[str]:
 
 
 def fit(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: Likelihood, gaussian: str, prior: Any = None, **options: Any
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    likelihood: Likelihood,
+    gaussian: str,
+    prior: Any = None,
+    **options: Any,
 ) -> ssla.Posterior:
     """`ssla.fit`, with `gaussian` where it is accepted."""
     if "gaussian" in inspect.signature(ssla.fit).parameters:
@@ -66,7 +77,9 @@ def fit(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that a network is not at the mode, or that tuning ended at the edge of its range."""
+    """Without the warnings that a network is not at the mode, or that tuning ended at the edge
+    of its range.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -75,7 +88,9 @@ def quiet() -> Iterator[None]:
 # --- networks -----------------------------------------------------------------------------------
 
 
-def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str = "tanh") -> nn.Sequential:
+def perceptron(
+    inputs: int, hidden: Sequence[int], outputs: int, activation: str = "tanh"
+) -> nn.Sequential:
     layers: list[nn.Module] = []
     for width, following in pairwise((inputs, *hidden)):
         layers += [nn.Linear(width, following), ACTIVATIONS[activation]()]
@@ -112,7 +127,9 @@ def train(
     precision: float = 1.0,
     patience: int = 40,
 ) -> nn.Module:
-    """Adam with weight decay `precision`/n; the weights of the epoch with the lowest loss on the early-stopping rows."""
+    """Adam with weight decay `precision`/n; the weights of the epoch with the lowest loss on
+    the early-stopping rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=rate)
     n, lowest, found, best = len(split.x), float("inf"), 0, model.state_dict()
@@ -129,7 +146,11 @@ def train(
         with torch.no_grad():
             loss = -float(likelihood.log_prob(split.y_held, model(split.x_held)).mean())
         if loss < lowest:
-            lowest, found, best = loss, epoch, {name: value.clone() for name, value in model.state_dict().items()}
+            lowest, found, best = (
+                loss,
+                epoch,
+                {name: value.clone() for name, value in model.state_dict().items()},
+            )
         elif epoch - found >= patience:
             break
     model.load_state_dict(best)
@@ -143,16 +164,27 @@ def _standardised(split: Split) -> Split:
     """By the rows that train the network."""
     mean, scale = split.x.mean(0), split.x.std(0)
     scale = torch.where(scale > 1e-9, scale, 1.0)
-    parts = {name: (getattr(split, name) - mean) / scale for name in ("x", "x_held", "x_test", "x_ood")}
+    parts = {
+        name: (getattr(split, name) - mean) / scale for name in ("x", "x_held", "x_test", "x_ood")
+    }
     return split._replace(**parts)
 
 
-def _divided(x: np.ndarray, y: np.ndarray, seed: int, sizes: tuple[float, float], outputs: int) -> Split:
-    """A random split into training, early-stopping and test rows. `sizes`: of the first two, as shares or as counts."""
+def _divided(
+    x: np.ndarray, y: np.ndarray, seed: int, sizes: tuple[float, float], outputs: int
+) -> Split:
+    """A random split into training, early-stopping and test rows.
+
+    `sizes`: of the first two, as shares or as counts.
+    """
     order = np.random.default_rng(seed).permutation(len(y))
     first, second = (int(size if size > 1 else size * len(y)) for size in sizes)
     parts = np.split(order, [first, first + second])
-    rows = [part for index in parts for part in (torch.from_numpy(x[index]).double(), torch.from_numpy(y[index]).long())]
+    rows = [
+        part
+        for index in parts
+        for part in (torch.from_numpy(x[index]).double(), torch.from_numpy(y[index]).long())
+    ]
     return Split(*rows, x_ood=torch.empty(0, x.shape[1], dtype=torch.float64), outputs=outputs)
 
 
@@ -163,27 +195,40 @@ def permuted_pixels(x: Tensor, seed: int) -> Tensor:
 
 
 def far_inputs(x: Tensor, rows: int, seed: int) -> Tensor:
-    """Standardised inputs in random directions, three times as far from the centre as the training rows are on average."""
-    direction = torch.randn(rows, x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+    """Standardised inputs in random directions, three times as far from the centre as the
+    training rows are on average.
+    """
+    direction = torch.randn(
+        rows, x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(seed)
+    )
     return direction / direction.norm(dim=1, keepdim=True) * 3 * x.norm(dim=1).mean()
 
 
-def digits(seed: int, train_rows: int = 600, held_rows: int = 200, test_rows: int | None = None) -> Split:
-    """Ten classes, pixels divided by 16. Out of distribution: the test images with permuted pixels."""
+def digits(
+    seed: int, train_rows: int = 600, held_rows: int = 200, test_rows: int | None = None
+) -> Split:
+    """Ten classes, pixels divided by 16.
+
+    Out of distribution: the test images with permuted pixels.
+    """
     images, labels = datasets.load_digits(return_X_y=True)
     split = _divided(images / 16, labels, seed, (train_rows, held_rows), 10)
     split = split._replace(x_test=split.x_test[:test_rows], y_test=split.y_test[:test_rows])
     return split._replace(x_ood=permuted_pixels(split.x_test, seed))
 
 
-def few_digits(seed: int, train_rows: int = 450, held_rows: int = 150, test_rows: int | None = None) -> Split:
+def few_digits(
+    seed: int, train_rows: int = 450, held_rows: int = 150, test_rows: int | None = None
+) -> Split:
     """Digits 0 to 4. Out of distribution: digits 5 to 9."""
     images, labels = datasets.load_digits(return_X_y=True)
     home = labels < 5
     split = _divided(images[home] / 16, labels[home], seed, (train_rows, held_rows), 5)
     foreign = np.random.default_rng(seed).permutation(images[~home] / 16)
     ood = torch.from_numpy(foreign).double()[: test_rows or len(split.x_test)]
-    return split._replace(x_test=split.x_test[:test_rows], y_test=split.y_test[:test_rows], x_ood=ood)
+    return split._replace(
+        x_test=split.x_test[:test_rows], y_test=split.y_test[:test_rows], x_ood=ood
+    )
 
 
 def _far(split: Split, seed: int) -> Split:
@@ -212,12 +257,16 @@ def moons(seed: int, train_rows: int = 150, held_rows: int = 60, test_rows: int 
 def class_tables(folder: Path) -> list[str]:
     """The names of the class tables, from the list in the folder's README.md."""
     lines = (folder / "README.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| classes")]
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| classes")
+    ]
     return [row[2].removesuffix(".csv") for row in cells]
 
 
 def class_table(folder: Path, name: str, seed: int, most_rows: int) -> Split:
-    """60% of the rows train, 15% are for early stopping, 25% are the test. Text columns become indicators.
+    """60% of the rows train, 15% are for early stopping, 25% are the test.
+
+    Text columns become indicators.
 
     Gaps of numbers are filled by the median of the training rows and get an indicator.
     """
@@ -234,10 +283,15 @@ def class_table(folder: Path, name: str, seed: int, most_rows: int) -> Split:
                 columns.append(values.isna().to_numpy(float))
         else:
             levels = values.astype(object).where(values.notna(), "missing").astype(str)
-            columns += [(levels == level).to_numpy(float) for level in levels[:size].value_counts().index[:MOST_LEVELS]]
+            columns += [
+                (levels == level).to_numpy(float)
+                for level in levels[:size].value_counts().index[:MOST_LEVELS]
+            ]
     x, target = torch.from_numpy(np.stack(columns, 1)), torch.from_numpy(y).long()
     sizes = [size, int(0.15 * len(y)), len(y) - size - int(0.15 * len(y))]
-    parts = [part for pair in zip(x.split(sizes), target.split(sizes), strict=True) for part in pair]
+    parts = [
+        part for pair in zip(x.split(sizes), target.split(sizes), strict=True) for part in pair
+    ]
     return _standardised(Split(*parts, x_ood=x[:0], outputs=len(labels)))
 
 
@@ -253,5 +307,8 @@ def spread(values: Sequence[float], digits: int = 1, form: str = "e") -> str:
 
 def write_json(path: Path | None, options: dict[str, Any], records: list[dict[str, Any]]) -> None:
     if path is not None:
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        shown = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in options.items()
+        }
         path.write_text(json.dumps({"options": shown, "records": records}, indent=1) + "\n")

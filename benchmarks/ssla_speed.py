@@ -1,11 +1,14 @@
-"""SSLA (refit="weights") of large last layers: seconds and memory, and the distance from the dense engine.
+"""SSLA (refit="weights") of large last layers: seconds and memory, and the distance from the dense
+engine.
 
     OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py                  # the whole table
-    OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only agreement # (2k, 128, 10) against the dense engine
-    OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only speed --classes 100 --rows 2
+    OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only agreement # (2k, 128, 10) against the
+    dense engine OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only speed --classes 100 --rows
+    2
 
-Features are generated, the head is trained by L-BFGS. No setting of the engine was chosen on the problems of the
-agreement. Seconds are of the processor. Memory is the peak of a process of its own, less what was resident before the refits.
+Features are generated, the head is trained by L-BFGS. No setting of the engine was chosen on the
+problems of the agreement. Seconds are of the processor. Memory is the peak of a process of its own,
+less what was resident before the refits.
 """
 
 from __future__ import annotations
@@ -44,11 +47,17 @@ AGREEMENT = [
     Problem("tanh of few factors", spread=2.0, seed=12, tanh=True),
     Problem("nearly separable", spread=4.0, seed=13),
 ]
-CLASSES_APART = 3.0  # distance of 100 classes: nearer ones overlap so much that every class is a candidate
+CLASSES_APART = (
+    3.0  # distance of 100 classes: nearer ones overlap so much that every class is a candidate
+)
 
 
-def features(kind: Problem, n: int, width: int, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ReLU of a rotated Gaussian mixture with a decaying spectrum, or tanh of a random map of 20 factors; and the classes."""
+def features(
+    kind: Problem, n: int, width: int, classes: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """ReLU of a rotated Gaussian mixture with a decaying spectrum, or tanh of a random map of
+    20 factors; and the classes.
+    """
     y = torch.randint(classes, (n,), generator=generator)
     if kind.tanh:
         centres = kind.spread * torch.randn(classes, 20, generator=generator)
@@ -57,10 +66,14 @@ def features(kind: Problem, n: int, width: int, classes: int, generator: torch.G
     centres = 4 * kind.spread * torch.randn(classes, width, generator=generator) / width**0.5
     scale = (1 + torch.arange(width)) ** -0.5 * width**0.5 / 4
     rotation = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
-    return torch.relu((centres[y] + torch.randn(n, width, generator=generator)) * scale @ rotation), y
+    return torch.relu(
+        (centres[y] + torch.randn(n, width, generator=generator)) * scale @ rotation
+    ), y
 
 
-def problem(kind: Problem, n: int, width: int, classes: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+def problem(
+    kind: Problem, n: int, width: int, classes: int
+) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """A trained head, its features and classes, and features of 200 new rows."""
     generator = torch.Generator().manual_seed(kind.seed)
     x, y = features(kind, n + 200, width, classes, generator)
@@ -83,17 +96,29 @@ def fitted(kind: Problem, n: int, width: int, classes: int) -> tuple[ssla.Poster
     model, x, y, new = problem(kind, n, width, classes)
     prior = ssla.priors.Gaussian(1e-3 * n)  # the head's own weight decay
     post = ssla.fit(
-        model, (x, y), likelihood=ssla.likelihoods.Categorical(), prior=prior, structure="kfac", gaussian="laplace", mode="tilt"
+        model,
+        (x, y),
+        likelihood=ssla.likelihoods.Categorical(),
+        prior=prior,
+        structure="kfac",
+        gaussian="laplace",
+        mode="tilt",
     )
     return post, new
 
 
 def resident(key: str) -> int:
-    return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return next(
+        1024 * int(line.split()[1])
+        for line in STATUS.read_text().splitlines()
+        if line.startswith(key)
+    )
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Print seconds of opening (once) and of each row, the number of refits, and the peak of memory, as JSON."""
+    """Print seconds of opening (once) and of each row, the number of refits, and the peak of
+    memory, as JSON.
+    """
     kind = SPEED if options.classes <= 10 else SPEED._replace(spread=CLASSES_APART)
     post, new = fitted(kind, options.n, options.width, options.classes)
     new = new[: options.rows]
@@ -136,11 +161,17 @@ class Agreement(NamedTuple):
     kl: float
 
     def __str__(self) -> str:
-        return f"at most {self.largest:.1e} ({self.likely:.1e} for p ≥ 0.01), typically {self.typical:.1e}, KL {self.kl:.1e}"
+        return (
+            f"at most {self.largest:.1e} ({self.likely:.1e} for p ≥ 0.01), typically "
+            f"{self.typical:.1e}, KL {self.kl:.1e}"
+        )
 
 
 def agreement(kind: Problem, rows: int, large: bool) -> Agreement:
-    """At (2,000, 128, 10). large: with the settings of a large problem (sketched determinants, a looser tolerance)."""
+    """At (2,000, 128, 10).
+
+    large: with the settings of a large problem (sketched determinants, a looser tolerance).
+    """
     post, new = fitted(kind, 2000, 128, 10)
     refits = [ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exact")]
     limit = last_layer_products.LARGE
@@ -149,23 +180,36 @@ def agreement(kind: Problem, rows: int, large: bool) -> Agreement:
     last_layer_products.LARGE = limit
     apart = (found[0] - found[1]).abs()
     kl = float((found[1].exp() * (found[1] - found[0])).sum(1).mean())
-    return Agreement(float(apart.max()), float(apart.median()), float(apart[found[1].exp() >= 0.01].max()), kl)
+    return Agreement(
+        float(apart.max()), float(apart.median()), float(apart[found[1].exp() >= 0.01].max()), kl
+    )
 
 
 def measured(options: argparse.Namespace, classes: int, rows: int) -> None:
     """Print one row of the table of seconds, measured in a process of its own."""
-    call = [sys.executable, __file__, "--inside", "--n", str(options.n), "--width", str(options.width)]
+    call = [
+        sys.executable,
+        __file__,
+        "--inside",
+        "--n",
+        str(options.n),
+        "--width",
+        str(options.width),
+    ]
     call += ["--classes", str(classes), "--rows", str(rows)]
     found = json.loads(subprocess.run(call, check=True, capture_output=True, text=True).stdout)
     print(
-        f"| ({options.n:,}, {options.width}, {classes}) | {found['once']:.0f} | {found['row']:.2f} | {found['refits']:.1f} | "
-        f"{found['converged']:.0%} | {found['error']:.1e} | {found['memory']:.2f} | {found['engine']} |",
+        f"| ({options.n:,}, {options.width}, {classes}) | {found['once']:.0f} | "
+        f"{found['row']:.2f} | {found['refits']:.1f} | {found['converged']:.0%} | "
+        f"{found['error']:.1e} | {found['memory']:.2f} | {found['engine']} |",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", choices=["speed", "agreement"])
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=512)
@@ -178,7 +222,10 @@ def main() -> None:
         speed(options)
         return
     if options.only in (None, "speed"):
-        print("| (n, d, C) | s once | s a row | refits a row | converged | stated error | memory/budget | curvature |")
+        print(
+            "| (n, d, C) | s once | s a row | refits a row | converged | stated error | "
+            "memory/budget | curvature |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         sizes = {10: 10, 100: 1} if options.classes is None else {options.classes: 10}
         for classes, rows in sizes.items():
@@ -187,7 +234,11 @@ def main() -> None:
         print("Log probabilities at (2,000, 128, 10) against the dense engine:")
         for kind in AGREEMENT:
             print(f"{kind.name}: {agreement(kind, options.rows or 4, False)}", flush=True)
-            print(f"  with the settings of a large problem: {agreement(kind, options.rows or 4, True)}", flush=True)
+            print(
+                "  with the settings of a large problem: "
+                f"{agreement(kind, options.rows or 4, True)}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The time of reading and encoding a CSV file, in units of `pandas.read_csv`.
 
-A table of 1,000,000 rows with ten columns: numbers, numbers with gaps, integers, categories, booleans, dates. Goals: `read_table`
-in at most 1.5 times the time of pandas; `make_plan` and `encode` together in a few seconds. Every round times all steps one after
-the other, so that they have the same load; the table gives the median over rounds of the ratio to pandas of that round, and the
-best time. `quoted`: the same table with all texts in quotes. `numbers`: ten columns of numbers.
+A table of 1,000,000 rows with ten columns: numbers, numbers with gaps, integers, categories,
+booleans, dates. Goals: `read_table` in at most 1.5 times the time of pandas; `make_plan` and
+`encode` together in a few seconds. Every round times all steps one after the other, so that they
+have the same load; the table gives the median over rounds of the ratio to pandas of that round, and
+the best time. `quoted`: the same table with all texts in quotes. `numbers`: ten columns of numbers.
 
     python benchmarks/table_speed.py [--rounds 5] [--rows 1000000]
 """
@@ -35,7 +36,9 @@ def mixed(rows: int) -> pd.DataFrame:
     columns["count"] = rng.integers(0, 1000, rows)
     columns["city"] = rng.choice(["New York", "Rome", "Zürich", "Paris"], rows)
     columns["flag"] = rng.choice(["yes", "no"], rows)
-    columns["date"] = np.datetime_as_string(np.datetime64("2015-01-01") + rng.integers(0, 3000, rows))
+    columns["date"] = np.datetime_as_string(
+        np.datetime64("2015-01-01") + rng.integers(0, 3000, rows)
+    )
     return pd.DataFrame(columns | {"y": rng.normal(size=rows).round(6)})
 
 
@@ -65,7 +68,9 @@ def measure(path: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000)
     arguments = parser.parse_args()
@@ -78,10 +83,15 @@ def main() -> None:
         ):
             make(arguments.rows).to_csv(path, index=False, quoting=quoting)
             times = measure(path, arguments.rounds)
-            print(f"\n{name}: {arguments.rows:,} rows, {path.stat().st_size / 1e6:.0f} MB, {arguments.rounds} rounds")
+            print(
+                f"\n{name}: {arguments.rows:,} rows, {path.stat().st_size / 1e6:.0f} MB, "
+                f"{arguments.rounds} rounds"
+            )
             print(f"{'':18}{'ratio to pandas':>16}{'best time (s)':>16}")
             for step, found in times.items():
-                ratio = statistics.median(a / b for a, b in zip(found, times["pandas.read_csv"], strict=True))
+                ratio = statistics.median(
+                    a / b for a, b in zip(found, times["pandas.read_csv"], strict=True)
+                )
                 print(f"{step:18}{ratio:16.2f}{min(found):16.2f}")
 
 

@@ -1,16 +1,20 @@
-"""Tables with mixed columns and gaps: the estimators without options beside peers, on the same rows of the same splits.
+"""Tables with mixed columns and gaps: the estimators without options beside peers, on the same rows
+of the same splits.
 
     make .venv/.ready-tables
-    SSLA_TABLES=…/tables SSLA_DATA=…/uci .venv/bin/python benchmarks/tables.py [--task regression|classes] [--tables stock,…]
-        [--splits 2] [--first 100] [--rows 1000] [--out results.jsonl] [--plot ranks.png] [--only-folder]
+    SSLA_TABLES=…/tables SSLA_DATA=…/uci .venv/bin/python benchmarks/tables.py [--task
+    regression|classes] [--tables stock,…]
+        [--splits 2] [--first 100] [--rows 1000] [--out results.jsonl] [--plot ranks.png]
+        [--only-folder]
 
-Regression: 13 tables of SSLA_TABLES, the eight UCI tables of the paper, scikit-learn's diabetes; classes: 14 tables of
-SSLA_TABLES, scikit-learn's breast cancer, digits and wine; --only-folder: the tables of SSLA_TABLES alone (fresh_tables.py makes
-a folder of tables that no default was chosen on). At most --rows rows for training, a fifth of the table (at most 1,000
-rows) for the test. NLL, CRPS and the interval score (of 90%) in units of the target's standard deviation.
-Split 0 was looked at while the defaults were chosen (regression: stock, servo, strike, autoprice, abalone, cpu_small, house8L;
-classes: credit_g, heart_c, vowel), splits from 100 on were not, with one exception: house8L of split 100 showed that the log
-variance needs an upper limit.
+Regression: 13 tables of SSLA_TABLES, the eight UCI tables of the paper, scikit-learn's diabetes;
+classes: 14 tables of SSLA_TABLES, scikit-learn's breast cancer, digits and wine; --only-folder: the
+tables of SSLA_TABLES alone (fresh_tables.py makes a folder of tables that no default was chosen
+on). At most --rows rows for training, a fifth of the table (at most 1,000 rows) for the test. NLL,
+CRPS and the interval score (of 90%) in units of the target's standard deviation. Split 0 was looked
+at while the defaults were chosen (regression: stock, servo, strike, autoprice, abalone, cpu_small,
+house8L; classes: credit_g, heart_c, vowel), splits from 100 on were not, with one exception:
+house8L of split 100 showed that the log variance needs an upper limit.
 
     ssla            SSLARegressor() / SSLAClassifier()
     ensemble        five ReLU networks 2 × 50 with mean and log variance (or logits), early stopping, mixed: a deep ensemble
@@ -62,22 +66,53 @@ OWN: dict[str, dict[str, Callable[..., Any]]] = {
     "classes": {"breast_cancer": load_breast_cancer, "digits": load_digits, "wine": load_wine},
 }
 LOWER = ("nll", "crps", "interval score", "rmse", "log-loss", "ECE", "error")  # is better
-STUDENTISED = (1.96, 2.343, 2.569, 2.728, 2.85, 2.949, 3.031, 3.102, 3.164, 3.219, 3.268)  # of 2 to 12 methods, 5%
+STUDENTISED = (
+    1.96,
+    2.343,
+    2.569,
+    2.728,
+    2.85,
+    2.949,
+    3.031,
+    3.102,
+    3.164,
+    3.219,
+    3.268,
+)  # of 2 to 12 methods, 5%
 GP_ROWS = 500
 
 
 class Split:
     """Numbers of the training and the test rows."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray, classes: int, seed: int) -> None:
-        self.x, self.y, self.x_test, self.y_test, self.classes, self.seed = x, y, x_test, y_test, classes, seed
+    def __init__(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        x_test: np.ndarray,
+        y_test: np.ndarray,
+        classes: int,
+        seed: int,
+    ) -> None:
+        self.x, self.y, self.x_test, self.y_test, self.classes, self.seed = (
+            x,
+            y,
+            x_test,
+            y_test,
+            classes,
+            seed,
+        )
 
 
 def names(folder: Path, task: str, alone: bool) -> list[str]:
     lines = (folder / "README.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith(f"| {task}")]
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in lines if line.startswith(f"| {task}")
+    ]
     found = [row[2].removesuffix(".csv") for row in cells]
-    return found if alone else found + (list(SETS) if task == "regression" else []) + list(OWN[task])
+    return (
+        found if alone else found + (list(SETS) if task == "regression" else []) + list(OWN[task])
+    )
 
 
 def load(folder: Path, name: str, seed: int, most: int, task: str) -> Split:
@@ -100,13 +135,24 @@ def load(folder: Path, name: str, seed: int, most: int, task: str) -> Split:
         given = np.isin(np.arange(count), kept)
         X = make_plan(table, {target}, given).encode(table).values
         values = table.column(target).values
-        y = values.astype(float) if task == "regression" else np.unique([str(v) for v in values], return_inverse=True)[1]
-    return Split(X[kept], y[kept], X[test], y[test], int(y.max()) + 1 if task == "classes" else 0, seed)
+        y = (
+            values.astype(float)
+            if task == "regression"
+            else np.unique([str(v) for v in values], return_inverse=True)[1]
+        )
+    return Split(
+        X[kept], y[kept], X[test], y[test], int(y.max()) + 1 if task == "classes" else 0, seed
+    )
 
 
 def normal(mean: np.ndarray, deviation: np.ndarray) -> Predictive:
     f = torch.from_numpy(np.stack([mean, 2 * np.log(np.maximum(deviation, 1e-9))], 1).astype(float))
-    return from_marginal(likelihoods.HeteroscedasticGaussian(), f, torch.zeros(len(f), 2, 2, dtype=f.dtype), "plug_in")
+    return from_marginal(
+        likelihoods.HeteroscedasticGaussian(),
+        f,
+        torch.zeros(len(f), 2, 2, dtype=f.dtype),
+        "plug_in",
+    )
 
 
 def part(s: Split) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +163,9 @@ def part(s: Split) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(s: Split, members: int, activation: str, law: Any) -> tuple[Any, Any, Any, Tensor]:
-    """Networks 2 × 50 with early stopping, the scalings of inputs and target, and the scaled target."""
+    """Networks 2 × 50 with early stopping, the scalings of inputs and target, and the scaled
+    target.
+    """
     x, y = torch.from_numpy(s.x), torch.from_numpy(s.y)
     ones = torch.ones(len(x), dtype=torch.float64)
     inputs = scaling_of(x, ones)
@@ -127,8 +175,15 @@ def trained(s: Split, members: int, activation: str, law: Any) -> tuple[Any, Any
     rows = Rows(inputs(x).float(), t, ones.float(), held)
     schedule = Schedule(batch_size=min(256, max(16, len(x) // 16)))
     outputs = s.classes or (2 if isinstance(law, likelihoods.HeteroscedasticGaussian) else 1)
-    found = train(Architecture(x.shape[1], outputs, activation=activation), law, rows, schedule, s.seed)
-    return [module.double() for module in found.modules], inputs, target, t.double() if target else y
+    found = train(
+        Architecture(x.shape[1], outputs, activation=activation), law, rows, schedule, s.seed
+    )
+    return (
+        [module.double() for module in found.modules],
+        inputs,
+        target,
+        t.double() if target else y,
+    )
 
 
 def ensemble(s: Split) -> Any:
@@ -138,7 +193,10 @@ def ensemble(s: Split) -> Any:
         f = [module(inputs(torch.from_numpy(s.x_test))) for module in modules]
     if target is None:
         return torch.stack([part.softmax(1) for part in f]).mean(0).numpy()
-    parts = [from_marginal(law, one, torch.zeros(len(one), 2, 2, dtype=one.dtype), "plug_in") for one in f]
+    parts = [
+        from_marginal(law, one, torch.zeros(len(one), 2, 2, dtype=one.dtype), "plug_in")
+        for one in f
+    ]
     return affine(mixture(parts), target.shift[0], target.scale[0])
 
 
@@ -169,7 +227,11 @@ def catboost(s: Split) -> Any:
         "thread_count": 1,
         "allow_writing_files": False,
     }
-    kind = CatBoostClassifier(**options) if s.classes else CatBoostRegressor(loss_function="RMSEWithUncertainty", **options)
+    kind = (
+        CatBoostClassifier(**options)
+        if s.classes
+        else CatBoostRegressor(loss_function="RMSEWithUncertainty", **options)
+    )
     model = kind.fit(s.x[fit], s.y[fit], eval_set=(s.x[stop], s.y[stop]))
     if not s.classes:
         found = model.predict(s.x_test)
@@ -185,9 +247,15 @@ def catboost_mean(s: Split) -> Any:
 
     fit, stop = part(s)
     model = CatBoostRegressor(
-        verbose=False, random_seed=s.seed, early_stopping_rounds=50, thread_count=1, allow_writing_files=False
+        verbose=False,
+        random_seed=s.seed,
+        early_stopping_rounds=50,
+        thread_count=1,
+        allow_writing_files=False,
     )
-    found: np.ndarray = model.fit(s.x[fit], s.y[fit], eval_set=(s.x[stop], s.y[stop])).predict(s.x_test)
+    found: np.ndarray = model.fit(s.x[fit], s.y[fit], eval_set=(s.x[stop], s.y[stop])).predict(
+        s.x_test
+    )
     return found
 
 
@@ -200,9 +268,13 @@ def gp(s: Split) -> Any:
     x, y = scaler.transform(s.x)[:GP_ROWS], s.y[:GP_ROWS]
     smooth = ConstantKernel() * RBF(np.full(x.shape[1], math.sqrt(x.shape[1])))
     if s.classes:
-        model = GaussianProcessClassifier(ConstantKernel() * RBF(math.sqrt(x.shape[1])), random_state=s.seed).fit(x, y)
+        model = GaussianProcessClassifier(
+            ConstantKernel() * RBF(math.sqrt(x.shape[1])), random_state=s.seed
+        ).fit(x, y)
         return spread(s, model.classes_, model.predict_proba(scaler.transform(s.x_test)))
-    model = GaussianProcessRegressor(smooth + WhiteKernel(0.1), normalize_y=True, random_state=s.seed).fit(x, y)
+    model = GaussianProcessRegressor(
+        smooth + WhiteKernel(0.1), normalize_y=True, random_state=s.seed
+    ).fit(x, y)
     return normal(*model.predict(scaler.transform(s.x_test), return_std=True))
 
 
@@ -217,10 +289,17 @@ def booster(s: Split) -> Any:
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
     if s.classes:
-        model = HistGradientBoostingClassifier(random_state=s.seed, early_stopping=True).fit(s.x, s.y)
+        model = HistGradientBoostingClassifier(random_state=s.seed, early_stopping=True).fit(
+            s.x, s.y
+        )
         return spread(s, model.classes_, model.predict_proba(s.x_test))
     fit, stop = part(s)
-    noise = (HistGradientBoostingRegressor(random_state=s.seed).fit(s.x[fit], s.y[fit]).predict(s.x[stop]) - s.y[stop]).std()
+    noise = (
+        HistGradientBoostingRegressor(random_state=s.seed)
+        .fit(s.x[fit], s.y[fit])
+        .predict(s.x[stop])
+        - s.y[stop]
+    ).std()
     model = HistGradientBoostingRegressor(random_state=s.seed).fit(s.x, s.y)
     return normal(model.predict(s.x_test), np.full(len(s.x_test), noise))
 
@@ -233,7 +312,9 @@ def trees(s: Split) -> Any:
 
 
 def laplace_torch(s: Split) -> Any:
-    modules, inputs, target, t = trained(s, 1, "silu", likelihoods.Categorical() if s.classes else None)
+    modules, inputs, target, t = trained(
+        s, 1, "silu", likelihoods.Categorical() if s.classes else None
+    )
     x, new = (inputs(torch.from_numpy(part)) for part in (s.x, s.x_test))
     if s.classes:
         return laplace_classes(modules[0], x, t, structure="full")(new).numpy()
@@ -249,12 +330,17 @@ def mlp(s: Split) -> Any:
 
     options = {"hidden_layer_sizes": (50, 50), "max_iter": 1000, "random_state": s.seed}
     if s.classes:
-        model = make_pipeline(StandardScaler(), MLPClassifier(**options, early_stopping=len(s.y) > 300)).fit(s.x, s.y)
+        model = make_pipeline(
+            StandardScaler(), MLPClassifier(**options, early_stopping=len(s.y) > 300)
+        ).fit(s.x, s.y)
         return spread(s, model[-1].classes_, model.predict_proba(s.x_test))
     shift, unit = s.y.mean(), s.y.std()
     fit, stop = part(s)
     y = (s.y - shift) / unit
-    models = [make_pipeline(StandardScaler(), MLPRegressor(**options, early_stopping=True)) for _ in range(2)]
+    models = [
+        make_pipeline(StandardScaler(), MLPRegressor(**options, early_stopping=True))
+        for _ in range(2)
+    ]
     noise = (models[0].fit(s.x[fit], y[fit]).predict(s.x[stop]) - y[stop]).std()
     mean = models[1].fit(s.x, y).predict(s.x_test)
     return normal(shift + unit * mean, np.full(len(mean), unit * noise))
@@ -264,7 +350,12 @@ def mapie(s: Split) -> Any:
     from mapie.regression import CrossConformalRegressor
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    model = CrossConformalRegressor(HistGradientBoostingRegressor(random_state=s.seed), confidence_level=0.9, cv=5, method="plus")
+    model = CrossConformalRegressor(
+        HistGradientBoostingRegressor(random_state=s.seed),
+        confidence_level=0.9,
+        cv=5,
+        method="plus",
+    )
     mean, ends = model.fit_conformalize(s.x, s.y).predict_interval(s.x_test)
     return mean, ends[:, :, 0]
 
@@ -306,9 +397,15 @@ def scores(answer: Any, s: Split) -> dict[str, float]:
     if s.classes:
         top, right = answer.max(1), answer.argmax(1) == s.y_test
         bins = np.minimum((top * 10).astype(int), 9)
-        gaps = [abs(top[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean() for b in range(10) if (bins == b).any()]
+        gaps = [
+            abs(top[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean()
+            for b in range(10)
+            if (bins == b).any()
+        ]
         return {
-            "log-loss": float(-np.log(np.maximum(answer[np.arange(len(top)), s.y_test], 1e-12)).mean()),
+            "log-loss": float(
+                -np.log(np.maximum(answer[np.arange(len(top)), s.y_test], 1e-12)).mean()
+            ),
             "error": float(1 - right.mean()),
             "ECE": float(sum(gaps)),
         }
@@ -329,10 +426,15 @@ def scores(answer: Any, s: Split) -> dict[str, float]:
         "interval score": float(metrics.interval_score(answer, s.y_test, 0.9)) / unit,
         "rmse": float(metrics.rmse(answer, s.y_test)) / unit,
     }
-    return found | {f"coverage {level:.0%}": float(metrics.coverage(answer, s.y_test, level)) for level in LEVELS}
+    return found | {
+        f"coverage {level:.0%}": float(metrics.coverage(answer, s.y_test, level))
+        for level in LEVELS
+    }
 
 
-def one_split(folder: Path, name: str, seed: int, most: int, task: str, methods: list[str]) -> dict[str, Any]:
+def one_split(
+    folder: Path, name: str, seed: int, most: int, task: str, methods: list[str]
+) -> dict[str, Any]:
     s = load(folder, name, seed, most, task)
     result: dict[str, Any] = {"task": task, "table": name, "split": seed, "rows": len(s.y)}
     for method in methods:
@@ -341,36 +443,57 @@ def one_split(folder: Path, name: str, seed: int, most: int, task: str, methods:
             answer = METHODS[method](s)
             result[method] = scores(answer, s) | {"seconds": time.process_time() - start}
         except Exception as error:  # a peer that fails is shown as such
-            print(f"{name}, split {seed}: {method} failed. {type(error).__name__}: {str(error)[:200]}", flush=True)
+            print(
+                f"{name}, split {seed}: {method} failed. {type(error).__name__}: {str(error)[:200]}",
+                flush=True,
+            )
     return result
 
 
 def ranks_of(values: np.ndarray) -> np.ndarray:
-    """Ranks of the methods on each table (tables, methods), 1 for the lowest; ties share theirs; without a value: last."""
+    """Ranks of the methods on each table (tables, methods), 1 for the lowest; ties share
+    theirs; without a value: last.
+    """
     return rankdata(np.where(np.isnan(values), np.inf, values), axis=1)
 
 
 def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
-    """Mean ranks with the critical difference (Nemenyi, 5%): methods under one bar are not told apart by these tables."""
+    """Mean ranks with the critical difference (Nemenyi, 5%): methods under one bar are not told
+    apart by these tables.
+    """
     import matplotlib.pyplot as plt
 
-    shown = [score for score in next(r["ssla"] for r in results) if score in LOWER and score not in ("error", "ECE")]
-    figure, axes = plt.subplots(len(shown), 1, figsize=(6.4, 1.9 * len(shown)), layout="constrained", squeeze=False)
+    shown = [
+        score
+        for score in next(r["ssla"] for r in results)
+        if score in LOWER and score not in ("error", "ECE")
+    ]
+    figure, axes = plt.subplots(
+        len(shown), 1, figsize=(6.4, 1.9 * len(shown)), layout="constrained", squeeze=False
+    )
     tables = list(dict.fromkeys(r["table"] for r in results))
     for ax, score in zip(axes[:, 0], shown, strict=True):
         able = [m for m in methods if any(score in r.get(m, {}) for r in results)]
         values = [
-            [np.mean([r.get(m, {}).get(score, math.nan) for r in results if r["table"] == t]) for m in able] for t in tables
+            [
+                np.mean([r.get(m, {}).get(score, math.nan) for r in results if r["table"] == t])
+                for m in able
+            ]
+            for t in tables
         ]
         ranks = ranks_of(np.array(values)).mean(0)
-        critical = STUDENTISED[len(able) - 2] * math.sqrt(len(able) * (len(able) + 1) / (6 * len(tables)))
+        critical = STUDENTISED[len(able) - 2] * math.sqrt(
+            len(able) * (len(able) + 1) / (6 * len(tables))
+        )
         order = ranks.argsort()
         free = [0.0, 0.0]  # from where on a label above, or below, has room
         for place, m in enumerate(order):
             below = place % 2
             at = max(ranks[m], free[below])
             free[below] = at + 0.03 * len(able)
-            ax.plot(ranks[m], 0, "o", color="#0072B2" if able[m] == "ssla" else "#555555", markersize=5)
+            ax.plot(
+                ranks[m], 0, "o", color="#0072B2" if able[m] == "ssla" else "#555555", markersize=5
+            )
             ax.annotate(
                 f"{able[m]} {ranks[m]:.1f}",
                 (at, -0.2 if below else 0.2),
@@ -382,7 +505,13 @@ def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
             )
         best = ranks[order[0]]
         ax.plot([best, best + critical], [-1.5, -1.5], color="#D55E00", lw=2, solid_capstyle="butt")
-        ax.annotate(f" critical difference {critical:.1f}", (best + critical, -1.5), fontsize=7, color="#D55E00", va="center")
+        ax.annotate(
+            f" critical difference {critical:.1f}",
+            (best + critical, -1.5),
+            fontsize=7,
+            color="#D55E00",
+            va="center",
+        )
         ax.set(ylim=(-1.8, 1.3), yticks=[], xlim=(0.8, len(able) + 0.6))
         ax.set_title(f"mean rank, {score}, {len(tables)} tables", loc="left", fontsize=8)
         ax.tick_params(labelsize=7)
@@ -394,7 +523,9 @@ def plot(results: list[dict[str, Any]], methods: list[str], path: Path) -> None:
 
 
 def report(results: list[dict[str, Any]], asked: list[str]) -> str:
-    """Means over splits by table, and mean ranks over tables; a method that failed on a split has no mean there."""
+    """Means over splits by table, and mean ranks over tables; a method that failed on a split
+    has no mean there.
+    """
     lines = []
     tables = list(dict.fromkeys(r["table"] for r in results))
     for score in list(next(r[asked[0]] for r in results if asked[0] in r)):
@@ -403,30 +534,46 @@ def report(results: list[dict[str, Any]], asked: list[str]) -> str:
         rows = []
         for name in tables:
             own = [r for r in results if r["table"] == name]
-            row = [float(np.mean([r.get(m, {}).get(score, math.nan) for r in own])) for m in methods]
+            row = [
+                float(np.mean([r.get(m, {}).get(score, math.nan) for r in own])) for m in methods
+            ]
             rows.append(row)
             lines.append(f"{name:<24}" + "".join(f"{value:10.3f}" for value in row))
         values = np.array(rows)
         lines.append(f"{'mean':<24}" + "".join(f"{value:10.3f}" for value in np.nanmean(values, 0)))
         if score in LOWER:
             ranks = ranks_of(values)
-            lines.append(f"{'mean rank':<24}" + "".join(f"{value:10.2f}" for value in ranks.mean(0)))
+            lines.append(
+                f"{'mean rank':<24}" + "".join(f"{value:10.2f}" for value in ranks.mean(0))
+            )
             wins = (values[:, :1] < values).sum(0)
-            lines.append(f"{'tables where ssla wins':<24}" + "".join(f"{wins[i]:>7}/{len(values)}" for i in range(len(methods))))
+            lines.append(
+                f"{'tables where ssla wins':<24}"
+                + "".join(f"{wins[i]:>7}/{len(values)}" for i in range(len(methods)))
+            )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--task", choices=("regression", "classes"), default="regression")
     parser.add_argument("--tables", default="")
     parser.add_argument("--methods", default="")
     parser.add_argument("--splits", type=int, default=2)
     parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--only-folder", action="store_true", help="the tables of SSLA_TABLES alone")
+    parser.add_argument(
+        "--only-folder", action="store_true", help="the tables of SSLA_TABLES alone"
+    )
     parser.add_argument("--plot", type=Path, default=None, help="a picture of the mean ranks")
-    parser.add_argument("--out", type=Path, default=None, help="JSON lines; splits that it holds are not computed again")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="JSON lines; splits that it holds are not computed again",
+    )
     options = parser.parse_args()
     folder = Path(os.environ.get("SSLA_TABLES", "data/tables"))
     torch.set_num_threads(1)
@@ -439,7 +586,11 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for split in range(options.first, options.first + options.splits):
-            for name in options.tables.split(",") if options.tables else names(folder, options.task, options.only_folder):
+            for name in (
+                options.tables.split(",")
+                if options.tables
+                else names(folder, options.task, options.only_folder)
+            ):
                 if (name, split) not in seen:
                     done.append(one_split(folder, name, split, options.rows, options.task, methods))
                     if options.out:

@@ -1,10 +1,12 @@
 """Agreement with laplace-torch on the covariance of the outputs, float64. Run by `make bench`.
 
-Conventions that are matched: our likelihoods are log densities, laplace-torch's curvature is that of ½‖y − f‖² (scaled by 1/σ²)
-or of the cross entropy; both priors are isotropic; both posteriors are at the trained weights (mode="as_is").
+Conventions that are matched: our likelihoods are log densities, laplace-torch's curvature is that
+of ½‖y − f‖² (scaled by 1/σ²) or of the cross entropy; both priors are isotropic; both posteriors
+are at the trained weights (mode="as_is").
 
-Kronecker factors for a *last layer*: laplace-torch (curvlinops) separates weight and bias, ours treats the bias as an input, so
-with a bias the two are different approximations. Without a bias, or with a column of ones in the features, they are the same.
+Kronecker factors for a *last layer*: laplace-torch (curvlinops) separates weight and bias, ours
+treats the bias as an input, so with a bias the two are different approximations. Without a bias, or
+with a column of ones in the features, they are the same.
 """
 
 import pytest
@@ -30,17 +32,35 @@ def setting(task, bias=True, seed=0):
 def theirs(task, subset, structure, bias=True):
     model, x, y, new = setting(task, bias)
     extra = {"sigma_noise": SIGMA} if task == "regression" else {}
-    la = laplace.Laplace(model, task, subset_of_weights=subset, hessian_structure=structure, prior_precision=TAU, **extra)
+    la = laplace.Laplace(
+        model,
+        task,
+        subset_of_weights=subset,
+        hessian_structure=structure,
+        prior_precision=TAU,
+        **extra,
+    )
     la.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=40))
     return la._glm_predictive_distribution(new)
 
 
 def ours(task, weights, structure, bias=True):
     model, x, y, new = setting(task, bias)
-    likelihood = ssla.likelihoods.Gaussian(noise=SIGMA) if task == "regression" else ssla.likelihoods.Categorical()
+    likelihood = (
+        ssla.likelihoods.Gaussian(noise=SIGMA)
+        if task == "regression"
+        else ssla.likelihoods.Categorical()
+    )
     prior = ssla.priors.Gaussian(precision=TAU)
     return ssla.fit(
-        model, (x, y), likelihood=likelihood, prior=prior, gaussian="laplace", weights=weights, structure=structure, mode="as_is"
+        model,
+        (x, y),
+        likelihood=likelihood,
+        prior=prior,
+        gaussian="laplace",
+        weights=weights,
+        structure=structure,
+        mode="as_is",
     ).marginal(new)
 
 

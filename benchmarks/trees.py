@@ -1,12 +1,15 @@
-"""Trees with a predictive: `PredictiveRegressor` and `PredictiveClassifier` beside the plain models, on public tables.
+"""Trees with a predictive: `PredictiveRegressor` and `PredictiveClassifier` beside the plain
+models, on public tables.
 
     SSLA_TABLES=…/tables python benchmarks/trees.py [--first 100] [--splits 3] [--rows 2000]
         [--bases hgb,forest,lightgbm,catboost] [--tables stock,…] [--final folds|all]
 
-Random splits of at most --rows rows, three quarters for training. Texts are codes. Regression, NLL in units of the target's
-standard deviation: `training noise` is the model of all rows with the noise of its training residuals, `constant noise` the mean
-of the models of the folds with the standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows,
-with probabilities of at least 1e-15, and of `PredictiveClassifier` on it. Seeds 0 to 2 chose the defaults; report seeds from 100.
+Random splits of at most --rows rows, three quarters for training. Texts are codes. Regression, NLL
+in units of the target's standard deviation: `training noise` is the model of all rows with the
+noise of its training residuals, `constant noise` the mean of the models of the folds with the
+standard deviation of the out-of-fold residuals. Classes: log-loss of the model of all rows, with
+probabilities of at least 1e-15, and of `PredictiveClassifier` on it. Seeds 0 to 2 chose the
+defaults; report seeds from 100.
 """
 
 from __future__ import annotations
@@ -41,9 +44,15 @@ def bases(names: list[str], seed: int) -> dict[str, tuple[object, object]]:
     found: dict[str, tuple[object, object]] = {}
     for name in names:
         if name == "hgb":
-            pair = HistGradientBoostingRegressor(random_state=seed), HistGradientBoostingClassifier(random_state=seed)
+            pair = (
+                HistGradientBoostingRegressor(random_state=seed),
+                HistGradientBoostingClassifier(random_state=seed),
+            )
         elif name == "forest":
-            pair = RandomForestRegressor(random_state=seed), RandomForestClassifier(random_state=seed)
+            pair = (
+                RandomForestRegressor(random_state=seed),
+                RandomForestClassifier(random_state=seed),
+            )
         elif name == "lightgbm":
             from lightgbm import LGBMClassifier, LGBMRegressor
 
@@ -52,7 +61,13 @@ def bases(names: list[str], seed: int) -> dict[str, tuple[object, object]]:
         elif name == "catboost":
             from catboost import CatBoostClassifier, CatBoostRegressor
 
-            options = {"verbose": 0, "thread_count": 1, "random_seed": seed, "allow_writing_files": False, "iterations": 300}
+            options = {
+                "verbose": 0,
+                "thread_count": 1,
+                "random_seed": seed,
+                "allow_writing_files": False,
+                "iterations": 300,
+            }
             pair = CatBoostRegressor(**options), CatBoostClassifier(**options)
         else:
             raise SystemExit(f"unknown base {name!r}")
@@ -63,7 +78,10 @@ def bases(names: list[str], seed: int) -> dict[str, tuple[object, object]]:
 def table(name: str, seed: int, rows: int) -> tuple[np.ndarray, ...]:
     """X, y, X of the test, y of the test."""
     frame = pd.read_csv(Path(os.environ["SSLA_TABLES"]) / f"{name}.csv")
-    X = np.stack([c if c.dtype.kind in "if" else pd.factorize(c)[0] for _, c in frame.iloc[:, :-1].items()], 1).astype(float)
+    X = np.stack(
+        [c if c.dtype.kind in "if" else pd.factorize(c)[0] for _, c in frame.iloc[:, :-1].items()],
+        1,
+    ).astype(float)
     y = frame.iloc[:, -1].to_numpy(float) if name in NUMBERS else pd.factorize(frame.iloc[:, -1])[0]
     order = np.random.default_rng(seed).permutation(len(X))[:rows]
     cut = int(0.75 * len(order))
@@ -78,7 +96,9 @@ def gaussian(mean: np.ndarray, sd: float, y: np.ndarray) -> tuple[float, float, 
     return nll, float(np.mean(np.abs(z) <= 1.6449)), float(np.sqrt(np.mean((y - mean) ** 2)))
 
 
-def numbers(base: object, X, y, X_test, y_test, seed: int, final: str | None) -> dict[str, tuple[float, float, float]]:
+def numbers(
+    base: object, X, y, X_test, y_test, seed: int, final: str | None
+) -> dict[str, tuple[float, float, float]]:
     """NLL, coverage at 90% and RMSE."""
     options = {} if final is None else {"final": final}
     shift, scale = y.mean(), y.std()
@@ -88,11 +108,21 @@ def numbers(base: object, X, y, X_test, y_test, seed: int, final: str | None) ->
     plain = clone(base).fit(X, y)
     fold = model._folds(X, y, np.arange(len(y)), folds_generator(seed))
     grown = [clone(base).fit(X[train], y[train]) for train, _ in fold]
-    error = np.concatenate([y[test] - g.predict(X[test]) for g, (_, test) in zip(grown, fold, strict=True)])
+    error = np.concatenate(
+        [y[test] - g.predict(X[test]) for g, (_, test) in zip(grown, fold, strict=True)]
+    )
     return {
-        "training noise": gaussian(plain.predict(X_test), float(np.std(y - plain.predict(X))) + 1e-6, y_test),
-        "constant noise": gaussian(np.mean([g.predict(X_test) for g in grown], 0), float(error.std()), y_test),
-        "ssla": (float(metrics.nll(p, y_test)), float(metrics.coverage(p, y_test, 0.9)), float(metrics.rmse(p, y_test))),
+        "training noise": gaussian(
+            plain.predict(X_test), float(np.std(y - plain.predict(X))) + 1e-6, y_test
+        ),
+        "constant noise": gaussian(
+            np.mean([g.predict(X_test) for g in grown], 0), float(error.std()), y_test
+        ),
+        "ssla": (
+            float(metrics.nll(p, y_test)),
+            float(metrics.coverage(p, y_test, 0.9)),
+            float(metrics.rmse(p, y_test)),
+        ),
     }
 
 
@@ -103,7 +133,9 @@ def folds_generator(seed: int) -> np.random.RandomState:
     return generator
 
 
-def classes(base: object, X, y, X_test, y_test, seed: int, final: str | None) -> dict[str, tuple[float, float]]:
+def classes(
+    base: object, X, y, X_test, y_test, seed: int, final: str | None
+) -> dict[str, tuple[float, float]]:
     """Log-loss and accuracy."""
     options = {} if final is None else {"final": final}
     model = PredictiveClassifier(base, random_state=seed, **options).fit(X, y)
@@ -117,7 +149,9 @@ def classes(base: object, X, y, X_test, y_test, seed: int, final: str | None) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2000)
@@ -133,7 +167,9 @@ def main() -> None:
         for seed in range(options.first, options.first + options.splits):
             rows = table(name, seed, options.rows)
             for kind, pair in bases(options.bases.split(","), seed).items():
-                for column, values in score(pair[name not in NUMBERS], *rows, seed, options.final).items():
+                for column, values in score(
+                    pair[name not in NUMBERS], *rows, seed, options.final
+                ).items():
                     found[kind, column].append(values)
         for (kind, column), values in found.items():
             cells = " ".join(f"{value:8.4f}" for value in np.mean(values, 0))

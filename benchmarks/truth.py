@@ -1,13 +1,16 @@
-"""Distance of each refit from the truth: small heteroscedastic networks whose true predictives come from importance sampling.
+"""Distance of each refit from the truth: small heteroscedastic networks whose true predictives come
+from importance sampling.
 
     python benchmarks/truth.py [--seeds 6] [--rows 150] [--draws 400000]
 
-Each seed has its own data and network, trained to its mode. Prints the mean ± standard deviation over seeds of
-the KL divergence from the truth to each predictive, at test inputs inside and outside the data, and how often refits fell back.
+Each seed has its own data and network, trained to its mode. Prints the mean ± standard deviation
+over seeds of the KL divergence from the truth to each predictive, at test inputs inside and outside
+the data, and how often refits fell back.
 
-The proposal is a Student's t around the mode, its moments adapted in rounds; the effective number of draws is printed,
-and the Monte Carlo error of the truth is shown by the KL between two halves of the draws. The posterior is the part around
-the trained mode, which every refit approximates (signs and order of the units give 8 copies of it).
+The proposal is a Student's t around the mode, its moments adapted in rounds; the effective number
+of draws is printed, and the Monte Carlo error of the truth is shown by the KL between two halves of
+the draws. The posterior is the part around the trained mode, which every refit approximates (signs
+and order of the units give 8 copies of it).
 """
 
 from __future__ import annotations
@@ -28,17 +31,27 @@ INSIDE, OUTSIDE = torch.linspace(-2.4, 2.4, 13), torch.tensor([-3.5, -3.0, 3.0, 
 
 
 def train(rows: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """A 1-2-2 tanh network (P = 10) at the mode of its posterior; the data are a bump that needs both units to fit."""
+    """A 1-2-2 tanh network (P = 10) at the mode of its posterior; the data are a bump that
+    needs both units to fit.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = 5 * torch.rand(rows, 1, dtype=torch.float64, generator=generator) - 2.5
     up, down = torch.tanh(1.5 * (x[:, 0] + 1)), torch.tanh(1.5 * (x[:, 0] - 1))
-    y = up - down + 0.2 * torch.exp(0.3 * up) * torch.randn(rows, dtype=torch.float64, generator=generator)
+    y = (
+        up
+        - down
+        + 0.2 * torch.exp(0.3 * up) * torch.randn(rows, dtype=torch.float64, generator=generator)
+    )
     model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     with torch.no_grad():  # near the true parameters, to find the mode there
         for parameter, value in zip(
-            model.parameters(), ([[1.5], [1.5]], [1.5, -1.5], [[1.0, -1.0], [0.6, 0.0]], [0.0, -3.2]), strict=True
+            model.parameters(),
+            ([[1.5], [1.5]], [1.5, -1.5], [[1.0, -1.0], [0.6, 0.0]], [0.0, -3.2]),
+            strict=True,
         ):
-            parameter.copy_(torch.tensor(value) + 0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                torch.tensor(value) + 0.1 * torch.randn(parameter.shape, generator=generator)
+            )
     law = ssla.likelihoods.HeteroscedasticGaussian()
     optimiser = torch.optim.LBFGS(
         model.parameters(),
@@ -51,7 +64,9 @@ def train(rows: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        value = -law.log_prob(y, model(x)).sum() + 0.5 * PRECISION * sum((p**2).sum() for p in model.parameters())
+        value = -law.log_prob(y, model(x)).sum() + 0.5 * PRECISION * sum(
+            (p**2).sum() for p in model.parameters()
+        )
         value.backward()
         return value
 
@@ -67,10 +82,15 @@ def outputs_of(post: ssla.Posterior, thetas: Tensor, x: Tensor) -> Tensor:
 
 
 def sample(post: ssla.Posterior, x: Tensor, y: Tensor, draws: int, seed: int) -> Tensor:
-    """θ (KEPT, P) of equal weight: importance sampling, then systematic resampling of each half of the draws."""
+    """θ (KEPT, P) of equal weight: importance sampling, then systematic resampling of each half
+    of the draws.
+    """
     generator = torch.Generator().manual_seed(200 + seed)
     law, P = ssla.likelihoods.HeteroscedasticGaussian(), len(post.theta)
-    centre, covariance = post.theta, torch.linalg.inv(post.operator.factor @ post.operator.factor.mT)
+    centre, covariance = (
+        post.theta,
+        torch.linalg.inv(post.operator.factor @ post.operator.factor.mT),
+    )
     for round_ in range(ROUNDS):
         count = draws if round_ == ROUNDS - 1 else draws // 4
         z = torch.randn(count, P, dtype=torch.float64, generator=generator)
@@ -78,18 +98,26 @@ def sample(post: ssla.Posterior, x: Tensor, y: Tensor, draws: int, seed: int) ->
         torch.manual_seed(1000 * seed + round_)
         white = z * (FREEDOM / chi.sample((count, 1))).sqrt()
         theta = centre + white @ torch.linalg.cholesky(covariance).mT
-        log = torch.cat([law.log_prob(y, outputs_of(post, part, x)).sum(-1) for part in theta.split(5000)])
+        log = torch.cat(
+            [law.log_prob(y, outputs_of(post, part, x)).sum(-1) for part in theta.split(5000)]
+        )
         log = log - 0.5 * PRECISION * (theta**2).sum(-1)
         log = log + (FREEDOM + P) / 2 * torch.log1p((white**2).sum(-1) / FREEDOM)
         log = log - log.logsumexp(0)
         w = log.exp()
         centre = w @ theta
         covariance = 1.1 * ((theta - centre).mT * w) @ (theta - centre)
-    print(f"  effective draws: {1 / float((w**2).sum()):,.0f} of {draws:,}, the largest weight {float(w.max()):.1e}", flush=True)
+    print(
+        f"  effective draws: {1 / float((w**2).sum()):,.0f} of {draws:,}, the largest weight "
+        f"{float(w.max()):.1e}",
+        flush=True,
+    )
     places = (torch.arange(KEPT // 2, dtype=torch.float64) + 0.5) / (KEPT // 2)
     halves = []
     for part, share in zip(theta.chunk(2), w.chunk(2), strict=True):
-        picked = torch.searchsorted((share / share.sum()).cumsum(0), places).clamp_max(len(part) - 1)
+        picked = torch.searchsorted((share / share.sum()).cumsum(0), places).clamp_max(
+            len(part) - 1
+        )
         halves.append(part[picked])
     return torch.cat(halves)
 
@@ -99,7 +127,9 @@ def predictive_log_density(post: ssla.Posterior, thetas: Tensor, x: Tensor, y: T
     law = ssla.likelihoods.HeteroscedasticGaussian()
     total = torch.full(y.shape, -torch.inf, dtype=torch.float64)
     for part in thetas.split(500):
-        total = torch.logaddexp(total, law.log_prob(y, outputs_of(post, part, x).unsqueeze(2)).logsumexp(0))
+        total = torch.logaddexp(
+            total, law.log_prob(y, outputs_of(post, part, x).unsqueeze(2)).logsumexp(0)
+        )
     return total - torch.tensor(float(len(thetas)), dtype=torch.float64).log()
 
 
@@ -107,8 +137,18 @@ def one(seed: int, rows: int, draws: int) -> tuple[dict[str, Tensor], dict[str, 
     """KL from the truth to each predictive at every input (17,), and diagnostics."""
     model, x, y = train(rows, seed)
     law = ssla.likelihoods.HeteroscedasticGaussian()
-    post = ssla.fit(model, (x, y), likelihood=law, prior=ssla.priors.Gaussian(PRECISION), gaussian="laplace", weights="all")
-    print(f"seed {seed}: θ̂ is {post.report.residual:.1e} posterior standard deviations from its mode", flush=True)
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=law,
+        prior=ssla.priors.Gaussian(PRECISION),
+        gaussian="laplace",
+        weights="all",
+    )
+    print(
+        f"seed {seed}: θ̂ is {post.report.residual:.1e} posterior standard deviations from its mode",
+        flush=True,
+    )
     theta = sample(post, x, y, draws, seed)
     new = torch.cat([INSIDE, OUTSIDE]).double()[:, None]
     f = model(new).detach()
@@ -126,7 +166,10 @@ def one(seed: int, rows: int, draws: int) -> tuple[dict[str, Tensor], dict[str, 
     white = torch.randn(20_000, *mean.shape, 1, dtype=torch.float64, generator=generator)
     outputs = mean + (torch.linalg.cholesky(K) @ white).squeeze(-1)
     linearised = torch.cat(
-        [law.log_prob(row, o.unsqueeze(1)).logsumexp(0)[None] for row, o in zip(grid, outputs.unbind(1), strict=True)]
+        [
+            law.log_prob(row, o.unsqueeze(1)).logsumexp(0)[None]
+            for row, o in zip(grid, outputs.unbind(1), strict=True)
+        ]
     )
     rungs = {
         "plug-in": post.predict(new, refit="plug_in"),
@@ -138,21 +181,30 @@ def one(seed: int, rows: int, draws: int) -> tuple[dict[str, Tensor], dict[str, 
         "auto": post.predict(new, refit="auto"),
     }
     found = {name: kl(truth, rung.log_prob(grid)) for name, rung in rungs.items()}
-    found["linearised Monte Carlo"] = kl(truth, linearised - torch.log(torch.tensor(20_000.0, dtype=torch.float64)))
+    found["linearised Monte Carlo"] = kl(
+        truth, linearised - torch.log(torch.tensor(20_000.0, dtype=torch.float64))
+    )
     halves = [predictive_log_density(post, half, new, grid) for half in theta.chunk(2)]
     found["*one half of the draws against the other half*"] = kl(*halves)
     flagged = {}
     for name in ("weights (SSLA)", "weights, full Hessian"):
         flags = rungs[name].diagnostics
-        flagged[f"{name}: fell back"], flagged[f"{name}: not resolved"] = flags.unconverged, flags.inaccurate
+        flagged[f"{name}: fell back"], flagged[f"{name}: not resolved"] = (
+            flags.unconverged,
+            flags.inaccurate,
+        )
         flagged[f"{name}: refits"] = flags.refits
-    flagged["auto: weights"] = torch.tensor([rung == "weights" for rung in rungs["auto"].diagnostics.rung])
+    flagged["auto: weights"] = torch.tensor(
+        [rung == "weights" for rung in rungs["auto"].diagnostics.rung]
+    )
     flagged["mass off"] = (rungs["output"].mass - 1).abs()
     return found, flagged
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--rows", type=int, default=150)
     parser.add_argument("--draws", type=int, default=400_000)
@@ -160,7 +212,10 @@ def main() -> None:
     warnings.simplefilter("ignore", UserWarning)  # unresolved rows are counted below
     runs = [one(seed, options.rows, options.draws) for seed in range(options.seeds)]
     where = {"inside": slice(0, len(INSIDE)), "outside": slice(len(INSIDE), None)}
-    print(f"\n| KL from the truth, n = {options.rows}, {options.seeds} seeds | inside the data | outside |\n|---|---|---|")
+    print(
+        f"\n| KL from the truth, n = {options.rows}, {options.seeds} seeds | inside the data | "
+        "outside |\n|---|---|---|"
+    )
     for name in runs[0][0]:
         cells = []
         for part in where.values():
@@ -169,7 +224,8 @@ def main() -> None:
         print(f"| {name} | {' | '.join(cells)} |")
     for name in runs[0][1]:
         text = ", ".join(
-            f"{k} {torch.cat([flagged[name][p].double() for _, flagged in runs]).mean():.3g}" for k, p in where.items()
+            f"{k} {torch.cat([flagged[name][p].double() for _, flagged in runs]).mean():.3g}"
+            for k, p in where.items()
         )
         print(f"{name}, mean over inputs: {text}")
 

@@ -1,8 +1,10 @@
-"""The paper's conjugate checks, and the effect of a prior: SSLA beside exact predictives, as numbers and a figure.
+"""The paper's conjugate checks, and the effect of a prior: SSLA beside exact predictives, as
+numbers and a figure.
 
     python examples/conjugate_priors.py [figure.png]
 
-Needs torch and matplotlib (pip install 'ssla[plots]'). Every function returns {name: (approximation, exact)} as log densities.
+Needs torch and matplotlib (pip install 'ssla[plots]'). Every function returns {name:
+(approximation, exact)} as log densities.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ Table = dict[str, tuple[Tensor, Tensor]]
 
 
 def normal(y: Tensor, mean: Tensor | float, variance: Tensor | float) -> Tensor:
-    return dist.Normal(torch.as_tensor(mean, dtype=F64), torch.as_tensor(variance, dtype=F64).sqrt()).log_prob(y)
+    return dist.Normal(
+        torch.as_tensor(mean, dtype=F64), torch.as_tensor(variance, dtype=F64).sqrt()
+    ).log_prob(y)
 
 
 def normal_normal(y: Tensor) -> Table:
     """μ ~ N(4, 1), known variance 2, five observations: exact for every y."""
     data = torch.tensor([3.1, 4.7, 5.2, 2.9, 4.4], dtype=F64)
-    model = ssla.ExplicitModel(lambda row, t: normal(row, t[0], 2.0), data, [4.0], priors.Gaussian(1.0, mean=4.0))
+    model = ssla.ExplicitModel(
+        lambda row, t: normal(row, t[0], 2.0), data, [4.0], priors.Gaussian(1.0, mean=4.0)
+    )
     variance = 1 / (len(data) / 2 + 1)
     exact = normal(y, (4 + data.sum() / 2) * variance, variance + 2)
     return {"normal–normal": (model.increments(y).total, exact)}
@@ -42,10 +48,18 @@ def poisson(row: Tensor, rate: Tensor) -> Tensor:
 
 
 def poisson_gamma(y: Tensor) -> Table:
-    """λ ~ Gamma(6, 2): the same prior in λ and in log λ, for which Laplace's approximations differ a little."""
-    exact = dist.NegativeBinomial(6 + COUNTS.sum(), logits=-torch.tensor(2.0 + len(COUNTS), dtype=F64).log()).log_prob(y)
-    identity = ssla.ExplicitModel(lambda row, t: poisson(row, t[0]), COUNTS, [3.0], priors.Gamma(6.0, 2.0, link="identity"))
-    log = ssla.ExplicitModel(lambda row, t: poisson(row, t[0].exp()), COUNTS, [1.0], priors.Gamma(6.0, 2.0, link="log"))
+    """λ ~ Gamma(6, 2): the same prior in λ and in log λ, for which Laplace's approximations
+    differ a little.
+    """
+    exact = dist.NegativeBinomial(
+        6 + COUNTS.sum(), logits=-torch.tensor(2.0 + len(COUNTS), dtype=F64).log()
+    ).log_prob(y)
+    identity = ssla.ExplicitModel(
+        lambda row, t: poisson(row, t[0]), COUNTS, [3.0], priors.Gamma(6.0, 2.0, link="identity")
+    )
+    log = ssla.ExplicitModel(
+        lambda row, t: poisson(row, t[0].exp()), COUNTS, [1.0], priors.Gamma(6.0, 2.0, link="log")
+    )
     return {
         "Poisson–gamma in λ": (identity.increments(y).total, exact),
         "Poisson–gamma in log λ": (log.increments(y).total, exact),
@@ -63,7 +77,9 @@ def line(x: float, y: Tensor) -> tuple[Tensor, Tensor]:
 def known_noise(y: Tensor, x: float = 1.5) -> Table:
     """Linear regression, σ² = 0.25, weights ~ N(0, 1): exact."""
     rows, candidates = line(x, y)
-    model = ssla.ExplicitModel(lambda r, w: normal(r[2], r[:2] @ w, 0.25), rows, [0.0, 0.0], priors.Gaussian(1.0))
+    model = ssla.ExplicitModel(
+        lambda r, w: normal(r[2], r[:2] @ w, 0.25), rows, [0.0, 0.0], priors.Gaussian(1.0)
+    )
     X = rows[:, :2]
     H = X.mT @ X / 0.25 + torch.eye(2, dtype=F64)
     new = torch.tensor([1.0, x], dtype=F64)
@@ -73,15 +89,21 @@ def known_noise(y: Tensor, x: float = 1.5) -> Table:
 
 
 def unknown_noise(y: Tensor, x: float = 1.5, shape: float = 3.0, scale: float = 0.6) -> Table:
-    """Linear regression, σ² ~ InverseGamma(shape, scale), w | σ² ~ N(0, σ² I), over (w, log σ²): exactly a Student-t."""
+    """Linear regression, σ² ~ InverseGamma(shape, scale), w | σ² ~ N(0, σ² I), over (w, log
+    σ²): exactly a Student-t.
+    """
     rows, candidates = line(x, y)
 
     def log_prior(t: Tensor) -> Tensor:
-        s = t[2]  # log σ²: the change of variable adds s, and the normal density of two weights subtracts it again
+        # log σ²: the change of variable adds s, and the normal density of two weights subtracts it
+        # again.
+        s = t[2]
         return -(shape + 1) * s - (scale + 0.5 * (t[:2] ** 2).sum()) * (-s).exp()
 
     model = ssla.ExplicitModel(
-        lambda r, t: -0.5 * (math.log(2 * math.pi) + t[2] + (r[2] - r[:2] @ t[:2]) ** 2 * (-t[2]).exp()),
+        lambda r, t: (
+            -0.5 * (math.log(2 * math.pi) + t[2] + (r[2] - r[:2] @ t[:2]) ** 2 * (-t[2]).exp())
+        ),
         rows,
         [0.5, 0.5, -1.0],
         priors.custom(log_prior),
@@ -109,18 +131,25 @@ def normal_unknown(y: Tensor) -> Table:
     n, mean = len(data), data.mean()
     kn, an = k + n, a + n / 2
     bn = b + 0.5 * ((data - mean) ** 2).sum() + 0.5 * k * n * (mean - m) ** 2 / kn
-    exact = dist.StudentT(torch.tensor(2 * an, dtype=F64), (k * m + n * mean) / kn, (bn * (kn + 1) / (an * kn)).sqrt()).log_prob(
-        y
-    )
+    exact = dist.StudentT(
+        torch.tensor(2 * an, dtype=F64), (k * m + n * mean) / kn, (bn * (kn + 1) / (an * kn)).sqrt()
+    ).log_prob(y)
     return {"normal, unknown mean and variance": (model.increments(y).total, exact)}
 
 
 def conflicting() -> tuple[Tensor, Any, Any]:
-    """A line with prior slope −3 and slope 0.8 in the data: bands for priors of growing strength, a credal set."""
+    """A line with prior slope −3 and slope 0.8 in the data: bands for priors of growing
+    strength, a credal set.
+    """
     rows, _ = line(1.5, torch.zeros(1, dtype=F64))
     model = nn.Linear(1, 1).double()
     prior = priors.Gaussian(precision=0.1, mean={"weight": -3.0, "bias": 1.0})
-    post = ssla.fit(model, (rows[:, 1:2], rows[:, 2]), likelihood=ssla.likelihoods.Gaussian(noise=0.5), prior=prior)
+    post = ssla.fit(
+        model,
+        (rows[:, 1:2], rows[:, 2]),
+        likelihood=ssla.likelihoods.Gaussian(noise=0.5),
+        prior=prior,
+    )
     x = torch.linspace(-3, 3, 61, dtype=F64)[:, None]
     bands = ssla.sensitivity(post, x, (0.1, 100.0, 4))
     box = priors.Box(mean={"weight": (-3.0, 1.0), "bias": (0.0, 2.0)}, precision=(0.1, 20.0))
@@ -128,7 +157,9 @@ def conflicting() -> tuple[Tensor, Any, Any]:
 
 
 def run(picture: Path | None = None) -> dict[str, float]:
-    """Print every check and return the largest errors of the log density; plot them if a path is given."""
+    """Print every check and return the largest errors of the log density; plot them if a path
+    is given.
+    """
     real, counts = torch.linspace(0, 8, 81, dtype=F64), torch.arange(0, 15, dtype=F64)
     tables = {
         **normal_normal(real),
@@ -150,7 +181,9 @@ def run(picture: Path | None = None) -> dict[str, float]:
     return errors
 
 
-def draw(picture: Path, tables: Table, real: Tensor, counts: Tensor, x: Tensor, bands: Any, credal: Any) -> None:
+def draw(
+    picture: Path, tables: Table, real: Tensor, counts: Tensor, x: Tensor, bands: Any, credal: Any
+) -> None:
     import matplotlib.pyplot as plt
 
     from ssla import plots
@@ -159,7 +192,14 @@ def draw(picture: Path, tables: Table, real: Tensor, counts: Tensor, x: Tensor, 
     for ax, (name, (ours, exact)) in zip(axes.flat, tables.items(), strict=False):
         y = counts if "Poisson" in name else real - 2 * ("linear" in name)
         ax.plot(y, exact.exp(), color="#333333", lw=3, alpha=0.35, label="exact")
-        ax.plot(y, ours.exp(), "o" if "Poisson" in name else "--", color=plots.BAND, ms=4, label="SSLA, un-normalised")
+        ax.plot(
+            y,
+            ours.exp(),
+            "o" if "Poisson" in name else "--",
+            color=plots.BAND,
+            ms=4,
+            label="SSLA, un-normalised",
+        )
         ax.set_title(name, fontsize=10)
         ax.set_ylim(bottom=0)
         ax.legend(frameon=False, fontsize=8)

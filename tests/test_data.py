@@ -65,4 +65,7 @@ def test_targets_are_checked_and_cast_by_their_kind():
 
 def test_arrays_and_loaders_give_the_same_batches():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, X[:, 0]), batch_size=4)
-    assert torch.equal(torch.cat([batch.y for batch in open_source(loader)]), next(iter(open_source((X, X[:, 0])))).y)
+    assert torch.equal(
+        torch.cat([batch.y for batch in open_source(loader)]),
+        next(iter(open_source((X, X[:, 0])))).y,
+    )

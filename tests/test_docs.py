@@ -29,7 +29,10 @@ def blocks(page):
 
 
 def executed(page, names=None):
-    """The names after all Python blocks of a page, run in their order. names: what the page takes as given."""
+    """The names after all Python blocks of a page, run in their order.
+
+    names: what the page takes as given.
+    """
     names = dict(names or {})
     for block in blocks(page):
         exec(block, names)
@@ -47,7 +50,10 @@ def test_the_readmes_code_runs(capsys):
 def test_the_code_of_the_page_on_models_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = executed("docs/models.md")
-    assert torch.equal(names["again"].predict(names["x"]).interval(0.95), names["posterior"].predict(names["x"]).interval(0.95))
+    assert torch.equal(
+        names["again"].predict(names["x"]).interval(0.95),
+        names["posterior"].predict(names["x"]).interval(0.95),
+    )
 
 
 def test_the_page_on_pictures_draws_every_picture_of_the_library(capsys):
@@ -56,12 +62,16 @@ def test_the_page_on_pictures_draws_every_picture_of_the_library(capsys):
     names = executed("docs/pictures.md")
     names["plots"].pit(names["predictive"], names["y_test"]).figure.canvas.draw()
     text = (ROOT / "docs" / "pictures.md").read_text()
-    assert not [name for name in ssla.plots.__all__ if name.islower() and f"plots.{name}(" not in text]
+    assert not [
+        name for name in ssla.plots.__all__ if name.islower() and f"plots.{name}(" not in text
+    ]
     assert "of which the prior decides" in capsys.readouterr().out
     import_module("matplotlib.pyplot").close("all")
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/choosing.md", "docs/howto.md", "docs/report.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/index.md", "docs/choosing.md", "docs/howto.md", "docs/report.md"]
+)
 def test_the_code_of_the_other_pages_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -77,10 +87,22 @@ def test_the_tours_run(tmp_path, monkeypatch, capsys):
     import_module("matplotlib.pyplot").close("all")
     assert "conflict" in capsys.readouterr().out
     shell = "".join(re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "tours.md").read_text(), re.S))
-    commands = [shlex.split(line, comments=True)[1:] for line in shell.splitlines() if line.startswith("ssla ")]
-    assert [command[0] for command in commands] == ["train", "predict", "evaluate", "report", "reproduce"]
+    commands = [
+        shlex.split(line, comments=True)[1:]
+        for line in shell.splitlines()
+        if line.startswith("ssla ")
+    ]
+    assert [command[0] for command in commands] == [
+        "train",
+        "predict",
+        "evaluate",
+        "report",
+        "reproduce",
+    ]
     for command in commands[:-1]:
-        done = CliRunner().invoke(app, [*command, *(["--max-epochs", "5"] if command[0] == "train" else [])])
+        done = CliRunner().invoke(
+            app, [*command, *(["--max-epochs", "5"] if command[0] == "train" else [])]
+        )
         assert done.exit_code == 0, done.output
     assert all((ROOT / "docs" / "paper" / f"{name}.md").exists() for name in commands[-1][1:])
 
@@ -94,12 +116,18 @@ def test_the_code_of_the_page_on_bayesian_optimisation_runs(capsys):
 
 
 def test_the_code_of_the_page_on_refits_gives_one_predictive():
-    """Refits of single counts, normalised by their own sum, against the predictives that interpolate between a few of them."""
+    """Refits of single counts, normalised by their own sum, against the predictives that
+    interpolate between a few of them.
+    """
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     y = torch.poisson(torch.exp(1 + x[:, 0]), generator=torch.Generator().manual_seed(0))
     model = nn.Linear(1, 1, dtype=torch.float64).eval()
-    posterior = ssla.fit(model, (x, y), likelihood=ssla.likelihoods.Poisson(), prior=ssla.priors.Gaussian(1.0))
-    names = executed("docs/refits.md", {"ssla": ssla, "posterior": posterior, "x": x[:2], "y": y[:2]})
+    posterior = ssla.fit(
+        model, (x, y), likelihood=ssla.likelihoods.Poisson(), prior=ssla.priors.Gaussian(1.0)
+    )
+    names = executed(
+        "docs/refits.md", {"ssla": ssla, "posterior": posterior, "x": x[:2], "y": y[:2]}
+    )
     counts = torch.arange(40, dtype=torch.float64).expand(2, -1)
     log_mass = ssla.ssla(posterior, x[:2], counts).total.logsumexp(1)
     expected = names["increments"].total - log_mass
@@ -117,7 +145,9 @@ def test_the_code_of_the_page_on_tables_runs(tmp_path, monkeypatch):
 
 
 class Ray(ModuleType):
-    """What the library calls of ray, in this process; tests/distributed uses the real one where it is installed."""
+    """What the library calls of ray, in this process; tests/distributed uses the real one where
+    it is installed.
+    """
 
     def init(self, address):
         assert address == "auto"
@@ -136,12 +166,19 @@ class Ray(ModuleType):
         return parts, []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:Sending large graph")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:Sending large graph"
+)
 def test_the_code_of_the_page_on_clusters_runs(monkeypatch, capsys):
-    """Its clusters are replaced: a group of one rank, a Dask cluster of this process, and a ray of this process."""
+    """Its clusters are replaced: a group of one rank, a Dask cluster of this process, and a ray
+    of this process.
+    """
     distributed = pytest.importorskip("dask.distributed")
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
-    rows = [(x[:20], 2 * x[:20, 0] + 0.1 * x[:20, 0].sin()), (x[20:], 2 * x[20:, 0] - 0.1 * x[20:, 0].cos())]
+    rows = [
+        (x[:20], 2 * x[:20, 0] + 0.1 * x[:20, 0].sin()),
+        (x[20:], 2 * x[20:, 0] - 0.1 * x[20:, 0].cos()),
+    ]
     model = nn.Linear(1, 1, dtype=torch.float64).eval()
     names = {
         "load_model": lambda: model,
@@ -156,7 +193,12 @@ def test_the_code_of_the_page_on_clusters_runs(monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+    for key, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+    }.items():
         monkeypatch.setenv(key, str(value))
     try:
         exec(group, names)
@@ -165,7 +207,11 @@ def test_the_code_of_the_page_on_clusters_runs(monkeypatch, capsys):
             torch.distributed.destroy_process_group()
     assert "likelihood" in capsys.readouterr().out
     monkeypatch.setattr(
-        distributed, "Client", lambda address, real=distributed.Client: real(processes=False, n_workers=1, dashboard_address=":0")
+        distributed,
+        "Client",
+        lambda address, real=distributed.Client: real(
+            processes=False, n_workers=1, dashboard_address=":0"
+        ),
     )
     exec(dask, names)
     assert names["post"].report.n == 40
@@ -197,7 +243,10 @@ RUN = {
     ),
     "docs/recipes.md",  # by tests/test_recipes.py
 }
-PAGES = ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
+]
 BUILT = {"docs/messages.md"}  # written when the site is built
 
 
@@ -205,18 +254,30 @@ def test_every_page_with_code_is_run():
     assert {page for page in PAGES if blocks(page)} == RUN
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in BUILT and not page.startswith("docs/examples/")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in BUILT and not page.startswith("docs/examples/")]
+)
 def test_every_picture_and_relative_link_is_a_tracked_file(page):
     """A file that lies here but that git ignores is missing from every clone."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a clone, or no git: the tracked files cannot be listed")
-    listed = subprocess.run(["git", "-c", "safe.directory=*", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     tracked = set(listed.stdout.splitlines())
     text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.S)
-    links = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"""(?:src|href)=["']([^"']+)""", text)
+    links = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(
+        r"""(?:src|href)=["']([^"']+)""", text
+    )
     files = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
     missing = [
-        file for file in files if (ROOT / page).parent.joinpath(file).resolve().relative_to(ROOT).as_posix() not in tracked
+        file
+        for file in files
+        if (ROOT / page).parent.joinpath(file).resolve().relative_to(ROOT).as_posix() not in tracked
     ]
     assert not set(missing) - {Path(page).name for page in BUILT}
     assert files or page != "README.md"
@@ -232,4 +293,6 @@ def test_the_demo_runs_and_the_refit_is_no_worse_than_the_plug_in(tmp_path):
 def test_public_names_are_there():
     for name in ssla.__all__:
         assert hasattr(ssla, name)
-    assert torch.is_tensor(ssla.likelihoods.Gaussian(noise=1.0).log_prob(torch.zeros(1), torch.zeros(1, 1)))
+    assert torch.is_tensor(
+        ssla.likelihoods.Gaussian(noise=1.0).log_prob(torch.zeros(1), torch.zeros(1, 1))
+    )

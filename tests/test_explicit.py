@@ -1,4 +1,6 @@
-"""Models written by hand: published numbers, conjugate predictives, conventions, and orders of error."""
+"""Models written by hand: published numbers, conjugate predictives, conventions, and orders of
+error.
+"""
 
 import importlib.util
 import math
@@ -33,7 +35,9 @@ def poisson(link):
 
 def poisson_gamma(link, convention="exact", data=COUNTS):
     start = [3.0] if link == "identity" else [1.0]
-    return ssla.ExplicitModel(poisson(link), data, start, priors.Gamma(6.0, 2.0, link=link), convention)
+    return ssla.ExplicitModel(
+        poisson(link), data, start, priors.Gamma(6.0, 2.0, link=link), convention
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,10 @@ def test_increments_are_those_of_a_scalar_search(convention):
 
     def mode(rows):
         found = optimize.minimize_scalar(
-            lambda t: -objective(t, rows), bounds=(0.05, 20), method="bounded", options={"xatol": 1e-12}
+            lambda t: -objective(t, rows),
+            bounds=(0.05, 20),
+            method="bounded",
+            options={"xatol": 1e-12},
         )
         return float(found.x)
 
@@ -74,7 +81,13 @@ def test_increments_are_those_of_a_scalar_search(convention):
         likelihood = stats.poisson(tilde).logpmf(more).sum() - stats.poisson(hat).logpmf(data).sum()
         assert abs(float(found.likelihood[i]) - likelihood) < 1e-6
         assert abs(float(found.prior[i]) - (log_prior(tilde) - log_prior(hat))) < 1e-6
-        assert abs(float(found.curvature[i]) + 0.5 * math.log(curvature(tilde, more) / curvature(hat, data))) < 1e-6
+        assert (
+            abs(
+                float(found.curvature[i])
+                + 0.5 * math.log(curvature(tilde, more) / curvature(hat, data))
+            )
+            < 1e-6
+        )
     assert found.convention == convention
 
 
@@ -82,7 +95,9 @@ def modularity(convention, offset):
     """The paper's prior-modularity tables with a refit of the weight itself."""
     x = torch.linspace(-1, 1, 50, dtype=torch.float64)
     x = x * math.sqrt(1.5**2 / 0.05317 / float((x**2).sum()))
-    y = 0.8 * x + 0.5 * torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = 0.8 * x + 0.5 * torch.randn(
+        50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     values = []
     for variance in VARIANCES:
         model = ssla.ExplicitModel(
@@ -93,14 +108,22 @@ def modularity(convention, offset):
             convention,
         )
         at = torch.tensor([[1.5, 1.5 * float(model.mode) + offset]], dtype=torch.float64)
-        values.append((float(model.increments(at).total), float(model.increments(at, refit=False).total)))
+        values.append(
+            (float(model.increments(at).total), float(model.increments(at, refit=False).total))
+        )
     return np.array(values).T
 
 
 @pytest.mark.parametrize("convention", ["exact", "paper", "additive"])
 def test_modes_are_those_of_the_augmented_data(convention):
     data = torch.tensor([3.1, 4.7, 5.2, 2.9], dtype=torch.float64)
-    model = ssla.ExplicitModel(lambda y, t: -0.25 * (y - t[0]) ** 2, data, [4.0], priors.Gaussian(3.0, mean=1.0), convention)
+    model = ssla.ExplicitModel(
+        lambda y, t: -0.25 * (y - t[0]) ** 2,
+        data,
+        [4.0],
+        priors.Gaussian(3.0, mean=1.0),
+        convention,
+    )
     y = torch.tensor([-2.0, 0.0, 7.5], dtype=torch.float64)
     pull = 0.0 if convention == "additive" else 3.0
     expected = (pull * 1.0 + (data.sum() + y) / 2) / (pull + 5 / 2)
@@ -131,7 +154,9 @@ def test_the_error_falls_as_the_square_of_n():
 
 
 def test_the_example_runs_and_shows_what_it_says(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("conjugate_priors", ROOT / "examples" / "conjugate_priors.py")
+    spec = importlib.util.spec_from_file_location(
+        "conjugate_priors", ROOT / "examples" / "conjugate_priors.py"
+    )
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     errors = example.run(tmp_path / "picture.png")
@@ -147,13 +172,15 @@ def test_the_example_runs_and_shows_what_it_says(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: poisson_gamma("identity", "pper"), "Unknown convention 'pper'. Did you mean 'paper'"),
+        (lambda: poisson_gamma("identity", "pper"), "Unknown convention 'pper'. Did you mean "
+                                                    "'paper'"),
         (lambda: ssla.ExplicitModel(poisson("identity"), [], [1.0], priors.Gamma(1.0, 1.0)), "at least one row"),
         (lambda: ssla.ExplicitModel(poisson("identity"), COUNTS, [math.nan], priors.Flat()), "start must be finite"),
         (lambda: ssla.ExplicitModel(poisson("identity"), COUNTS, torch.ones(99), priors.Flat()), "1 to 50 parameters"),
         (lambda: ssla.ExplicitModel(poisson("identity"), COUNTS, [-1.0], priors.Gaussian()), "not finite at start"),
         (lambda: ssla.ExplicitModel(lambda y, t: y * t, COUNTS, [1.0], priors.Gaussian()), "must return a scalar tensor"),
-        (lambda: poisson_gamma("log").increments([[1.0, 2.0]]), "Candidates must be rows like the data's"),
+        (lambda: poisson_gamma("log").increments([[1.0, 2.0]]), "Candidates must be rows like the "
+                                                                "data's"),
         (
             lambda: ssla.ExplicitModel(half, [1.0], [0.0, 1.0], priors.Gaussian(), "paper").increments([1.0]),
             "not positive definite",

@@ -27,13 +27,18 @@ def gaussian(n=4000, sd=0.7, doubt=0.4, seed=0):
 def student(n=300, seed=0):
     """The same numbers as a grid predictive: Student-t with K = 0 has a known CRPS."""
     f = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return from_marginal(L.StudentT(df=5.0, scale=0.7), f, torch.zeros(n, 1, 1, dtype=torch.float64)), f[:, 0]
+    return from_marginal(
+        L.StudentT(df=5.0, scale=0.7), f, torch.zeros(n, 1, 1, dtype=torch.float64)
+    ), f[:, 0]
 
 
 def test_nll_and_rmse_by_hand():
     p, y = gaussian(10)
     scale = math.sqrt(0.7**2 + 0.4**2)
-    assert abs(float(metrics.nll(p, y)) + stats.norm(p.mean.numpy(), scale).logpdf(y.numpy()).mean()) < 1e-12
+    assert (
+        abs(float(metrics.nll(p, y)) + stats.norm(p.mean.numpy(), scale).logpdf(y.numpy()).mean())
+        < 1e-12
+    )
     assert metrics.nll(p, y, reduce=False).shape == (10,)
     assert abs(float(metrics.rmse(p, y)) - float(((p.mean - y) ** 2).mean().sqrt())) < 1e-12
 
@@ -43,7 +48,9 @@ def test_crps_of_a_grid_equals_scoringrules(offset):
     p, centre = student()
     y = centre + offset
     expected = scoringrules.crps_t(y.numpy(), 5.0, centre.numpy(), 0.7)
-    assert (metrics.crps(p, y, reduce=False) - torch.from_numpy(expected)).abs().max() < 2e-4 * (1 + abs(offset))
+    assert (metrics.crps(p, y, reduce=False) - torch.from_numpy(expected)).abs().max() < 2e-4 * (
+        1 + abs(offset)
+    )
 
 
 def test_crps_of_a_gaussian_equals_scoringrules():
@@ -55,19 +62,26 @@ def test_crps_of_a_gaussian_equals_scoringrules():
 @pytest.mark.parametrize("rate", [0.05, 3.0, 400.0])
 def test_crps_of_counts_equals_the_sum(rate):
     """Σ_k (F(k) − 1{k ≥ y})² with SciPy's F (scoringrules' own overflows for large counts)."""
-    f, K = torch.full((5, 1), math.log(rate), dtype=torch.float64), torch.zeros(5, 1, 1, dtype=torch.float64)
+    f, K = (
+        torch.full((5, 1), math.log(rate), dtype=torch.float64),
+        torch.zeros(5, 1, 1, dtype=torch.float64),
+    )
     p = from_marginal(L.Poisson(), f, K)
     y = torch.tensor([0.0, 1.0, 3.0, 400.0, 2000.0], dtype=torch.float64)
     k = np.arange(3000)
     expected = ((stats.poisson(rate).cdf(k) - (k >= y.numpy()[:, None])) ** 2).sum(1)
-    assert torch.allclose(metrics.crps(p, y, reduce=False), torch.from_numpy(expected), rtol=2e-5, atol=1e-6)
+    assert torch.allclose(
+        metrics.crps(p, y, reduce=False), torch.from_numpy(expected), rtol=2e-5, atol=1e-6
+    )
 
 
 def test_interval_score_by_hand():
     p, y = gaussian(200)
     low, high = p.interval(0.9).unbind(1)
     miss = (low - y).clamp_min(0) + (y - high).clamp_min(0)
-    assert torch.allclose(metrics.interval_score(p, y, 0.9, reduce=False), high - low + 2 / 0.1 * miss)
+    assert torch.allclose(
+        metrics.interval_score(p, y, 0.9, reduce=False), high - low + 2 / 0.1 * miss
+    )
 
 
 def test_a_right_predictive_is_calibrated_and_a_wrong_one_is_not():
@@ -77,7 +91,9 @@ def test_a_right_predictive_is_calibrated_and_a_wrong_one_is_not():
         assert abs(float(metrics.coverage(p, y, level)) - level) < error
     assert stats.kstest(metrics.pit(p, y).numpy(), "uniform").pvalue > 1e-3
     assert metrics.calibration_error(p, y) < 0.02
-    overconfident = from_marginal(L.Gaussian(noise=0.3), *p.law.log_density.marginal, refit="plug_in")
+    overconfident = from_marginal(
+        L.Gaussian(noise=0.3), *p.law.log_density.marginal, refit="plug_in"
+    )
     assert metrics.coverage(overconfident, y, 0.95) < 0.7
     assert metrics.calibration_error(overconfident, y) > 0.05
     assert stats.kstest(metrics.pit(overconfident, y).numpy(), "uniform").pvalue < 1e-6
@@ -85,7 +101,10 @@ def test_a_right_predictive_is_calibrated_and_a_wrong_one_is_not():
 
 
 def test_randomised_pit_of_counts_is_uniform():
-    f, K = torch.full((5000, 1), 0.3, dtype=torch.float64), torch.full((5000, 1, 1), 0.2, dtype=torch.float64)
+    f, K = (
+        torch.full((5000, 1), 0.3, dtype=torch.float64),
+        torch.full((5000, 1, 1), 0.2, dtype=torch.float64),
+    )
     p = from_marginal(L.Poisson(), f, K)
     generator = torch.Generator().manual_seed(0)
     y = p.sample(1, generator)[0]

@@ -76,20 +76,40 @@ def test_padding_changes_nothing_and_the_outputs_are_the_logits():
     torch.testing.assert_close(posterior.predict(longer).probs, posterior.predict(new).probs)
     unmasked = longer | {"attention_mask": torch.ones_like(longer["input_ids"])}
     mean, masked, visible = (posterior.marginal(x).mean for x in (new, longer, unmasked))
-    assert float((visible - mean).abs().max()) > 1e3 * float((masked - mean).abs().max())  # without the mask it would matter
+    assert float((visible - mean).abs().max()) > 1e3 * float(
+        (masked - mean).abs().max()
+    )  # without the mask it would matter
     with torch.no_grad():
         batches = [model(**batch).logits for batch in names["unseen"]]
     check_validation_of_classes(posterior, torch.cat(batches), names["labels"][96:])
-    kept = ssla.fit(model, loader, likelihood=ssla.likelihoods.Categorical(), output="logits", mode="tilt", gaussian="laplace")
+    kept = ssla.fit(
+        model,
+        loader,
+        likelihood=ssla.likelihoods.Categorical(),
+        output="logits",
+        mode="tilt",
+        gaussian="laplace",
+    )
     with torch.no_grad():
-        torch.testing.assert_close(kept.predict(new, refit="plug_in").probs, model(**new).logits.softmax(1))
-    for row, text in enumerate(names["texts"][:2]):  # a row does not depend on the padding of its batch
-        alone = {"input_ids": text[None], "attention_mask": torch.ones(1, len(text), dtype=torch.long)}
-        torch.testing.assert_close(posterior.predict(alone).probs[0], posterior.predict(new).probs[row])
+        torch.testing.assert_close(
+            kept.predict(new, refit="plug_in").probs, model(**new).logits.softmax(1)
+        )
+    for row, text in enumerate(
+        names["texts"][:2]
+    ):  # a row does not depend on the padding of its batch
+        alone = {
+            "input_ids": text[None],
+            "attention_mask": torch.ones(1, len(text), dtype=torch.long),
+        }
+        torch.testing.assert_close(
+            posterior.predict(alone).probs[0], posterior.predict(new).probs[row]
+        )
 
 
 def test_a_decoder_takes_its_score_layer_by_name():
-    """Its logits are picked from those of all positions, so there is no last layer; the named weight is the same model."""
+    """Its logits are picked from those of all positions, so there is no last layer; the named
+    weight is the same model.
+    """
     transformers = needs("transformers")
     tokens = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, num_labels=2, **tokens)
@@ -97,14 +117,22 @@ def test_a_decoder_takes_its_score_layer_by_name():
     ids = torch.randint(3, 20, (64, 6))
     ids[::2, 4:] = 0
     x, y = {"input_ids": ids, "attention_mask": (ids > 0).long()}, (ids[:, 0] > 10).long()
-    options = {"likelihood": ssla.likelihoods.Categorical(), "prior": ssla.priors.Gaussian(1.0), "mode": "tilt"}
+    options = {
+        "likelihood": ssla.likelihoods.Categorical(),
+        "prior": ssla.priors.Gaussian(1.0),
+        "mode": "tilt",
+    }
     with pytest.raises(ValueError, match=r"no last layer.*list of parameter names"):
         ssla.fit(model, (x, y), output="logits", **options)
     posterior = ssla.fit(model, (x, y), output="logits", weights=["score.weight"], **options)
     with torch.no_grad():
-        hidden = model.transformer(**x).last_hidden_state[torch.arange(64), x["attention_mask"].sum(1) - 1]
+        hidden = model.transformer(**x).last_hidden_state[
+            torch.arange(64), x["attention_mask"].sum(1) - 1
+        ]
     head = ssla.fit(model.score, (hidden, y), **options)
-    torch.testing.assert_close(posterior.predict(x).probs, head.predict(hidden).probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        posterior.predict(x).probs, head.predict(hidden).probs, rtol=0, atol=1e-6
+    )
 
 
 def test_the_adapters_are_the_free_parameters_and_match_brute_force():
@@ -112,11 +140,16 @@ def test_the_adapters_are_the_free_parameters_and_match_brute_force():
     model, x, y, adapters = names["model"].double(), names["x"], names["y"], names["adapters"]
     free = [p.requires_grad_() for name, p in model.named_parameters() if name in adapters]
     P = sum(p.numel() for p in free)
-    assert names["posterior"].report.parameters == P == 4 * 2 * 16  # A and B of two layers: rank 2, width 16
+    assert (
+        names["posterior"].report.parameters == P == 4 * 2 * 16
+    )  # A and B of two layers: rank 2, width 16
     unseen_x, unseen_y = names["unseen"]
     check_validation_of_classes(names["posterior"], model(**unseen_x).logits.detach(), unseen_y)
     f = model(**x).logits
-    rows = [torch.cat([g.flatten() for g in torch.autograd.grad(one, free, retain_graph=True)]) for one in f.flatten()]
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(one, free, retain_graph=True)])
+        for one in f.flatten()
+    ]
     J, f = torch.stack(rows).reshape(*f.shape, P), f.detach()  # (N, C, P)
     p = f.softmax(1)
     Lambda = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
@@ -132,13 +165,17 @@ def test_the_adapters_are_the_free_parameters_and_match_brute_force():
     )
     found = posterior.marginal(x)
     torch.testing.assert_close(found.mean, f)
-    torch.testing.assert_close(found.covariance, J @ torch.linalg.solve(H, J.mT), rtol=1e-6, atol=1e-10)
+    torch.testing.assert_close(
+        found.covariance, J @ torch.linalg.solve(H, J.mT), rtol=1e-6, atol=1e-10
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_padded_graphs_have_the_outputs_of_the_graph_network():
     names = run("PyTorch Geometric: a number for each molecule", "torch_geometric")
-    network, padded, posterior, new = (names[key] for key in ("network", "padded", "posterior", "new"))
+    network, padded, posterior, new = (
+        names[key] for key in ("network", "padded", "posterior", "new")
+    )
     with torch.no_grad():
         for graphs in names["loader"]:
             own = network(graphs.x, graphs.edge_index, graphs.batch)
@@ -147,13 +184,18 @@ def test_padded_graphs_have_the_outputs_of_the_graph_network():
         outputs = network(unseen.x, unseen.edge_index, unseen.batch)
     check_validation_of_numbers(posterior, outputs, unseen.y)
     together = posterior.predict(padded(new)).interval(0.9)
-    for row, graph in enumerate(new.to_data_list()):  # padded to its own size: no atom is missing, no padding is counted
+    for row, graph in enumerate(
+        new.to_data_list()
+    ):  # padded to its own size: no atom is missing, no padding is counted
         alone = posterior.predict(padded(names["Batch"].from_data_list([graph]))).interval(0.9)
         torch.testing.assert_close(alone[0], together[row])
     order = torch.tensor([2, 0, 3, 1])  # the atoms of a molecule have no order
     graph = new[0]
     moved = names["Data"](x=graph.x[order], edge_index=order.argsort()[graph.edge_index])
-    torch.testing.assert_close(posterior.predict(padded(names["Batch"].from_data_list([moved]))).interval(0.9)[0], together[0])
+    torch.testing.assert_close(
+        posterior.predict(padded(names["Batch"].from_data_list([moved]))).interval(0.9)[0],
+        together[0],
+    )
     assert posterior.report.n == 80
 
 
@@ -181,23 +223,39 @@ def test_images_have_the_features_of_the_resnet():
     train, unseen = (features[:96], labels[:96]), (features[96:], labels[96:])
     likelihood = ssla.likelihoods.Categorical()
     head = ssla.fit(model.classifier[-1], train, likelihood=likelihood, validation=unseen)
-    torch.testing.assert_close(posterior.predict(images).probs, head.predict(features).probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        posterior.predict(images).probs, head.predict(features).probs, rtol=1e-4, atol=1e-5
+    )
     assert bool((logits.argmax(1) == labels).float().mean() > 0.9)
     unknown = posterior.predict(torch.randn(20, 1, 16, 16)).probs.amax(1)
     assert float(unknown.mean()) < float(posterior.predict(images).probs.amax(1).mean())
 
 
 def test_a_search_is_scored_by_the_predictive_distribution():
-    names = run("scikit-learn: cross-validation and searches", "sklearn", remedy="pip install 'ssla[sklearn,metrics]'")
+    names = run(
+        "scikit-learn: cross-validation and searches",
+        "sklearn",
+        remedy="pip install 'ssla[sklearn,metrics]'",
+    )
     X, y, search = names["X"], names["y"], names["search"]
     train, test = np.arange(50, 150), np.arange(50)  # the first of three folds
-    found = names["model"].set_params(**search.best_params_).fit(X[train], y[train]).predict_dist(X[test])
+    found = (
+        names["model"]
+        .set_params(**search.best_params_)
+        .fit(X[train], y[train])
+        .predict_dist(X[test])
+    )
     by_hand = -float(metrics.crps(found, y[test]))
     assert search.cv_results_["split0_test_score"][search.best_index_] == pytest.approx(by_hand)
 
 
 def test_skpro_has_the_moments_of_the_predictive():
-    names = run("skpro", "skpro", "sklearn", remedy="pip install --no-deps skpro scikit-base (it declares an older pandas)")
+    names = run(
+        "skpro",
+        "skpro",
+        "sklearn",
+        remedy="pip install --no-deps skpro scikit-base (it declares an older pandas)",
+    )
     crps_normal = needs("scoringrules").crps_normal
     X, found, model = names["X"][100:], names["found"], names["model"]
     own = model.estimator_.predict_dist(X)

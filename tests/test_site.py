@@ -1,4 +1,7 @@
-"""The documentation site: its pages are complete, and its check finds what it should. `make docs` builds the site itself."""
+"""The documentation site: its pages are complete, and its check finds what it should.
+
+`make docs` builds the site itself.
+"""
 
 import ast
 import importlib.util
@@ -44,7 +47,9 @@ def test_every_page_is_in_the_table_of_contents_once():
 
 def test_every_public_name_is_on_the_page_of_the_api():
     text = (DOCS / "api.md").read_text()
-    missing = [name for name in ssla.__all__ if not re.search(rf"auto\w+:: ssla\.{name}$", text, re.M)]
+    missing = [
+        name for name in ssla.__all__ if not re.search(rf"auto\w+:: ssla\.{name}$", text, re.M)
+    ]
     assert not missing
 
 
@@ -52,11 +57,18 @@ MESSAGES = list(tool("messages").messages())
 WARNINGS = [message for message in MESSAGES if message.kind == "warning"]
 
 
-@pytest.mark.parametrize("message", WARNINGS, ids=lambda message: f"{message.module}:{message.line}")
+@pytest.mark.parametrize(
+    "message", WARNINGS, ids=lambda message: f"{message.module}:{message.line}"
+)
 def test_every_warning_has_an_entry_among_the_failures(message):
     """Quote the warning in docs/failures.md, with its cause and remedy. Values are written as …."""
-    assert message.text, "the text of this warning cannot be read from the source: give it in the call, or as a variable above it"
-    sentences = [s for s in re.split(r"(?<=[.:])\s|…", message.text) if len(s) > 20] or [message.text]
+    assert message.text, (
+        "the text of this warning cannot be read from the source: give it in the call, or as a "
+        "variable above it"
+    )
+    sentences = [s for s in re.split(r"(?<=[.:])\s|…", message.text) if len(s) > 20] or [
+        message.text
+    ]
     entries = plain((DOCS / "failures.md").read_text())
     assert any(plain(sentence).strip(" .,:()") in entries for sentence in sentences)
 
@@ -65,8 +77,14 @@ def test_every_module_that_raises_has_a_topic_among_the_failures():
     topics = re.findall(r"\*From (.*?)\.\*", (DOCS / "failures.md").read_text())
     covered = {name for topic in topics for name in re.findall(r"`([\w.]+)`", topic)}
     raising = {message.module for message in MESSAGES if message.kind != "warning"}
-    known = {"__init__", "demo", "numerics.linalg"}  # attribute errors of Python, the demo's file name, and an assertion
-    assert not [m for m in raising - known if not any(m == c or m.startswith(f"{c}.") for c in covered)]
+    known = {
+        "__init__",
+        "demo",
+        "numerics.linalg",
+    }  # attribute errors of Python, the demo's file name, and an assertion
+    assert not [
+        m for m in raising - known if not any(m == c or m.startswith(f"{c}.") for c in covered)
+    ]
 
 
 def test_messages_are_read_through_variables_and_sums():
@@ -101,7 +119,9 @@ def test_the_check_of_the_site_reads_styles_and_refuses_an_empty_site(tmp_path):
     assert found[1] == "a.css loads https://a.b/c.png"
 
 
-@pytest.mark.parametrize("script", sorted((DOCS / "gallery").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", sorted((DOCS / "gallery").glob("*.py")), ids=lambda path: path.stem
+)
 def test_scripts_of_the_gallery_have_a_title_and_a_text(script):
     """`make docs` executes them."""
     assert script.name.startswith("plot_")

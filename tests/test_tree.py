@@ -1,4 +1,6 @@
-"""The tree under src/ssla: where imports stand, how many entries there are, and what the core needs."""
+"""The tree under src/ssla: where imports stand, how many entries there are, and what the core
+needs.
+"""
 
 import ast
 import subprocess
@@ -15,13 +17,17 @@ def inner_imports(tree):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = [node for f in ast.walk(tree) if isinstance(f, functions) for node in ast.walk(f)]
     named = [(n.lineno, n.module or "") for n in inside if isinstance(n, ast.ImportFrom)]
-    named += [(n.lineno, alias.name) for n in inside if isinstance(n, ast.Import) for alias in n.names]
+    named += [
+        (n.lineno, alias.name) for n in inside if isinstance(n, ast.Import) for alias in n.names
+    ]
     return sorted({line for line, name in named if name.split(".")[0] == "ssla"})
 
 
 def test_imports_of_the_package_stand_at_the_top_of_a_file():
     """Directions are checked by import-linter (`make lint`, contract in pyproject.toml)."""
-    assert inner_imports(ast.parse("def f():\n    from ssla.state import State\n    import ssla.data")) == [2, 3]
+    assert inner_imports(
+        ast.parse("def f():\n    from ssla.state import State\n    import ssla.data")
+    ) == [2, 3]
     found = {}
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
@@ -33,7 +39,11 @@ def test_imports_of_the_package_stand_at_the_top_of_a_file():
 def test_the_top_of_the_package_has_at_most_29_entries():
     entries = [entry.name for entry in SOURCE.iterdir() if entry.name != "__pycache__"]
     assert len(entries) <= 29, sorted(entries)
-    assert not [path for path in SOURCE.rglob("*.py") if path.name in ("utils.py", "base.py", "helpers.py", "common.py")]
+    assert not [
+        path
+        for path in SOURCE.rglob("*.py")
+        if path.name in ("utils.py", "base.py", "helpers.py", "common.py")
+    ]
 
 
 def test_the_core_needs_torch_and_numpy_alone():
@@ -54,5 +64,7 @@ except ImportError as error:
 else:
     raise SystemExit("expected a hint at the extra")
 """
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

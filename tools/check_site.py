@@ -12,8 +12,25 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "embed": "src"}
-LOADING_LINKS = {"stylesheet", "icon", "preload", "prefetch", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "embed": "src",
+}
+LOADING_LINKS = {
+    "stylesheet",
+    "icon",
+    "preload",
+    "prefetch",
+    "modulepreload",
+    "preconnect",
+    "dns-prefetch",
+    "manifest",
+}
 IN_STYLES = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
 
 
@@ -34,7 +51,9 @@ class Page(HTMLParser):
         self.anchors.update(found[name] for name in ("id", "name") if name in found)
         if tag in LOADED and LOADED[tag] in found:
             self.loads.append(found[LOADED[tag]])
-        self.loads += [part.split()[0] for part in found.get("srcset", "").split(",") if part.strip()]
+        self.loads += [
+            part.split()[0] for part in found.get("srcset", "").split(",") if part.strip()
+        ]
         if tag == "link" and LOADING_LINKS & set(found.get("rel", "").split()):
             self.loads.append(found.get("href", ""))
         if tag == "object":
@@ -53,7 +72,9 @@ def remote(address: str) -> bool:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """One line for each address that a page loads from a network, and for each local file or anchor that is missing."""
+    """One line for each address that a page loads from a network, and for each local file or
+    anchor that is missing.
+    """
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     if not pages:
         yield f"{site} has no pages. Build the site first: make docs."
@@ -67,7 +88,11 @@ def problems(site: Path) -> Iterator[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
             if not target.exists():
                 yield f"{name}: {address} does not exist"
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].anchors
+            ):
                 yield f"{name}: {address} has no such anchor"
     for style in sorted(site.rglob("*.css")):
         for address in IN_STYLES.findall(style.read_text(encoding="utf-8")):
@@ -76,7 +101,11 @@ def problems(site: Path) -> Iterator[str]:
 
 def main() -> int:
     found = list(problems(Path(sys.argv[1]).resolve()))
-    print("\n".join(found) or f"{sys.argv[1]}: nothing is loaded from a network; every local link, picture and anchor exists.")
+    print(
+        "\n".join(found)
+        or f"{sys.argv[1]}: nothing is loaded from a network; every local link, picture and anchor "
+        "exists."
+    )
     return int(bool(found))
 
 

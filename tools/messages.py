@@ -1,4 +1,5 @@
-"""Warnings and errors that the library raises, read from its source: for the page on failures and for its test.
+"""Warnings and errors that the library raises, read from its source: for the page on failures and
+for its test.
 
 python tools/messages.py          # all of them, by module
 """
@@ -16,7 +17,10 @@ GAP = "…"
 
 
 class Message(NamedTuple):
-    """One `warn(...)` or `raise ...(...)`. text: its constant parts, with … for values; empty if it is made elsewhere."""
+    """One `warn(...)` or `raise ...(...)`.
+
+    text: its constant parts, with … for values; empty if it is made elsewhere.
+    """
 
     module: str
     line: int
@@ -26,21 +30,35 @@ class Message(NamedTuple):
 
 def messages() -> Iterator[Message]:
     for path in sorted(SOURCE.rglob("*.py")):
-        name = path.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        name = (
+            path.relative_to(SOURCE)
+            .with_suffix("")
+            .as_posix()
+            .replace("/", ".")
+            .removesuffix(".__init__")
+        )
         tree = ast.parse(path.read_text(encoding="utf-8"))
         texts = _assigned(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 yield Message(name, node.lineno, _called(node.exc), _text(node.exc, texts))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _called(node) == "warn":
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and _called(node) == "warn"
+            ):
                 yield Message(name, node.lineno, "warning", _text(node, texts))
 
 
 def _assigned(tree: ast.Module) -> dict[str, list[tuple[int, ast.expr]]]:
-    """Variable -> (line, text) of its assignments, for messages that are made before they are raised."""
+    """Variable -> (line, text) of its assignments, for messages that are made before they are
+    raised.
+    """
     found: dict[str, list[tuple[int, ast.expr]]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.JoinedStr | ast.Constant | ast.BinOp):
+        if isinstance(node, ast.Assign) and isinstance(
+            node.value, ast.JoinedStr | ast.Constant | ast.BinOp
+        ):
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append((node.lineno, node.value))
@@ -54,7 +72,11 @@ def _called(call: ast.Call) -> str:
 def _text(call: ast.Call, texts: dict[str, list[tuple[int, ast.expr]]]) -> str:
     first: ast.expr | None = call.args[0] if call.args else None
     if isinstance(first, ast.Name):  # the last assignment above
-        above = [value for line, value in sorted(texts.get(first.id, []), key=lambda pair: pair[0]) if line < call.lineno]
+        above = [
+            value
+            for line, value in sorted(texts.get(first.id, []), key=lambda pair: pair[0])
+            if line < call.lineno
+        ]
         first = above[-1] if above else first
     text = "".join(_parts(first)) if first is not None else ""
     while GAP + GAP in text:

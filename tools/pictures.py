@@ -1,4 +1,7 @@
-"""Draws the pictures of docs/pictures.md: each by the block of code above it. Run: python tools/pictures.py"""
+"""Draws the pictures of docs/pictures.md: each by the block of code above it.
+
+Run: python tools/pictures.py
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ DPI = 110
 
 def main() -> None:
     names: dict[str, Any] = {}
-    for code, picture in re.findall(r"```python\n(.*?)```|!\[.*?\]\((.*?)\)", PAGE.read_text(), re.S):
+    for code, picture in re.findall(
+        r"```python\n(.*?)```|!\[.*?\]\((.*?)\)", PAGE.read_text(), re.S
+    ):
         if code:
             exec(code, names)
             continue

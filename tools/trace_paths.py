@@ -1,8 +1,10 @@
-"""Files and changes of package on the four main paths through the library. Run: python tools/trace_paths.py [--list]
+"""Files and changes of package on the four main paths through the library.
 
-Every Python function of ssla on a path counts once, in the order of the first calls. `files` counts their files,
-`changes` how often the package differs between one function and the next. A package is a folder of src/ssla, or a single file
-at its top.
+Run: python tools/trace_paths.py [--list]
+
+Every Python function of ssla on a path counts once, in the order of the first calls. `files` counts
+their files, `changes` how often the package differs between one function and the next. A package is
+a folder of src/ssla, or a single file at its top.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ def walked(path: Callable[[], object]) -> list[str]:
 
     def watch(frame: object, event: str, argument: object) -> None:
         code = frame.f_code  # type: ignore[attr-defined]
-        if event == "call" and code.co_filename.startswith(str(ROOT)) and code.co_name != "<module>":
+        if (
+            event == "call"
+            and code.co_filename.startswith(str(ROOT))
+            and code.co_name != "<module>"
+        ):
             seen.setdefault(f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}")
 
     sys.setprofile(watch)
@@ -49,15 +55,24 @@ def main() -> None:
     y = x[:, 0] + 0.3 * torch.randn(60, dtype=torch.float64)
     X, Y = x.numpy(), y.numpy()
     one, two = (
-        torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
+        torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs))
+        .double()
+        .eval()
         for outputs in (1, 2)
     )
-    noise, varying = ssla.likelihoods.Gaussian(noise="estimate"), ssla.likelihoods.HeteroscedasticGaussian()
+    noise, varying = (
+        ssla.likelihoods.Gaussian(noise="estimate"),
+        ssla.likelihoods.HeteroscedasticGaussian(),
+    )
     paths: dict[str, Callable[[], object]] = {
         "fit": lambda: ssla.fit(one, (x, y), likelihood=noise),
         "predict().interval": lambda: post.predict(x[:5]).interval(0.9),
-        'predict(refit="weights").log_prob': lambda: post.predict(x[:3], refit="weights").log_prob(y[:3]),
-        "SSLARegressor": lambda: SSLARegressor(max_epochs=3, random_state=0).fit(X, Y).predict_interval(X),
+        'predict(refit="weights").log_prob': lambda: post.predict(x[:3], refit="weights").log_prob(
+            y[:3]
+        ),
+        "SSLARegressor": lambda: (
+            SSLARegressor(max_epochs=3, random_state=0).fit(X, Y).predict_interval(X)
+        ),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -33,10 +33,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn import datasets
 from torch import Tensor, nn
 from torch.nn import functional
-
-from sklearn import datasets
 
 CLASSES, REGRESSION = "classes", "regression"
 

@@ -1,8 +1,9 @@
 """Prior modularity: both tables, by the convention of the paper and by the exact one.
 
-One weight, n = 50 rows, σ = 0.5, x* = 1.5, priors N(0, τ²). The inputs are not published, but all ten numbers depend on
-them only through h = x*²/Σx² = 0.05317; ours are scaled to that value. The published values have the prior in the refit and not
-in the curvature (`paper`) and leave out −½ log 2πσ²; with the prior in both (`exact`) the value is the exact predictive.
+One weight, n = 50 rows, σ = 0.5, x* = 1.5, priors N(0, τ²). The inputs are not published, but all
+ten numbers depend on them only through h = x*²/Σx² = 0.05317; ours are scaled to that value. The
+published values have the prior in the refit and not in the curvature (`paper`) and leave out −½ log
+2πσ²; with the prior in both (`exact`) the value is the exact predictive.
 """
 
 from __future__ import annotations
@@ -53,15 +54,21 @@ def one(prior: str) -> Record:
     variance = VARIANCES[prior]
     found: Record = {"prior": prior}
     for convention in ("paper", "exact"):
-        model = ssla.ExplicitModel(log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), convention)
+        model = ssla.ExplicitModel(
+            log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), convention
+        )
         at = float(model.mode[0]) * POINT
         candidates = torch.tensor([[POINT, at], [POINT, at + 1.0]], dtype=torch.float64)
         found[convention] = {
             "ssla": model.increments(candidates).total.tolist(),
             "assla": model.increments(candidates, refit=False).total.tolist(),
         }
-    likely = ssla.ExplicitModel(log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), "additive")
-    found["additive"] = likely.increments(candidates).total.tolist()  # at the ŷ of the posterior mode, like the others
+    likely = ssla.ExplicitModel(
+        log_prob, rows, [0.5], ssla.priors.Gaussian(1 / variance), "additive"
+    )
+    found["additive"] = likely.increments(
+        candidates
+    ).total.tolist()  # at the ŷ of the posterior mode, like the others
     spread = POINT**2 / (float((x * x).sum()) / NOISE**2 + 1 / variance)
     total = NOISE**2 + spread
     constant = 0.5 * math.log(NOISE**2 / total)  # the normal density without −½ log 2πσ²
@@ -75,7 +82,9 @@ class Priors:
     title = "Prior modularity (two tables)"
 
     def tasks(self, quick: bool) -> list[Task]:
-        return [Task(f"variance-{prior}", one, {"prior": prior}, edition=2) for prior in VARIANCES] + imprecise.tasks()
+        return [
+            Task(f"variance-{prior}", one, {"prior": prior}, edition=2) for prior in VARIANCES
+        ] + imprecise.tasks()
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
         sets = {key: record for key, record in records.items() if key.startswith("set-")}
@@ -87,7 +96,15 @@ class Priors:
                 published = [PUBLISHED[record["prior"]][c] for c in columns]
                 paper = [record["paper"][name][place] for name in ("ssla", "assla")]
                 exact, truth = record["exact"]["ssla"][place], record["predictive"][place]
-                row: list[Cell] = [f"N(0, {record['prior']})", published[0], paper[0], published[1], paper[1], exact, truth]
+                row: list[Cell] = [
+                    f"N(0, {record['prior']})",
+                    published[0],
+                    paper[0],
+                    published[1],
+                    paper[1],
+                    exact,
+                    truth,
+                ]
                 worst = max(worst, *(abs(a - b) for a, b in zip(published, paper, strict=True)))
                 if where == "off":
                     flat = records["variance-1e6"]["paper"]["ssla"][place]
@@ -97,20 +114,41 @@ class Priors:
                         apart = max(apart, abs(told - seen))
                 rows.append(row)
                 exactness = max(exactness, abs(exact - truth))
-            names = ["prior", "SSLA published", "SSLA (paper)", "ASSLA published", "ASSLA (paper)", "SSLA (exact)", "predictive"]
+            names = [
+                "prior",
+                "SSLA published",
+                "SSLA (paper)",
+                "ASSLA published",
+                "ASSLA (paper)",
+                "SSLA (exact)",
+                "predictive",
+            ]
             if where == "off":
                 names += ["SSLA−ASSLA published", "SSLA−ASSLA", "SSLA−flat published", "SSLA−flat"]
             caption = (
-                f"Log predictive density at {'the self-prediction' if where == 'self' else 'one above it'}, less −½ log 2πσ². "
-                f"The inputs are "
-                f"not published; ours have the one number that matters, h = x*²/Σx² = {LEVERAGE}, fitted to the tables."
+                "Log predictive density at "
+                f"{'the self-prediction' if where == 'self' else 'one above it'}, less −½ log "
+                "2πσ². The inputs are not published; ours have the one number that matters, h = "
+                f"x*²/Σx² = {LEVERAGE}, fitted to the tables."
             )
-            Table(f"priors-{where}", caption, names, rows, dict.fromkeys(names[1:], ".4f")).write(folder)
+            Table(f"priors-{where}", caption, names, rows, dict.fromkeys(names[1:], ".4f")).write(
+                folder
+            )
         return [
             Claim(
-                "All numbers of both tables", "twenty values", f"largest difference {worst:.1e}", worst < 1.0e-4, kind=REPEATED
+                "All numbers of both tables",
+                "twenty values",
+                f"largest difference {worst:.1e}",
+                worst < 1.0e-4,
+                kind=REPEATED,
             ),
-            Claim("Their ten differences", "ten values", f"largest difference {apart:.1e}", apart < 1.01e-4, kind=REPEATED),
+            Claim(
+                "Their ten differences",
+                "ten values",
+                f"largest difference {apart:.1e}",
+                apart < 1.01e-4,
+                kind=REPEATED,
+            ),
             Claim(
                 "With the prior in the curvature too, SSLA is the exact predictive",
                 "not stated",
@@ -123,23 +161,34 @@ class Priors:
 
 
 def _conventions(strong: Record) -> list[Claim]:
-    """The convention of the tables under the strongest prior, and the result of the paper's sentence."""
-    off = [told - truth for told, truth in zip(strong["paper"]["ssla"], strong["predictive"], strict=True)]
-    added = [told - truth for told, truth in zip(strong["additive"], strong["predictive"], strict=True)]
+    """The convention of the tables under the strongest prior, and the result of the paper's
+    sentence.
+    """
+    off = [
+        told - truth
+        for told, truth in zip(strong["paper"]["ssla"], strong["predictive"], strict=True)
+    ]
+    added = [
+        told - truth for told, truth in zip(strong["additive"], strong["predictive"], strict=True)
+    ]
     return [
         Claim(
-            "Without the prior in the curvature SSLA is still the exact predictive, before normalisation",
-            "the tables have the prior in the refit and not in the curvature; Algorithm 1 has it in both",
+            "Without the prior in the curvature SSLA is still the exact predictive, before "
+            "normalisation",
+            "the tables have the prior in the refit and not in the curvature; Algorithm 1 has it "
+            "in both",
             f"under N(0, 0.01) it is {-off[0]:.4f} too low at ŷ and {-off[1]:.4f} at ŷ + 1",
             max(map(abs, off)) < 1e-3,
-            "A constant: normalised it is the exact predictive here; its mass is not one. `exact` is the default.",
+            "A constant: normalised it is the exact predictive here; its mass is not one. `exact` "
+            "is the default.",
         ),
         Claim(
             "No refit is needed for another prior: its increment between the estimates is enough",
             "stated in the text; the tables are refitted under each prior",
-            f"between maximum-likelihood estimates, under N(0, 0.01): wrong by {added[0]:+.2f} at ŷ and {added[1]:+.2f} at "
-            "ŷ + 1, which no normalisation corrects",
+            f"between maximum-likelihood estimates, under N(0, 0.01): wrong by {added[0]:+.2f} at "
+            f"ŷ and {added[1]:+.2f} at ŷ + 1, which no normalisation corrects",
             abs(added[1] - added[0]) < 1e-3,
-            "The prior moves the estimate at which both increments start; Gaussian sums move it without a pass over the data.",
+            "The prior moves the estimate at which both increments start; Gaussian sums move it "
+            "without a pass over the data.",
         ),
     ]

@@ -1,4 +1,6 @@
-"""The paper's network and training: two hidden layers of 50, ReLU, Adam, 500 epochs, stopped after 20 without improvement."""
+"""The paper's network and training: two hidden layers of 50, ReLU, Adam, 500 epochs, stopped
+after 20 without improvement.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,27 @@ def squared_error(f: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_nll(f: Tensor, y: Tensor) -> Tensor:
-    """−log N(y; μ, σ²) with f = (μ, log σ²), as the text describes; without its constant. f (n, 2), y (n,)."""
+    """−log N(y; μ, σ²) with f = (μ, log σ²), as the text describes; without its constant.
+
+    f (n, 2), y (n,).
+    """
     return 0.5 * ((y - f[:, 0]).square() * torch.exp(-f[:, 1]) + f[:, 1]).mean()
 
 
 def perceptron(
-    inputs: int, outputs: int, generator: torch.Generator, activation: type[nn.Module] = nn.ReLU, dropout: float = 0.0
+    inputs: int,
+    outputs: int,
+    generator: torch.Generator,
+    activation: type[nn.Module] = nn.ReLU,
+    dropout: float = 0.0,
 ) -> nn.Sequential:
     """Weights and biases as torch initialises them, U(±1/√inputs), from the generator."""
     layers: list[nn.Module] = []
     width = inputs
     for hidden in HIDDEN:
-        layers += [nn.Linear(width, hidden), activation()] + ([nn.Dropout(dropout)] if dropout else [])
+        layers += [nn.Linear(width, hidden), activation()] + (
+            [nn.Dropout(dropout)] if dropout else []
+        )
         width = hidden
     net = nn.Sequential(*layers, nn.Linear(width, outputs))
     with torch.no_grad():
@@ -65,7 +76,9 @@ def train(
 ) -> float:
     """Train in place; keep the best weights on the validation rows, and return their loss."""
     x, y = data
-    optimiser = torch.optim.Adam(net.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    optimiser = torch.optim.Adam(
+        net.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
     best, kept, since = math.inf, copy.deepcopy(net.state_dict()), 0
     for _ in range(recipe.epochs):
         net.train()

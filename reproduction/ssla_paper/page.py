@@ -1,4 +1,7 @@
-"""The pages of the reproduction: one for a reader, and an appendix for each study. Tables and verdicts come from the results."""
+"""The pages of the reproduction: one for a reader, and an appendix for each study.
+
+Tables and verdicts come from the results.
+"""
 
 from __future__ import annotations
 
@@ -86,32 +89,53 @@ FIGURES = (  # study, figure, what it shows; verdicts are in the tables
     (
         "conjugate",
         "conjugate-kl",
-        "Distance from the exact predictive against the number of rows. The published procedures subtract float32 sums.",
+        "Distance from the exact predictive against the number of rows. The published procedures "
+        "subtract float32 sums.",
     ),
     (
         "rates",
         "rates",
-        "Sizes of the increments against n, beside the powers −1 and −2; on the right with inputs that stop varying.",
+        "Sizes of the increments against n, beside the powers −1 and −2; on the right with inputs "
+        "that stop varying.",
     ),
-    ("priors", "priors-set", "A set of priors: bounds of the distribution function, and the upper density by its corners alone."),
+    (
+        "priors",
+        "priors-set",
+        "A set of priors: bounds of the distribution function, and the upper density by its "
+        "corners alone.",
+    ),
     (
         "heteroscedastic",
         "heteroscedastic-coverage",
         "Coverage less nominal coverage: as published, and computed correctly over seeds.",
     ),
-    ("uci", "uci-ranks-nll", "Mean ranks over the UCI sets. Bars join methods that are not significantly different."),
-    ("robustness", "robustness-outside", "Detection of out-of-distribution inputs by the entropy of the prediction."),
+    (
+        "uci",
+        "uci-ranks-nll",
+        "Mean ranks over the UCI sets. Bars join methods that are not significantly different.",
+    ),
+    (
+        "robustness",
+        "robustness-outside",
+        "Detection of out-of-distribution inputs by the entropy of the prediction.",
+    ),
 )
 
 
 def write_page(place: Workplace, studies: Collection[str], target: Path | None = None) -> Path:
-    """page.md beside the results, and page/<study>.md: from existing summaries and tables, in the order of the studies.
+    """page.md beside the results, and page/<study>.md: from existing summaries and tables, in the
+    order of the studies.
 
-    target: another file; the appendices and copies of the figures go to a folder of the same name beside it.
+    target: another file; the appendices and copies of the figures go to a folder of the same name
+    beside it.
     """
     folder = place.results("")
     page = target or folder / "page.md"
-    found = {name: _summary(folder / name) for name in studies if (folder / name / "summary.json").exists()}
+    found = {
+        name: _summary(folder / name)
+        for name in studies
+        if (folder / name / "summary.json").exists()
+    }
     for name, summary in found.items():
         write_whole(page.with_suffix("") / f"{name}.md", _appendix(name, summary, folder, page))
     write_whole(page, _reader(place, found, set(found) == set(studies), page))
@@ -121,14 +145,37 @@ def write_page(place: Workplace, studies: Collection[str], target: Path | None =
 def _reader(place: Workplace, found: dict[str, Summary], whole: bool, page: Path) -> str:
     """The page for a reader. The prose about all studies is there only if all were run."""
     folder = place.results("")
-    parts = [HEAD.format(quick=QUICK if place.quick else ""), *_unfinished(found), CLAIMED.strip(), _overview(found, page)]
+    parts = [
+        HEAD.format(quick=QUICK if place.quick else ""),
+        *_unfinished(found),
+        CLAIMED.strip(),
+        _overview(found, page),
+    ]
     parts += [
-        _statements("What holds", "These statements of the paper hold", found, page, lambda c: c["kind"] == PAPER and c["holds"])
+        _statements(
+            "What holds",
+            "These statements of the paper hold",
+            found,
+            page,
+            lambda c: c["kind"] == PAPER and c["holds"],
+        )
     ]
     parts += _figures(FIGURES[:2], found, folder, page)
-    parts += [_statements("What does not hold", "These do not", found, page, lambda c: c["kind"] == PAPER and not c["holds"])]
+    parts += [
+        _statements(
+            "What does not hold",
+            "These do not",
+            found,
+            page,
+            lambda c: c["kind"] == PAPER and not c["holds"],
+        )
+    ]
     parts += _figures(FIGURES[2:5], found, folder, page)
-    parts += [_reproduced(found, page), *([WHY.strip()] if whole else []), *_figures(FIGURES[5:], found, folder, page)]
+    parts += [
+        _reproduced(found, page),
+        *([WHY.strip()] if whole else []),
+        *_figures(FIGURES[5:], found, folder, page),
+    ]
     return "\n\n".join(part.strip("\n") for part in [*parts, *([MEANING] if whole else [])]) + "\n"
 
 
@@ -136,16 +183,22 @@ def _appendix(name: str, summary: Summary, folder: Path, page: Path) -> str:
     """Everything about one study: statements with what was published and found, tables, figures."""
     parts = [
         f"# {summary['title']}",
-        f"An appendix of [the page on the paper](../{page.name}), generated by `python -m ssla_paper`.",
+        f"An appendix of [the page on the paper](../{page.name}), generated by `python -m "
+        "ssla_paper`.",
         *_unfinished({name: summary}),
         "## Statements",
         "\n".join(_claim(claim) for claim in summary["claims"]),
     ]
     tables = sorted((folder / name).glob("*.md"))
-    parts += ["## Tables"] * bool(tables) + [table.read_text(encoding="utf-8").strip() for table in tables]
+    parts += ["## Tables"] * bool(tables) + [
+        table.read_text(encoding="utf-8").strip() for table in tables
+    ]
     figures = sorted((folder / name).glob("*.png"))
     parts += ["## Figures"] * bool(figures)
-    parts += [f"![{figure.stem}]({_placed(figure, page, page.with_suffix(''), folder)})" for figure in figures]
+    parts += [
+        f"![{figure.stem}]({_placed(figure, page, page.with_suffix(''), folder)})"
+        for figure in figures
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -156,7 +209,8 @@ def _summary(folder: Path) -> Summary:
 
 def _unfinished(found: dict[str, Summary]) -> list[str]:
     return [
-        f"**From {summary['done'][0]} of {summary['done'][1]} tasks:** the run of {name} was not finished. Run it again."
+        f"**From {summary['done'][0]} of {summary['done'][1]} tasks:** the run of {name} was not "
+        "finished. Run it again."
         for name, summary in found.items()
         if summary["done"][0] < summary["done"][1]
     ]
@@ -169,7 +223,8 @@ def _link(name: str, page: Path) -> str:
 def _overview(found: dict[str, Summary], page: Path) -> str:
     """One line for each study, and the counts by kind of claim."""
     rows = [
-        "| study | the paper's statements: hold | do not | its results: reproduced | not reproduced | ours: hold | do not |",
+        "| study | the paper's statements: hold | do not | its results: reproduced | not "
+        "reproduced | ours: hold | do not |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     wanted = [(kind, holds) for kind in (PAPER, REPEATED, OURS) for holds in (True, False)]
@@ -180,19 +235,31 @@ def _overview(found: dict[str, Summary], page: Path) -> str:
         total = [a + b for a, b in zip(total, counts, strict=True)]
         rows.append(f"| {_link(name, page)} | {' | '.join(map(str, counts))} |")
     totals = (
-        f"Of the paper's statements {total[0]} hold and {total[1]} do not, when the method is computed correctly. Of its results "
-        f"{total[2]} are reproduced by the procedure known, or stated, to have produced them and {total[3]} are not. Of our "
-        f"own goals and findings, including those about our default, {total[4]} hold and {total[5]} do not."
+        f"Of the paper's statements {total[0]} hold and {total[1]} do not, when the method is "
+        f"computed correctly. Of its results {total[2]} are reproduced by the procedure known, or "
+        f"stated, to have produced them and {total[3]} are not. Of our own goals and findings, "
+        f"including those about our default, {total[4]} hold and {total[5]} do not."
     )
     return f"## In numbers\n\n{totals}\n\n" + "\n".join(rows)
 
 
-def _statements(title: str, lead: str, found: dict[str, Summary], page: Path, chosen: Callable[[dict[str, Any]], bool]) -> str:
-    """The chosen claims of all studies as a table. What was published and found is in the appendices."""
+def _statements(
+    title: str,
+    lead: str,
+    found: dict[str, Summary],
+    page: Path,
+    chosen: Callable[[dict[str, Any]], bool],
+) -> str:
+    """The chosen claims of all studies as a table.
+
+    What was published and found is in the appendices.
+    """
     rows = [
         f"| {statement} | {_link(name, page)} |"
         for name, summary in found.items()
-        for statement in _joined([claim["statement"] for claim in summary["claims"] if chosen(claim)])
+        for statement in _joined(
+            [claim["statement"] for claim in summary["claims"] if chosen(claim)]
+        )
     ]
     if not rows:
         return f"## {title}\n\nNone of these studies."
@@ -207,7 +274,9 @@ def _joined(statements: list[str]) -> list[str]:
     for statement in statements:
         start, colon, end = statement.partition(": ")
         grouped.setdefault(start, []).append(end if colon else "")
-    return [f"{start}: {'; '.join(ends)}" if any(ends) else start for start, ends in grouped.items()]
+    return [
+        f"{start}: {'; '.join(ends)}" if any(ends) else start for start, ends in grouped.items()
+    ]
 
 
 def _reproduced(found: dict[str, Summary], page: Path) -> str:
@@ -219,11 +288,17 @@ def _reproduced(found: dict[str, Summary], page: Path) -> str:
         if claim["kind"] == REPEATED
     ]
     lead = "Whether the published procedure, as far as it is known, gives the published result:"
-    table = "\n".join(["| result | reproduced | study |", "|---|---|---|", *rows]) if rows else "None of these studies."
+    table = (
+        "\n".join(["| result | reproduced | study |", "|---|---|---|", *rows])
+        if rows
+        else "None of these studies."
+    )
     return f"## Can its numbers be reproduced?\n\n{lead}\n\n{table}"
 
 
-def _figures(chosen: Collection[tuple[str, str, str]], found: dict[str, Summary], folder: Path, page: Path) -> list[str]:
+def _figures(
+    chosen: Collection[tuple[str, str, str]], found: dict[str, Summary], folder: Path, page: Path
+) -> list[str]:
     """Those that exist, each with its caption."""
     return [
         f"![{name}]({_placed(folder / study / f'{name}.png', page, page.parent, folder)})\n\n*{caption}* ({_link(study, page)})"
@@ -235,7 +310,10 @@ def _figures(chosen: Collection[tuple[str, str, str]], found: dict[str, Summary]
 def _claim(claim: dict[str, Any]) -> str:
     verdict = "Holds" if claim["holds"] else "**Does not hold**"
     reason = f" {claim['reason']}" if claim["reason"] else ""
-    return f"- {verdict}: {claim['statement']}. Published: {claim['published']}. Found: {claim['found']}.{reason}"
+    return (
+        f"- {verdict}: {claim['statement']}. Published: {claim['published']}. Found: "
+        f"{claim['found']}.{reason}"
+    )
 
 
 def _placed(figure: Path, page: Path, start: Path, folder: Path) -> str:

@@ -1,10 +1,11 @@
 """The intermediate regime: the error of subtracting two float32 sums over n, and of increments.
 
-Normal–normal model, X_i ~ N(4, 2), prior N(4, 1). The published column is ASSLA by subtraction: ℓ over n + 1 rows less ℓ
-over n rows, both in float32, so that each log density is rounded to the spacing of float32 numbers near ℓ ≈ −1.77 n. Its
-error is half that spacing, in steps of powers of two, for every method: it comes from the sums and not from the
-curvature. Both parts are measured. Beside it: the library's own predictive from a float32 network and rows, and from float64
-ones, compared with the exact N(μ_n, σ² + σ_n²). Its sums over rows are in float64 in both cases.
+Normal–normal model, X_i ~ N(4, 2), prior N(4, 1). The published column is ASSLA by subtraction: ℓ
+over n + 1 rows less ℓ over n rows, both in float32, so that each log density is rounded to the
+spacing of float32 numbers near ℓ ≈ −1.77 n. Its error is half that spacing, in steps of powers of
+two, for every method: it comes from the sums and not from the curvature. Both parts are measured.
+Beside it: the library's own predictive from a float32 network and rows, and from float64 ones,
+compared with the exact N(μ_n, σ² + σ_n²). Its sums over rows are in float64 in both cases.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Draws:
 
 
 def one(n: int, seed: int) -> Record:
-    """One data set: the errors of subtraction in float32 and float64 (n ≤ 10⁶), and of the library."""
+    """One data set: the errors of subtraction in float32 and float64 (n ≤ 10⁶), and of the
+    library.
+    """
     total, squares = 0.0, 0.0
     for _, x in Draws(n, seed):
         total += float(x.double().sum())
@@ -64,11 +67,17 @@ def one(n: int, seed: int) -> Record:
     found: Record = {"n": n, "seed": seed}
     if n <= max(SIZES):
         x = torch.cat([x for _, x in Draws(n, seed)])
-        stable = _normal(y, torch.tensor(mean, dtype=torch.float64), VARIANCE) - 0.5 * math.log1p(1 / n)
+        stable = _normal(y, torch.tensor(mean, dtype=torch.float64), VARIANCE) - 0.5 * math.log1p(
+            1 / n
+        )
         for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
             sums, curvature = by_subtraction(x.to(dtype), y.to(dtype))
             parts = sums - stable, curvature + 0.5 * math.log1p(1 / n)
-            found[name] = {"error": _largest(parts[0]), "curvature": _largest(parts[1]), "kl": divergence(y, stable, sums)}
+            found[name] = {
+                "error": _largest(parts[0]),
+                "curvature": _largest(parts[1]),
+                "kl": divergence(y, stable, sums),
+            }
     exact = _normal(y, torch.tensor(exact_mean, dtype=torch.float64), VARIANCE + spread)
     for name, dtype in (("ours", torch.float32), ("ours, float64", torch.float64)):
         log = by_the_library(Draws(n, seed, dtype), mean, y)
@@ -88,7 +97,9 @@ def by_the_library(rows: Draws, mean: float, y: Tensor) -> Tensor:
 
 
 def by_subtraction(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """ASSLA as published: ℓ(θ̂; x, y) − ℓ(θ̂; x) − ½ [log J̃ − log J], every sum in x's dtype; and its last term alone."""
+    """ASSLA as published: ℓ(θ̂; x, y) − ℓ(θ̂; x) − ½ [log J̃ − log J], every sum in x's dtype;
+    and its last term alone.
+    """
     mean = x.mean()
     n = torch.tensor(float(len(x)), dtype=x.dtype)
     terms = _normal(x, mean, VARIANCE)
@@ -120,7 +131,9 @@ class Precision:
 
     def tasks(self, quick: bool) -> list[Task]:
         sizes, runs = ((100_000, 1_000_000), 2) if quick else (SIZES, RUNS)
-        cases = [(n, seed) for n in sizes for seed in range(runs)] + ([] if quick else [(n, 0) for n in LARGER])
+        cases = [(n, seed) for n in sizes for seed in range(runs)] + (
+            [] if quick else [(n, 0) for n in LARGER]
+        )
         return [Task(f"{n}-{seed}", one, {"n": n, "seed": seed}, edition=2) for n, seed in cases]
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
@@ -129,15 +142,39 @@ class Precision:
         for n in sizes:
             here = [record for record in records.values() if record["n"] == n]
             single, double = (_mean(here, name, "error") for name in ("float32", "float64"))
-            kl, ours = _mean(here, "float32", "kl"), [_mean(here, name, "error") for name in ("ours", "ours, float64")]
-            rows.append([f"{n:,}", len(here), *_published(n), single, _mean(here, "float32", "curvature"), double, kl, *ours])
-        columns = ["n", "runs", "max error published", "KL published", "max error, float32", "of it curvature", "float64", "KL"]
+            kl, ours = (
+                _mean(here, "float32", "kl"),
+                [_mean(here, name, "error") for name in ("ours", "ours, float64")],
+            )
+            rows.append(
+                [
+                    f"{n:,}",
+                    len(here),
+                    *_published(n),
+                    single,
+                    _mean(here, "float32", "curvature"),
+                    double,
+                    kl,
+                    *ours,
+                ]
+            )
+        columns = [
+            "n",
+            "runs",
+            "max error published",
+            "KL published",
+            "max error, float32",
+            "of it curvature",
+            "float64",
+            "KL",
+        ]
         columns += ["ours, float32 rows", "ours, float64 rows"]
         caption = (
-            "Largest error of the log density: ASSLA by subtracting two sums, and how much of it is in the curvature term alone; "
-            "the library's predictive, against the exact one. KL: of the float32 subtraction, on 201 points within four standard "
-            "deviations, each density normalised there; the published grid is not given. (The published fractions of differences "
-            "that are zero or not finite are 0 throughout.)"
+            "Largest error of the log density: ASSLA by subtracting two sums, and how much of it "
+            "is in the curvature term alone; the library's predictive, against the exact one. KL: "
+            "of the float32 subtraction, on 201 points within four standard deviations, each "
+            "density normalised there; the published grid is not given. (The published fractions "
+            "of differences that are zero or not finite are 0 throughout.)"
         )
         Table("precision", caption, columns, rows, dict.fromkeys(columns[4:], ".2e")).write(folder)
         _figure(sizes, rows, folder)
@@ -145,16 +182,25 @@ class Precision:
 
     @staticmethod
     def _claims(rows: list[list[Cell]]) -> list[Claim]:
-        known = [(PUBLISHED[n], row) for row in rows if (n := int(str(row[0]).replace(",", ""))) in PUBLISHED]
-        worst, apart = (max(abs(float(str(row[at])) / said[k][0] - 1) for said, row in known) for at, k in ((4, 1), (7, 0)))
+        known = [
+            (PUBLISHED[n], row)
+            for row in rows
+            if (n := int(str(row[0]).replace(",", ""))) in PUBLISHED
+        ]
+        worst, apart = (
+            max(abs(float(str(row[at])) / said[k][0] - 1) for said, row in known)
+            for at, k in ((4, 1), (7, 0))
+        )
         curvature, doubles = (max(float(str(row[at])) for _, row in known) for at in (5, 6))
         least = min(float(str(row[4])) for _, row in known)
         ours = max(float(str(value)) for row in rows for value in row[8:])
         return [
             Claim(
-                "float32 subtraction gives the published errors (half the spacing of float32 numbers near ℓ)",
+                "float32 subtraction gives the published errors (half the spacing of float32 "
+                "numbers near ℓ)",
                 "7.6e-3 to 5.9e-2",
-                f"within {100 * worst:.0f}% of every published error; the KL within {100 * apart:.0f}%",
+                f"within {100 * worst:.0f}% of every published error; the KL within "
+                f"{100 * apart:.0f}%",
                 worst < 0.15,
                 "The KL depends on the grid, which is not given.",
                 kind=REPEATED,
@@ -167,11 +213,12 @@ class Precision:
                 kind=REPEATED,
             ),
             Claim(
-                "The error of float32 is in the difference of two sums of ℓ, not in the curvature term",
+                "The error of float32 is in the difference of two sums of ℓ, not in the curvature "
+                "term",
                 "one sentence names the curvature term, the next and a footnote name the sums",
-                f"the error is at most {curvature:.0e} in the curvature term, at least {least:.0e} in total; "
-                f"the library's predictive, which subtracts no such sums, has an error of at most {ours:.0e}, for every n and "
-                "also from float32 rows",
+                f"the error is at most {curvature:.0e} in the curvature term, at least "
+                f"{least:.0e} in total; the library's predictive, which subtracts no such sums, "
+                f"has an error of at most {ours:.0e}, for every n and also from float32 rows",
                 curvature < 1e-3 * least and ours < 1e-6,
                 kind=OURS,
             ),
@@ -200,14 +247,22 @@ def _figure(sizes: list[int], rows: list[list[Cell]], folder: Path) -> None:
     size = 0.5 * (1 + math.log(2 * math.pi * VARIANCE)) * n
     spacing = 2 ** (torch.log2(size).floor() - 23) / 2
     axis.plot(n, spacing, color="grey", lw=1, label="half the spacing of float32 at ℓ")
-    axis.plot(*zip(*((n, error) for n, (_, (error, _)) in PUBLISHED.items()), strict=True), "x", label="published")
+    axis.plot(
+        *zip(*((n, error) for n, (_, (error, _)) in PUBLISHED.items()), strict=True),
+        "x",
+        label="published",
+    )
     for column, label, mark in (
         (4, "float32 sums", "o"),
         (5, "of it curvature", "v"),
         (6, "float64 sums", "s"),
         (8, "ours, float32 rows", "^"),
     ):
-        known = [(size, row[column]) for size, row in zip(sizes, rows, strict=True) if row[column] is not None]
+        known = [
+            (size, row[column])
+            for size, row in zip(sizes, rows, strict=True)
+            if row[column] is not None
+        ]
         axis.plot(*zip(*known, strict=True), mark, mfc="none", label=label)
     axis.set(xscale="log", yscale="log", xlabel="n", ylabel="largest error of log p(y)")
     axis.legend(fontsize=8)

@@ -1,4 +1,6 @@
-"""Runs each task once: records are written in one step, so a run can be interrupted and continued."""
+"""Runs each task once: records are written in one step, so a run can be interrupted and
+continued.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of a study: function(**settings) -> Record. The function is at the top level of a module, for other processes."""
+    """One piece of a study: function(**settings) -> Record.
+
+    The function is at the top level of a module, for other processes.
+    """
 
     key: str  # a file name
     function: Callable[..., Record]
@@ -56,7 +61,10 @@ class Study(Protocol):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement and the result. kind: the paper's statement; that a procedure gives published numbers; or ours."""
+    """A statement and the result.
+
+    kind: the paper's statement; that a procedure gives published numbers; or ours.
+    """
 
     statement: str
     published: str
@@ -66,7 +74,9 @@ class Claim:
     kind: str = PAPER
 
     def __post_init__(self) -> None:
-        if self.kind == PAPER and (self.published in ("–", "not stated") or self.statement.startswith("Our goal")):
+        if self.kind == PAPER and (
+            self.published in ("–", "not stated") or self.statement.startswith("Our goal")
+        ):
             object.__setattr__(self, "kind", OURS)
 
 
@@ -90,9 +100,13 @@ class Workplace:
         return self.folder / ("quick" if self.quick else "results") / study
 
     def recall(self, study: str, task: Task) -> Record | None:
-        """The record of the task, if it exists, is complete, and has the same settings and version."""
+        """The record of the task, if it exists, is complete, and has the same settings and
+        version.
+        """
         try:
-            kept = json.loads((self.records(study) / f"{task.key}.json").read_text(encoding="utf-8"))
+            kept = json.loads(
+                (self.records(study) / f"{task.key}.json").read_text(encoding="utf-8")
+            )
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
         if not isinstance(kept, dict) or kept.get("made_by") != _maker(task):
@@ -103,7 +117,9 @@ class Workplace:
     def complete(self, study: str) -> bool:
         """Whether there are tables from all tasks of a run."""
         try:
-            done, tasks = json.loads((self.results(study) / "summary.json").read_text(encoding="utf-8"))["done"]
+            done, tasks = json.loads(
+                (self.results(study) / "summary.json").read_text(encoding="utf-8")
+            )["done"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return bool(done == tasks)
@@ -114,7 +130,10 @@ class Workplace:
         return found is not None and not _misses(found)
 
     def keep(self, study: str, task: Task, found: Record) -> None:
-        write_whole(self.records(study) / f"{task.key}.json", json.dumps({"made_by": _maker(task), "found": found}, indent=1))
+        write_whole(
+            self.records(study) / f"{task.key}.json",
+            json.dumps({"made_by": _maker(task), "found": found}, indent=1),
+        )
 
 
 def _misses(found: Any) -> bool:
@@ -131,10 +150,13 @@ def _maker(task: Task) -> Record:
     return {"ssla": ssla.__version__, "settings": settings, **edition}
 
 
-def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, work: bool = True) -> list[Claim]:
+def run(
+    study: Study, place: Workplace, jobs: int = 1, progress: bool = True, work: bool = True
+) -> list[Claim]:
     """Run unfinished tasks, then report. Can be interrupted and run again.
 
-    work=False reports existing records, possibly of an interrupted run; the summary gives their number.
+    work=False reports existing records, possibly of an interrupted run; the summary gives their
+    number.
     """
     tasks = study.tasks(place.quick)
     keys = [task.key for task in tasks]
@@ -145,21 +167,31 @@ def run(study: Study, place: Workplace, jobs: int = 1, progress: bool = True, wo
         write_whole(place.results("") / ".writable", "")
         (place.results("") / ".writable").unlink()
     except OSError as error:
-        raise ValueError(f"{place.folder} cannot be written ({error}). Give a folder with write permission.") from error
+        raise ValueError(
+            f"{place.folder} cannot be written ({error}). Give a folder with write permission."
+        ) from error
     missing = [task for task in tasks if not place.settled(study.name, task)]
     label = f"{study.name} ({len(tasks) - len(missing)} of {len(tasks)} done)"
     for task, record in _done(missing if work else [], jobs, label, progress):
         place.keep(study.name, task, record)
-    records = {task.key: found for task in tasks if (found := place.recall(study.name, task)) is not None}
+    records = {
+        task.key: found for task in tasks if (found := place.recall(study.name, task)) is not None
+    }
     if not records:
-        raise ValueError(f"There are no records of the study {study.name!r} in {place.folder} to report. Run it first.")
+        raise ValueError(
+            f"There are no records of the study {study.name!r} in {place.folder} to report. Run it "
+            "first."
+        )
     if len(records) < len(tasks) and place.complete(study.name):
         raise ValueError(
-            f"There are records of {len(records)} of the {len(tasks)} tasks of the study {study.name!r} in {place.folder}, and "
-            f"tables of a complete earlier run in {place.results(study.name)}, which a partial run does not replace. Run "
-            "the study to its end, or move that directory away."
+            f"There are records of {len(records)} of the {len(tasks)} tasks of the study "
+            f"{study.name!r} in {place.folder}, and tables of a complete earlier run in "
+            f"{place.results(study.name)}, which a partial run does not replace. Run the study to "
+            "its end, or move that directory away."
         )
-    with new_folder(place.results(study.name)) as folder:  # old tables stay until the new ones are complete
+    with new_folder(
+        place.results(study.name)
+    ) as folder:  # old tables stay until the new ones are complete
         claims = study.report(records, folder)
         summary = {
             "title": study.title,
@@ -179,7 +211,9 @@ def _timed(function: Callable[..., Record], settings: Mapping[str, Any]) -> Reco
     return {**record, "seconds": time.perf_counter() - start}
 
 
-def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[tuple[Task, Record]]:
+def _done(
+    tasks: list[Task], jobs: int, label: str, progress: bool
+) -> Iterator[tuple[Task, Record]]:
     from ssla.maths.progress import progress_bar
 
     if jobs == 1 or len(tasks) < 2:
@@ -187,7 +221,9 @@ def _done(tasks: list[Task], jobs: int, label: str, progress: bool) -> Iterator[
             yield task, _named(task, partial(_timed, task.function, task.settings))
         return
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_with_parent, initargs=(os.getpid(),))
+    pool = ProcessPoolExecutor(
+        min(jobs, len(tasks)), mp_context=context, initializer=_with_parent, initargs=(os.getpid(),)
+    )
     futures = {pool.submit(_timed, task.function, task.settings): task for task in tasks}
     try:
         for future in progress_bar(as_completed(futures), len(futures), progress, label, "task"):

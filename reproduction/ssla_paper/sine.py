@@ -1,9 +1,11 @@
-"""Sine by radial basis functions: the plug-in, Laplace (exact here), ASSLA and SSLA, with constant and with varying noise.
+"""Sine by radial basis functions: the plug-in, Laplace (exact here), ASSLA and SSLA, with constant
+and with varying noise.
 
-The paper gives neither code nor settings; its spreads fit two runs of 100 test points. Ours: 100 training points, x ~ U(−3,
-3), y = sin x + noise, 10 Gaussian basis functions, a unit prior on their weights, the noise by maximum likelihood. With
-varying noise its shape a(x) is known and its level is estimated: rows are divided by a(x), which makes it constant. Only the
-pattern is checked, which no setting changes: ASSLA is the plug-in, SSLA is exact Laplace.
+The paper gives neither code nor settings; its spreads fit two runs of 100 test points. Ours: 100
+training points, x ~ U(−3, 3), y = sin x + noise, 10 Gaussian basis functions, a unit prior on their
+weights, the noise by maximum likelihood. With varying noise its shape a(x) is known and its level
+is estimated: rows are divided by a(x), which makes it constant. Only the pattern is checked, which
+no setting changes: ASSLA is the plug-in, SSLA is exact Laplace.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from ssla_paper.runner import REPEATED, Claim, Record, Task
 from ssla_paper.tables import Table, draw
 
 RUNS, TRAIN, TEST, BASES, LEVEL = 20, 100, 100, 10, 0.3
-METHODS = {"Deterministic (plug-in)": "plug_in", "Laplace / exact": "exact", "ASSLA": "none", "SSLA": "weights"}
+METHODS = {
+    "Deterministic (plug-in)": "plug_in",
+    "Laplace / exact": "exact",
+    "ASSLA": "none",
+    "SSLA": "weights",
+}
 PUBLISHED = {  # RMSE, NLL, coverage at 90 and at 95
     "homoscedastic": {
         "plug_in": ("0.310 ± 0.042", "0.316 ± 0.234", "82.0 ± 9.9", "91.0 ± 9.9"),
@@ -64,7 +71,9 @@ def one(case: str, seed: int) -> Record:
 
     def draw(n: int) -> tuple[Tensor, Tensor]:
         x = 6 * torch.rand(n, 1, dtype=torch.float64, generator=generator) - 3
-        noise = LEVEL * shape(x, varying) * torch.randn(n, 1, dtype=torch.float64, generator=generator)
+        noise = (
+            LEVEL * shape(x, varying) * torch.randn(n, 1, dtype=torch.float64, generator=generator)
+        )
         return x, (x.sin() + noise)[:, 0]
 
     (x, y), (new, target) = draw(TRAIN), draw(TEST)
@@ -103,7 +112,10 @@ def _answer(
         f, K = posterior.state.outputs_at(x)
         mean, sd = f[:, 0], (noise**2 + K[:, 0, 0]).sqrt()
         normal = torch.distributions.Normal(mean, sd)
-        cover = {level: 100 * float((normal.cdf(y) - 0.5).abs().le(level / 2).double().mean()) for level in (0.90, 0.95)}
+        cover = {
+            level: 100 * float((normal.cdf(y) - 0.5).abs().le(level / 2).double().mean())
+            for level in (0.90, 0.95)
+        }
         return mean, normal.log_prob(y), cover
     predictive = posterior.predict(x, refit=name)
     cover = {}
@@ -120,7 +132,11 @@ class Sine:
 
     def tasks(self, quick: bool) -> list[Task]:
         runs = 4 if quick else RUNS
-        return [Task(f"{case}-{seed}", one, {"case": case, "seed": seed}) for case in PUBLISHED for seed in range(runs)]
+        return [
+            Task(f"{case}-{seed}", one, {"case": case, "seed": seed})
+            for case in PUBLISHED
+            for seed in range(runs)
+        ]
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
         columns = [
@@ -142,14 +158,20 @@ class Sine:
             rows: list[list[str | float | None]] = []
             for method, name in METHODS.items():
                 row: list[str | float | None] = [method]
-                for value, key in zip(published[name], ("rmse", "nll", "cover90", "cover95"), strict=True):
-                    row += [value, _spread([run[name][key] for run in runs], 1 if key.startswith("cover") else 3)]
+                for value, key in zip(
+                    published[name], ("rmse", "nll", "cover90", "cover95"), strict=True
+                ):
+                    row += [
+                        value,
+                        _spread(
+                            [run[name][key] for run in runs], 1 if key.startswith("cover") else 3
+                        ),
+                    ]
                 rows.append(row)
             caption = (
-                f"Sine, {case}: {len(runs)} runs of {TEST} test points, mean ± standard deviation. Data, bases and noise are "
-                f"ours, "
-                "since none are published; with varying noise its shape is known to the method. The pattern is compared, not "
-                "the level."
+                f"Sine, {case}: {len(runs)} runs of {TEST} test points, mean ± standard deviation. "
+                "Data, bases and noise are ours, since none are published; with varying noise its "
+                "shape is known to the method. The pattern is compared, not the level."
             )
             Table(f"sine-{case}", caption, columns, rows, {}).write(folder)
             for run in runs:
@@ -176,7 +198,10 @@ class Sine:
             Claim(
                 "Laplace and SSLA improve on the plug-in in NLL",
                 "by 0.009 (homoscedastic) and 0.007 (heteroscedastic)",
-                "by " + " and ".join(f"{gain:.3f} ({case})" for gain, case in zip(gains, PUBLISHED, strict=True)),
+                "by "
+                + " and ".join(
+                    f"{gain:.3f} ({case})" for gain, case in zip(gains, PUBLISHED, strict=True)
+                ),
                 all(gain > 0 for gain in gains),
                 kind=REPEATED,
             ),
@@ -197,6 +222,10 @@ def _figure(differences: dict[str, list[float]], folder: Path) -> None:
         axis.plot(values, [place] * len(values), "o", mfc="none", color="C0")
         axis.plot(statistics.mean(values), place, "|", color="black", ms=18)
     axis.axvline(0, color="grey", lw=0.8)
-    axis.set(yticks=range(len(differences)), yticklabels=list(differences), ylim=(-0.6, len(differences) - 0.4))
+    axis.set(
+        yticks=range(len(differences)),
+        yticklabels=list(differences),
+        ylim=(-0.6, len(differences) - 0.4),
+    )
     axis.set_xlabel("NLL of ASSLA less NLL of SSLA (right of zero: SSLA is better)")
     draw(figure, folder, "sine-gain")

@@ -27,5 +27,7 @@ def study(name: str) -> Study:
     try:
         made: Study = getattr(importlib.import_module(place), kind)()
     except ModuleNotFoundError as error:
-        raise ImportError(f"The study {name!r} needs {error.name}: pip install ./reproduction.") from error
+        raise ImportError(
+            f"The study {name!r} needs {error.name}: pip install ./reproduction."
+        ) from error
     return made

@@ -41,10 +41,14 @@ class Table:
         return str(value) if isinstance(value, str) else format(value, self.formats.get(column, ""))
 
     def _lines(self) -> list[list[str]]:
-        return [[self.shown(c, v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        return [
+            [self.shown(c, v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows
+        ]
 
     def _on_the_left(self) -> list[bool]:
-        """By column: the first and those of words are on the left, those of numbers on the right."""
+        """By column: the first and those of words are on the left, those of numbers on the
+        right.
+        """
         lines = self._lines()
         return [i == 0 or of_words([line[i] for line in lines]) for i in range(len(self.columns))]
 
@@ -54,7 +58,10 @@ class Table:
         return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
     def latex(self) -> str:
-        lines = [" & ".join(_escaped(cell) for cell in line) + r" \\" for line in [list(self.columns), *self._lines()]]
+        lines = [
+            " & ".join(_escaped(cell) for cell in line) + r" \\"
+            for line in [list(self.columns), *self._lines()]
+        ]
         body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
         spec = "".join("l" if left else "r" for left in self._on_the_left())
         caption = f"\\caption{{{_escaped(self.caption)}}}"

@@ -54,7 +54,9 @@ def test_part_of_a_run_does_not_replace_the_tables_of_a_whole_one(tmp_path, monk
     before = contents(place.results("two"))
     monkeypatch.setattr("ssla.__version__", "9")  # the records of the earlier version do not count
     place.keep("two", Study().tasks(False)[0], {"value": 5})
-    with pytest.raises(ValueError, match=r"records of 1 of the 2 tasks .* Run the study to its end"):
+    with pytest.raises(
+        ValueError, match=r"records of 1 of the 2 tasks .* Run the study to its end"
+    ):
         run(Study(), place, progress=False, work=False)
     assert contents(place.results("two")) == before
     run(Study(), place, progress=False)

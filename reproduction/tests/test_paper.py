@@ -1,4 +1,6 @@
-"""Studies that can be killed and started again, tables that say what they should, claims that hold."""
+"""Studies that can be killed and started again, tables that say what they should, claims that
+hold.
+"""
 
 import json
 import os
@@ -35,7 +37,13 @@ class Squares:
         return [Task(str(i), count, {"folder": str(self.folder), "number": i}) for i in range(4)]
 
     def report(self, records, folder):
-        Table("squares", "Squares.", ["n", "n²"], [[k, r["value"]] for k, r in records.items()], {"n²": ".1f"}).write(folder)
+        Table(
+            "squares",
+            "Squares.",
+            ["n", "n²"],
+            [[k, r["value"]] for k, r in records.items()],
+            {"n²": ".1f"},
+        ).write(folder)
         return [Claim("squares", "0 to 9", str(sum(r["value"] for r in records.values())), True)]
 
 
@@ -46,7 +54,11 @@ def test_what_is_done_is_not_done_again_and_a_damaged_record_is(tmp_path):
     (place.records("squares") / "2.json").write_text('{"value": 4')
     claims = run(study, place, progress=False)
     assert (tmp_path / "marks").read_text().split() == ["0", "1", "2", "3", "2"]
-    assert (place.results("squares") / "squares.csv").read_text() == before == "n,n²\n0,0\n1,1\n2,4\n3,9\n"
+    assert (
+        (place.results("squares") / "squares.csv").read_text()
+        == before
+        == "n,n²\n0,0\n1,1\n2,4\n3,9\n"
+    )
     assert claims[0].found == "14"
     assert "| 3 | 9.0 |" in (place.results("squares") / "squares.md").read_text()
     assert r"3 & 9.0 \\" in (place.results("squares") / "squares.tex").read_text()
@@ -84,7 +96,13 @@ def test_a_page_that_has_no_place_is_refused_before_any_work(where, tmp_path):
 
 
 def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
-    reproduce(["priors"], tmp_path / "work", quick=True, progress=False, page=tmp_path / "docs" / "paper.md")
+    reproduce(
+        ["priors"],
+        tmp_path / "work",
+        quick=True,
+        progress=False,
+        page=tmp_path / "docs" / "paper.md",
+    )
     text = (tmp_path / "docs" / "paper.md").read_text()
     assert "| [priors](paper/priors.md) | 0 | 2 | 2 | 0 | 2 | 1 |" in text
     assert "| All numbers of both tables | yes | [priors](paper/priors.md) |" in text
@@ -98,24 +116,40 @@ def test_the_page_elsewhere_has_its_figures_beside_it(tmp_path):
 
 
 def test_verdicts_on_the_page_follow_the_claims(tmp_path):
-    """The same statements, once true and once false: they change their table, and nothing else of the prose decides."""
+    """The same statements, once true and once false: they change their table, and nothing else
+    of the prose decides.
+    """
     for holds in (True, False):
-        claims = [Claim("Calibrated: on A", "yes", "x", holds), Claim("Calibrated: on B", "yes", "x", holds)]
-        claims += [Claim("A number", "1", "x", holds, kind=REPEATED), Claim("Ours", "not stated", "x", holds)]
+        claims = [
+            Claim("Calibrated: on A", "yes", "x", holds),
+            Claim("Calibrated: on B", "yes", "x", holds),
+        ]
+        claims += [
+            Claim("A number", "1", "x", holds, kind=REPEATED),
+            Claim("Ours", "not stated", "x", holds),
+        ]
         place = Workplace(tmp_path / str(holds))
         folder = place.results("uci")
         folder.mkdir(parents=True)
         (folder / "uci-ranks-nll.png").write_bytes(b"")
-        (folder / "summary.json").write_text(json.dumps({"title": "T", "done": [1, 1], "claims": [vars(c) for c in claims]}))
+        (folder / "summary.json").write_text(
+            json.dumps({"title": "T", "done": [1, 1], "claims": [vars(c) for c in claims]})
+        )
         text = write_page(place, ["uci", "sine"]).read_text()
         held, failed = text.split("## What holds")[1].split("## What does not hold")
         assert ("| Calibrated: on A; on B | [uci](page/uci.md) |" in held) == holds
         assert ("| Calibrated: on A; on B | [uci](page/uci.md) |" in failed) != holds
         assert f"| A number | {'yes' if holds else '**no**'} |" in failed
-        assert f"| [uci](page/uci.md) | {'2 | 0 | 1 | 0 | 1 | 0' if holds else '0 | 2 | 0 | 1 | 0 | 1'} |" in text
+        assert (
+            "| [uci](page/uci.md) | "
+            f"{'2 | 0 | 1 | 0 | 1 | 0' if holds else '0 | 2 | 0 | 1 | 0 | 1'} |" in text
+        )
         assert "![uci-ranks-nll](uci/uci-ranks-nll.png)" in text
         assert "## Why" not in text  # a study is missing
-        assert "![uci-ranks-nll](../uci/uci-ranks-nll.png)" in (place.results("") / "page" / "uci.md").read_text()
+        assert (
+            "![uci-ranks-nll](../uci/uci-ranks-nll.png)"
+            in (place.results("") / "page" / "uci.md").read_text()
+        )
 
 
 def test_several_processes_give_the_same(tmp_path):
@@ -137,9 +171,14 @@ def test_a_task_that_fails_is_named_and_the_rest_is_not_run_in_vain(tmp_path, jo
     @dataclass(frozen=True)
     class Stumbles(Squares):
         def tasks(self, quick):
-            return [Task(f"number-{i}", stumble, {"folder": str(tmp_path), "number": i}) for i in range(12)]
+            return [
+                Task(f"number-{i}", stumble, {"folder": str(tmp_path), "number": i})
+                for i in range(12)
+            ]
 
-    with pytest.raises(TaskError, match="The task 'number-0' failed: ArithmeticError: no such number"):
+    with pytest.raises(
+        TaskError, match="The task 'number-0' failed: ArithmeticError: no such number"
+    ):
         run(Stumbles(tmp_path), Workplace(tmp_path), jobs=jobs, progress=False)
     assert len(list(tmp_path.glob("mark-*"))) < 6
 
@@ -147,10 +186,11 @@ def test_a_task_that_fails_is_named_and_the_rest_is_not_run_in_vain(tmp_path, jo
 def test_the_workers_of_a_killed_run_end_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import time\nfrom pathlib import Path\nfrom ssla_paper.runner import Task, _done\n\n"
-        "def slow(number):\n    Path(__file__).with_name(f'begun-{number}').write_text('')\n    time.sleep(3)\n"
-        "    Path(__file__).with_name(f'ended-{number}').write_text('')\n    return {}\n\n"
-        "if __name__ == '__main__':\n    list(_done([Task(str(i), slow, {'number': i}) for i in range(6)], 2, '', False))\n"
+        "import time\nfrom pathlib import Path\nfrom ssla_paper.runner import Task, _done\n\ndef "
+        "slow(number):\n    Path(__file__).with_name(f'begun-{number}').write_text('')\n    "
+        "time.sleep(3)\n    Path(__file__).with_name(f'ended-{number}').write_text('')\n    return "
+        "{}\n\nif __name__ == '__main__':\n    list(_done([Task(str(i), slow, {'number': i}) for i "
+        "in range(6)], 2, '', False))\n"
     )
     process = subprocess.Popen([sys.executable, str(script)])
     while not list(tmp_path.glob("begun-*")) and process.poll() is None:
@@ -164,7 +204,9 @@ def test_the_workers_of_a_killed_run_end_too(tmp_path):
 def test_what_was_missing_is_tried_again(tmp_path):
     place, study = Workplace(tmp_path), Squares(tmp_path)
     for task in study.tasks(False):
-        place.keep("squares", task, {"value": 1, "methods": {"peer": {"missing": "needs a library"}}})
+        place.keep(
+            "squares", task, {"value": 1, "methods": {"peer": {"missing": "needs a library"}}}
+        )
     place.keep("squares", study.tasks(False)[3], {"value": 9, "missing": {}})  # nothing was
     run(study, place, progress=False)
     assert (tmp_path / "marks").read_text().split() == ["0", "1", "2"]
@@ -187,16 +229,36 @@ class Odd:
 
 
 def results(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in sorted((folder / "quick").rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder): p.read_bytes()
+        for p in sorted((folder / "quick").rglob("*"))
+        if p.is_file()
+    }
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_tables(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    command = [sys.executable, "-W", "ignore", "-m", "ssla_paper", "sine", "priors", "--quick", "--jobs", "1", "--folder"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "ssla_paper",
+        "sine",
+        "priors",
+        "--quick",
+        "--jobs",
+        "1",
+        "--folder",
+    ]
     assert subprocess.run([*command, str(whole)], capture_output=True, check=False).returncode == 0
-    process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     records = killed / "records-quick" / "sine"
-    while not (records.exists() and len(list(records.glob("*.json"))) >= 2) and process.poll() is None:
+    while (
+        not (records.exists() and len(list(records.glob("*.json"))) >= 2) and process.poll() is None
+    ):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -226,7 +288,9 @@ def test_claims_are_counted_by_what_they_are_about():
 
 
 def test_tables_for_tex_are_plain_ascii():
-    table = Table("t", "½ log|J̃(θ̃)|, 5% ± 1", ["ŷ", "nᵀn ≤ 10⁻³"], [["θ̂_1", None], ["−2×3", 1.0]], {})
+    table = Table(
+        "t", "½ log|J̃(θ̃)|, 5% ± 1", ["ŷ", "nᵀn ≤ 10⁻³"], [["θ̂_1", None], ["−2×3", 1.0]], {}
+    )
     text = table.latex()
     assert text.isascii()
     assert r"$\frac{1}{2}$ log|$\tilde{J}$($\tilde{\theta}$)|, 5\% $\pm$ 1" in text
@@ -243,7 +307,9 @@ EXPECTED = {  # None: a comparison that a small version, or another machine, may
     "sine": [True, True, True],
     "priors": [True, True, True, False, False, False, True],
     "robustness": [False, *[None] * 16, True, None],
-    "uci": [None, None, True, True, None, None] if os.environ.get("SSLA_DATA") else [True, True, None, None],
+    "uci": [None, None, True, True, None, None]
+    if os.environ.get("SSLA_DATA")
+    else [True, True, None, None],
 }
 
 
@@ -252,7 +318,10 @@ def test_every_study_runs_quickly_and_its_claims_are_as_known(name, tmp_path, ca
     reproduce([name], tmp_path, quick=True, progress=False)
     found = json.loads((tmp_path / "quick" / name / "summary.json").read_text())
     holds = [claim["holds"] for claim in found["claims"]]
-    assert [held if known is not None else None for held, known in zip(holds, EXPECTED[name], strict=True)] == EXPECTED[name]
+    assert [
+        held if known is not None else None
+        for held, known in zip(holds, EXPECTED[name], strict=True)
+    ] == EXPECTED[name]
     assert f"# {found['title']}" in (tmp_path / "quick" / "page" / f"{name}.md").read_text()
     tables = list((tmp_path / "quick").rglob("*.tex"))
     assert tables
@@ -266,7 +335,9 @@ def test_an_unknown_study_names_the_nearest(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be written .*Give a folder with write permission"):
+    with pytest.raises(
+        ValueError, match=r"cannot be written .*Give a folder with write permission"
+    ):
         run(Squares(tmp_path), Workplace(tmp_path / "file"), progress=False)
     assert not (tmp_path / "marks").exists()
 

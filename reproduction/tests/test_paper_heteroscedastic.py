@@ -41,10 +41,12 @@ def test_fresh_rows_follow_the_stated_law():
     mean, sd = toy.truth(x)
     z = ((y - mean) / sd).numpy()
     assert stats.kstest(z, "norm").pvalue > 0.001
-    for part in np.array_split(z[np.argsort(x[:, 0].numpy())], 4):  # at every x, not on average only
+    for part in np.array_split(
+        z[np.argsort(x[:, 0].numpy())], 4
+    ):  # at every x, not on average only
         assert part.std() == pytest.approx(1, abs=0.06)
     inputs = x[:, 0].numpy() * toy.scales[1] + toy.scales[0]
-    cdf = lambda t: np.mean([stats.norm(m, s).cdf(t) for m, s in data.CLUSTERS], 0)  # noqa: E731
+    cdf = lambda t: np.mean([stats.norm(m, s).cdf(t) for m, s in data.CLUSTERS], 0)
     assert stats.kstest(inputs, cdf).pvalue > 0.001
 
 
@@ -62,7 +64,9 @@ def test_published_refits_without_training_are_assla():
 
 
 def test_published_refits_are_seeded_and_their_widths_depend_on_the_order_of_rows():
-    once, again, other = (published.refitted(seed, 0.1, points=2, epochs=2)["widths"] for seed in (0, 0, 1))
+    once, again, other = (
+        published.refitted(seed, 0.1, points=2, epochs=2)["widths"] for seed in (0, 0, 1)
+    )
     assert once == again
     assert max(abs(a - b) for a, b in zip(once, other, strict=True)) > 0.01
 
@@ -95,16 +99,28 @@ def test_our_methods_are_scored_on_the_rows_asked_for_and_the_grid_is_separate()
     record = methods.done(at, iter([("truth", at.cut(truth))]))
     band = np.array(record["bands"]["truth"])
     np.testing.assert_allclose(band[0], mean[25:].numpy(), atol=1e-12)
-    np.testing.assert_allclose(band[2] - band[1], 2 * 1.959964 * sd[25:].numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        band[2] - band[1], 2 * 1.959964 * sd[25:].numpy(), rtol=1e-5, atol=1e-6
+    )
     inside = ((at.y - mean[:25]).abs() <= 0.6744898 * sd[:25]).double().mean()
     assert record["scores"]["truth"]["cover50"] == pytest.approx(100 * float(inside))
 
 
-@pytest.mark.parametrize(("seeds", "tried", "holds"), [(84, 84, False), (80, 84, True), (84, 72, True)])
-def test_a_column_is_given_if_one_of_those_tried_is_within_a_test_row_at_every_level(seeds, tried, holds):
+@pytest.mark.parametrize(
+    ("seeds", "tried", "holds"), [(84, 84, False), (80, 84, True), (84, 72, True)]
+)
+def test_a_column_is_given_if_one_of_those_tried_is_within_a_test_row_at_every_level(
+    seeds, tried, holds
+):
     """Published 76/68/60/56: 80 and 72 are one row off, 84 is two."""
     columns = {name: [100.0, 100.0, 92.0, 68.0] for name in ("KFAC", "DIAG", "DENSE")}
-    setting = {"rate": 0.1, "batch": 32, "loss": 1.0, "assla": [tried, 68.0, 60.0, 56.0], "la": [100.0] * 4}
+    setting = {
+        "rate": 0.1,
+        "batch": 32,
+        "loss": 1.0,
+        "assla": [tried, 68.0, 60.0, 56.0],
+        "la": [100.0] * 4,
+    }
     records = {
         "a": {"seeds": [42], "assla": [[seeds, 68.0, 60.0, 56.0]], "la": [columns]},
         "b": {"settings": [setting]},

@@ -20,8 +20,13 @@ def mixed():
 def test_a_mixture_is_what_scipy_says():
     p, y = mixed(), torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
     for i in range(4):
-        parts = [stats.norm(m, s) for m, s in zip(p.means[:, i].numpy(), p.sds[:, i].numpy(), strict=True)]
-        assert float(p.log_prob(y)[i]) == pytest.approx(np.log(np.mean([d.pdf(float(y[i])) for d in parts])), abs=1e-12)
+        parts = [
+            stats.norm(m, s)
+            for m, s in zip(p.means[:, i].numpy(), p.sds[:, i].numpy(), strict=True)
+        ]
+        assert float(p.log_prob(y)[i]) == pytest.approx(
+            np.log(np.mean([d.pdf(float(y[i])) for d in parts])), abs=1e-12
+        )
 
         def cdf(t, parts=parts):
             return np.mean([d.cdf(t) for d in parts])
@@ -60,7 +65,9 @@ def test_the_papers_training_keeps_the_best_weights_and_is_seeded():
         x = torch.randn(60, 1, generator=generator)
         y = x[:, 0].sin()
         net = perceptron(1, 1, generator)
-        best = train(net, (x[:40], y[:40]), (x[40:], y[40:]), squared_error, Recipe(epochs=200), generator)
+        best = train(
+            net, (x[:40], y[:40]), (x[40:], y[40:]), squared_error, Recipe(epochs=200), generator
+        )
         assert float(squared_error(net(x[40:]).detach(), y[40:])) == pytest.approx(best, rel=1e-6)
         return best, [p.detach().clone() for p in net.parameters()]
 
@@ -81,7 +88,11 @@ def test_laplace_torch_beside_our_own():
     theirs = laplace(net, x, y, new, structure="full", noise=1.0)
     with pytest.warns(UserWarning, match="not at the mode"):
         posterior = ssla.fit(
-            net, (x, y), likelihood=ssla.likelihoods.Gaussian(noise=1.0), prior=ssla.priors.Gaussian(), mode="as_is"
+            net,
+            (x, y),
+            likelihood=ssla.likelihoods.Gaussian(noise=1.0),
+            prior=ssla.priors.Gaussian(),
+            mode="as_is",
         )
     f, K = posterior.marginal(new)
     assert torch.allclose(theirs.means[0], f[:, 0], atol=1e-10)
@@ -91,6 +102,16 @@ def test_laplace_torch_beside_our_own():
     halves = torch.full((30,), 0.5, dtype=torch.float64)
     for subset in ("last_layer", "all"):
         plain = laplace(net, x, y, new, structure="full", noise=1.0, subset=subset)
-        scaled = laplace(net, x, y, new, structure="full", noise=2.0, subset=subset, scale=halves, new_scale=halves[:6])
+        scaled = laplace(
+            net,
+            x,
+            y,
+            new,
+            structure="full",
+            noise=2.0,
+            subset=subset,
+            scale=halves,
+            new_scale=halves[:6],
+        )
         assert torch.allclose(scaled.means, plain.means, atol=1e-10)  # σ = 0.5 · 2
         assert torch.allclose(scaled.sds, plain.sds, atol=1e-8)

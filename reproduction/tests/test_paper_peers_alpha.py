@@ -1,4 +1,6 @@
-"""The α energy in its limits: the evidence bound at α → 0, the evidence itself for one row, and in between."""
+"""The α energy in its limits: the evidence bound at α → 0, the evidence itself for one row, and
+in between.
+"""
 
 import math
 
@@ -15,7 +17,9 @@ CENTRE, SD = 0.3, 0.5
 
 def draws(sd=SD, count=40_001):
     """Of q = N(0.3, sd²): its quantiles at even steps, so that means are nearly exact."""
-    return CENTRE + sd * torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    return CENTRE + sd * torch.special.ndtri(
+        (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    )
 
 
 def terms(w, y=Y, centre=CENTRE, sd=SD):
@@ -31,17 +35,23 @@ def test_alpha_to_zero_is_the_evidence_bound():
     expected = stats.norm(0, SIGMA).logpdf(Y.numpy() - CENTRE).sum() - 3 * SD**2 / (2 * SIGMA**2)
     divergence = 0.5 * (SD**2 + CENTRE**2 - 1) - math.log(SD)
     assert float(energy(*terms(draws()), 0)) == pytest.approx(divergence - expected, abs=2e-4)
-    assert float(energy(*terms(draws()), 1e-6)) == pytest.approx(float(energy(*terms(draws()), 0)), abs=1e-5)
+    assert float(energy(*terms(draws()), 1e-6)) == pytest.approx(
+        float(energy(*terms(draws()), 0)), abs=1e-5
+    )
 
 
 def test_one_row_at_alpha_one_gives_the_evidence_for_every_q():
     evidence = stats.norm(0, math.hypot(1, SIGMA)).logpdf(float(Y[0]))
-    assert float(energy(*terms(draws(0.9), Y[:1], sd=0.9), 1.0)) == pytest.approx(-evidence, abs=1e-5)
+    assert float(energy(*terms(draws(0.9), Y[:1], sd=0.9), 1.0)) == pytest.approx(
+        -evidence, abs=1e-5
+    )
     precision = 1 + 1 / SIGMA**2
     centre, sd = float(Y[0]) / SIGMA**2 / precision, precision**-0.5
     w = torch.linspace(-2, 2, 5, dtype=torch.float64)  # q is the posterior: any draws, any α
     for alpha in (0, 0.3, 1.0, 2.0):
-        assert float(energy(*terms(w, Y[:1], centre, sd), alpha)) == pytest.approx(-evidence, abs=1e-12)
+        assert float(energy(*terms(w, Y[:1], centre, sd), alpha)) == pytest.approx(
+            -evidence, abs=1e-12
+        )
 
 
 def test_in_between_it_is_the_integral():
@@ -51,7 +61,10 @@ def test_in_between_it_is_the_integral():
         tilt = (stats.norm(0, 1).pdf(w) / stats.norm(CENTRE, SD).pdf(w)) ** (1 / n)
         return stats.norm(CENTRE, SD).pdf(w) * (stats.norm(w, SIGMA).pdf(y) * tilt) ** alpha
 
-    expected = -sum(math.log(integrate.quad(site, -6, 6, args=(y,), epsabs=1e-12)[0]) for y in Y.tolist()) / alpha
+    expected = (
+        -sum(math.log(integrate.quad(site, -6, 6, args=(y,), epsabs=1e-12)[0]) for y in Y.tolist())
+        / alpha
+    )
     assert float(energy(*terms(draws()), alpha)) == pytest.approx(expected, abs=2e-4)
 
 

@@ -1,4 +1,6 @@
-"""What the study of rates measures, against closed forms and SciPy's optimiser; and that its claims can fail."""
+"""What the study of rates measures, against closed forms and SciPy's optimiser; and that its
+claims can fail.
+"""
 
 import math
 
@@ -14,7 +16,11 @@ from ssla_paper.rates.study import QUANTITIES, Rates, claims, slope
 def test_a_line_in_closed_form():
     data = rows("linear", 60, 4)
     found = measure("linear", data)
-    X, y, variance = np.c_[data[:, :2].numpy(), np.ones(60)], data[:, 2].numpy(), NOISE["linear"] ** 2
+    X, y, variance = (
+        np.c_[data[:, :2].numpy(), np.ones(60)],
+        data[:, 2].numpy(),
+        NOISE["linear"] ** 2,
+    )
     new = np.array([*POINTS["linear"], 1.0])
     J = X.T @ X / variance
     H = J + np.eye(3)
@@ -36,7 +42,9 @@ def test_a_line_in_closed_form():
     assert found["own_fisher"] == pytest.approx(new @ new / variance)
     assert found["own_outer"] == pytest.approx(0, abs=1e-20)
     assert found["gap_at_prediction"] < 1e-12
-    assert found["outer"] == pytest.approx(hat @ hat / np.trace(H_new - np.eye(3)), rel=1e-8)  # only the prior's pull is left
+    assert found["outer"] == pytest.approx(
+        hat @ hat / np.trace(H_new - np.eye(3)), rel=1e-8
+    )  # only the prior's pull is left
 
 
 def log_likelihood(model, theta, x, y):
@@ -56,10 +64,19 @@ def test_a_refit_by_scipy(model):
 
     def climb(start, *extra):
         def loss(theta):
-            return 0.5 * theta @ theta - log_likelihood(model, theta, x, y) - sum(log_likelihood(model, theta, *e) for e in extra)
+            return (
+                0.5 * theta @ theta
+                - log_likelihood(model, theta, x, y)
+                - sum(log_likelihood(model, theta, *e) for e in extra)
+            )
 
         first = optimize.minimize(loss, start, method="BFGS", options={"gtol": 1e-7}).x
-        return optimize.minimize(loss, first, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13, "maxfev": 20000}).x
+        return optimize.minimize(
+            loss,
+            first,
+            method="Nelder-Mead",
+            options={"xatol": 1e-10, "fatol": 1e-13, "maxfev": 20000},
+        ).x
 
     hat = climb(np.array(TRUTH[model]))
     tilde = climb(hat, (new, target))
@@ -82,7 +99,9 @@ def test_the_bounded_line_satisfies_the_assumption_and_does_not_grow():
 
 def test_slopes():
     n = [10, 100, 1000]
-    exact = slope([{"n": n, "a": [3 * v**-1.5 for v in n]}, {"n": n, "a": [v**-1.7 for v in n]}], "a")
+    exact = slope(
+        [{"n": n, "a": [3 * v**-1.5 for v in n]}, {"n": n, "a": [v**-1.7 for v in n]}], "a"
+    )
     assert (exact.mean, exact.error) == pytest.approx((-1.6, 0.1))
     nothing = slope([{"n": n, "a": [0.0, 0.0, 0.0]}], "a")
     assert nothing.mean is None
@@ -98,27 +117,49 @@ def records(powers, sign=1.0):
     found = {}
     for model in (*MODELS, BOUNDED):
         for seed in range(2):
-            own = {q.key: powers.get(q.key, q.power) if model != BOUNDED else 0.0 for q in QUANTITIES}
-            values = {key: [0.01 * v**power for v in n] for key, power in own.items()} | {k: [v] * 3 for k, v in FLAT.items()}
-            found[f"{model}-{seed}"] = {"model": model, "seed": seed, "n": n, "along": [sign] * 3, **values}
+            own = {
+                q.key: powers.get(q.key, q.power) if model != BOUNDED else 0.0 for q in QUANTITIES
+            }
+            values = {key: [0.01 * v**power for v in n] for key, power in own.items()} | {
+                k: [v] * 3 for k, v in FLAT.items()
+            }
+            found[f"{model}-{seed}"] = {
+                "model": model,
+                "seed": seed,
+                "n": n,
+                "along": [sign] * 3,
+                **values,
+            }
     return found
 
 
 def verdicts(powers, sign=1.0):
-    by_model = {model: [r for r in records(powers, sign).values() if r["model"] == model] for model in (*MODELS, BOUNDED)}
-    slopes = {(q.key, model): slope(runs, q.key) for model, runs in by_model.items() for q in QUANTITIES}
+    by_model = {
+        model: [r for r in records(powers, sign).values() if r["model"] == model]
+        for model in (*MODELS, BOUNDED)
+    }
+    slopes = {
+        (q.key, model): slope(runs, q.key) for model, runs in by_model.items() for q in QUANTITIES
+    }
     return {claim.statement: claim.holds for claim in claims(by_model, slopes)}
 
 
 def test_the_claims_follow_the_measurements():
-    as_found, as_published = verdicts({}), verdicts({"loss": -2.0, "prior": -2.0, "outer": 0.0}, sign=-1.0)
+    as_found, as_published = (
+        verdicts({}),
+        verdicts({"loss": -2.0, "prior": -2.0, "outer": 0.0}, sign=-1.0),
+    )
 
     def short(statements):
         return {statement.split(":")[0].split(" is ")[0] for statement in statements}
 
     wrong = {"Proof of Lemma 1", "Proof of Theorem 1", "The prior increment", "Corollary 2"}
-    assert short(key for key in as_found if not as_found[key]) == wrong | {"Lemma 1 follows from (A1) to (A3)"}
-    assert short(key for key in as_found if as_found[key] != as_published[key]) == wrong | {"Corollary 1"}
+    assert short(key for key in as_found if not as_found[key]) == wrong | {
+        "Lemma 1 follows from (A1) to (A3)"
+    }
+    assert short(key for key in as_found if as_found[key] != as_published[key]) == wrong | {
+        "Corollary 1"
+    }
     for key in ("step", "smallest", "gain", "bend", "gap"):
         slower = verdicts({key: -0.5})
         assert sum(as_found.values()) - sum(slower.values()) == 1, key
@@ -126,8 +167,17 @@ def test_the_claims_follow_the_measurements():
 
 def test_the_report_is_written(tmp_path):
     assert len(Rates().report(records({}), tmp_path)) == len(verdicts({}))
-    assert {p.name for p in tmp_path.iterdir()} >= {"rates.png", "rates.pdf", "rates.csv", "rates-signs.md"}
-    line = next(line for line in (tmp_path / "rates.csv").read_text().splitlines() if line.startswith("ℓ(θ̂) − ℓ(θ̃)"))
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        "rates.png",
+        "rates.pdf",
+        "rates.csv",
+        "rates-signs.md",
+    }
+    line = next(
+        line
+        for line in (tmp_path / "rates.csv").read_text().splitlines()
+        if line.startswith("ℓ(θ̂) − ℓ(θ̃)")
+    )
     assert line.split(",")[2] == "−2"
     assert "−1.000 ± 0.000" in line
 

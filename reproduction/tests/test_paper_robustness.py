@@ -1,4 +1,6 @@
-"""The scores against scikit-learn, the baselines against closed forms, laplace-torch against ours, and the tasks' promises."""
+"""The scores against scikit-learn, the baselines against closed forms, laplace-torch against
+ours, and the tasks' promises.
+"""
 
 import json
 import math
@@ -6,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics as reference
 from torch import nn
 
 import ssla
-from sklearn import metrics as reference
 from ssla import metrics
 from ssla.likelihoods import Categorical
 from ssla.predictive import from_marginal
@@ -42,7 +44,9 @@ def test_scores_are_those_of_scikit_learn_and_of_our_own_metrics():
     y = torch.randint(0, 4, (80,), generator=generator(1))
     found = class_scores(torch.softmax(f, 1), y)
     p = from_marginal(Categorical(), f, torch.zeros(80, 4, 4, dtype=torch.float64), "none")
-    assert found["nll"] == pytest.approx(reference.log_loss(y, torch.softmax(f, 1), labels=range(4)), abs=1e-10)
+    assert found["nll"] == pytest.approx(
+        reference.log_loss(y, torch.softmax(f, 1), labels=range(4)), abs=1e-10
+    )
     assert found["accuracy"] == pytest.approx(reference.accuracy_score(y, f.argmax(1)))
     for name, score in (("nll", metrics.nll), ("brier", metrics.brier), ("ece", metrics.ece)):
         assert found[name] == pytest.approx(float(score(p, y)), abs=1e-10)
@@ -53,7 +57,9 @@ def test_scores_are_those_of_scikit_learn_and_of_our_own_metrics():
 
 
 def test_entropy_where_a_probability_is_zero():
-    assert entropy(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])).tolist() == pytest.approx([math.log(2), 0.0])
+    assert entropy(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])).tolist() == pytest.approx(
+        [math.log(2), 0.0]
+    )
 
 
 def test_temperature_of_two_classes_is_the_logit_of_the_share_that_is_right():
@@ -75,19 +81,28 @@ def small_network():
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
     with torch.no_grad():
         for part in net.parameters():
-            part.copy_(torch.randn(part.shape, dtype=torch.float64, generator=generator(part.numel())))
+            part.copy_(
+                torch.randn(part.shape, dtype=torch.float64, generator=generator(part.numel()))
+            )
     x = torch.randn(60, 2, dtype=torch.float64, generator=generator(7))
     return net, x, net(x).detach().argmax(1)
 
 
 def test_laplace_torchs_probit_is_the_probit_of_our_marginal():
-    """softmax(f_c / √(1 + π/8 K_cc)): the same f and K by our own fit, dense and with the same prior."""
+    """softmax(f_c / √(1 + π/8 K_cc)): the same f and K by our own fit, dense and with the same
+    prior.
+    """
     pytest.importorskip("laplace")
     net, x, y = small_network()
     theirs = laplace_classes(net, x, y, structure="full", precision=2.0)(x[:9])
     with quiet():
         posterior = ssla.fit(
-            net, (x, y), likelihood=Categorical(), prior=ssla.priors.Gaussian(2.0), gaussian="laplace", mode="tilt"
+            net,
+            (x, y),
+            likelihood=Categorical(),
+            prior=ssla.priors.Gaussian(2.0),
+            gaussian="laplace",
+            mode="tilt",
         )
     f, K = posterior.marginal(x[:9])
     probit = torch.softmax(f / (1 + math.pi / 8 * K.diagonal(dim1=1, dim2=2)).sqrt(), 1)
@@ -127,22 +142,35 @@ def test_a_prior_by_the_rows_left_out_keeps_the_mode_and_scores_better_on_them()
         )
         assert torch.equal(methods.validated.theta, whole.theta)
         prior, rows = methods.validated.prior, found.x[out]
-        tuned, untuned = (float(metrics.nll(p.predict(rows), found.y[out])) for p in (part.with_prior(prior), part))
+        tuned, untuned = (
+            float(metrics.nll(p.predict(rows), found.y[out]))
+            for p in (part.with_prior(prior), part)
+        )
     assert tuned < untuned - 1e-3
-    assert torch.equal(methods.answer("validated", found.new[:5]).probs, methods.validated.predict(found.new[:5]).probs.double())
+    assert torch.equal(
+        methods.answer("validated", found.new[:5]).probs,
+        methods.validated.predict(found.new[:5]).probs.double(),
+    )
 
 
 def test_methods_agree_where_they_must():
     found = data.classes("wine", 0, 0.6)
     methods = trained(found.x, found.y, found.count, 0, epochs=15, members=2)
     x = found.new[:8]
-    answers, missing = methods.answers(x, ["plug_in", "ensemble", "none", "output", "default", "default5"], epistemic=True)
+    answers, missing = methods.answers(
+        x, ["plug_in", "ensemble", "none", "output", "default", "default5"], epistemic=True
+    )
     assert not missing
     f = methods.first.marginal(x).mean
-    assert torch.allclose(answers["none"].probs, torch.softmax(f, 1), atol=1e-12)  # ASSLA is the plug-in
+    assert torch.allclose(
+        answers["none"].probs, torch.softmax(f, 1), atol=1e-12
+    )  # ASSLA is the plug-in
     each = [torch.softmax(module(x).detach(), 1) for module in methods.modules]
     assert torch.allclose(answers["ensemble"].probs, (each[0] + each[1]) / 2, atol=1e-12)
-    both = [ssla.fit(m, (found.x, found.y), likelihood=Categorical()).predict(x).probs for m in methods.modules]
+    both = [
+        ssla.fit(m, (found.x, found.y), likelihood=Categorical()).predict(x).probs
+        for m in methods.modules
+    ]
     assert torch.allclose(answers["default"].probs, both[0], atol=1e-12)
     assert torch.allclose(answers["default5"].probs, (both[0] + both[1]) / 2, atol=1e-12)
     for name in ("default", "default5"):
@@ -196,7 +224,9 @@ def test_the_mean_of_a_network_is_its_first_output():
 def test_every_choice_has_its_default_and_settings_are_json():
     found = variants()
     assert len({(v.factor, v.level) for v in found}) == len(found)
-    assert {"refit", "curvature", "structure", "weights", "prior", "mode"} == {v.factor for v in found}
+    assert {"refit", "curvature", "structure", "weights", "prior", "mode"} == {
+        v.factor for v in found
+    }
     for quick in (True, False):
         tasks = Robustness().tasks(quick)
         assert len({task.key for task in tasks}) == len(tasks)

@@ -1,4 +1,6 @@
-"""The UCI study: its reader, the constant width, ranks, peers and claims, each against another way to have it."""
+"""The UCI study: its reader, the constant width, ranks, peers and claims, each against another
+way to have it.
+"""
 
 import math
 import os
@@ -34,7 +36,9 @@ CHECKS = {  # rows, inputs and the target's mean, from the README beside the dat
     "real_estate_valuation": (414, 6, 37.9802),
 }
 FOLDER = Path(os.environ.get("SSLA_DATA", "nowhere"))
-with_data = pytest.mark.skipif(not (FOLDER / "auto_mpg.csv").exists(), reason="SSLA_DATA does not name the UCI sets")
+with_data = pytest.mark.skipif(
+    not (FOLDER / "auto_mpg.csv").exists(), reason="SSLA_DATA does not name the UCI sets"
+)
 
 
 @with_data
@@ -52,12 +56,23 @@ def test_sets_are_read_whole(name):
 
 @with_data
 def test_test_rows_are_as_many_as_the_published_steps_of_coverage_say():
-    small = {name: len(split(len(read(FOLDER, name).y), 42).test) for name in SETS if not SETS[name].medium}
-    assert small == {"auto_mpg": 79, "liver_disorders": 69, "daily_demand_orders": 12, "real_estate_valuation": 83}
+    small = {
+        name: len(split(len(read(FOLDER, name).y), 42).test)
+        for name in SETS
+        if not SETS[name].medium
+    }
+    assert small == {
+        "auto_mpg": 79,
+        "liver_disorders": 69,
+        "daily_demand_orders": 12,
+        "real_estate_valuation": 83,
+    }
     for name, count in small.items():
         for method in PUBLISHED[name].values():
             for cover in method[:3]:
-                assert cover * count / 100 == pytest.approx(round(cover * count / 100), abs=0.005 * count / 100 + 1e-9)
+                assert cover * count / 100 == pytest.approx(
+                    round(cover * count / 100), abs=0.005 * count / 100 + 1e-9
+                )
 
 
 def test_what_is_not_there_is_said_with_the_remedy(tmp_path, monkeypatch):
@@ -69,14 +84,18 @@ def test_what_is_not_there_is_said_with_the_remedy(tmp_path, monkeypatch):
 
 
 def fake_ucimlrepo(monkeypatch, fetch):
-    monkeypatch.setitem(__import__("sys").modules, "ucimlrepo", types.SimpleNamespace(fetch_ucirepo=fetch))
+    monkeypatch.setitem(
+        __import__("sys").modules, "ucimlrepo", types.SimpleNamespace(fetch_ucirepo=fetch)
+    )
     monkeypatch.delenv("SSLA_DATA", raising=False)
     load.cache_clear()
 
 
 def test_without_a_folder_sets_are_downloaded(monkeypatch):
     pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"mpg": [18.0, 15.5, 20.0], "horsepower": [130.0, None, 95.0], "car_name": ["a", "b", "c"]})
+    frame = pandas.DataFrame(
+        {"mpg": [18.0, 15.5, 20.0], "horsepower": [130.0, None, 95.0], "car_name": ["a", "b", "c"]}
+    )
     asked = []
 
     def fetch(id):
@@ -97,7 +116,8 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
 
     fake_ucimlrepo(monkeypatch, fetch)
     with pytest.raises(
-        MissingDataError, match=r"SSLA_DATA is not set.*\(no network\).*contains auto_mpg.csv, or install ucimlrepo"
+        MissingDataError,
+        match=r"SSLA_DATA is not set.*\(no network\).*contains auto_mpg.csv, or install ucimlrepo",
     ):
         load("auto_mpg")
 
@@ -127,12 +147,16 @@ def test_scores_of_the_constant_width_have_their_closed_form():
     r = torch.linspace(-1.2, 1.3, 41, dtype=torch.float64)
     s = constant_width()
     found = published_scores(constant(torch.zeros(41)), r)
-    assert found["nll"] == pytest.approx(float(0.5 * math.log(2 * math.pi * s**2) + (r**2).mean() / (2 * s**2)), abs=1e-12)
+    assert found["nll"] == pytest.approx(
+        float(0.5 * math.log(2 * math.pi * s**2) + (r**2).mean() / (2 * s**2)), abs=1e-12
+    )
     z = (r / s).numpy()
     crps = s * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / math.sqrt(math.pi))
     assert found["crps"] == pytest.approx(crps.mean(), abs=1e-10)
     for level, factor in ((95, 1.96), (75, 1.15), (50, 0.67)):
-        assert found[f"cover{level}"] == pytest.approx(100 * float((r.abs() <= factor * s).double().mean()), abs=1e-12)
+        assert found[f"cover{level}"] == pytest.approx(
+            100 * float((r.abs() <= factor * s).double().mean()), abs=1e-12
+        )
 
 
 def test_without_residuals_the_width_gives_the_published_floor_of_bike():
@@ -144,15 +168,24 @@ def test_without_residuals_the_width_gives_the_published_floor_of_bike():
 
 def test_ranks_are_scipys_and_the_critical_difference_is_demsars():
     generator = np.random.default_rng(0)
-    blocks = {"a": generator.normal(size=(3, 4)), "b": generator.normal(size=(3, 4)), "c": generator.normal(size=(3, 4))}
+    blocks = {
+        "a": generator.normal(size=(3, 4)),
+        "b": generator.normal(size=(3, 4)),
+        "c": generator.normal(size=(3, 4)),
+    }
     found = ranking(("w", "x", "y", "z"), blocks)
-    assert found.ranks.tolist() == pytest.approx(stats.rankdata(np.concatenate(list(blocks.values())), axis=1).mean(0).tolist())
+    assert found.ranks.tolist() == pytest.approx(
+        stats.rankdata(np.concatenate(list(blocks.values())), axis=1).mean(0).tolist()
+    )
     assert found.ranks.sum() == pytest.approx(10)
     means = np.stack([part.mean(0) for part in blocks.values()])
     assert found.p == pytest.approx(stats.friedmanchisquare(*means.T).pvalue)
     assert (found.blocks, found.sets) == (9, 3)
-    # Demšar (2006), table 5(a): q = 2.343 for two methods less one … 2.569 for four; his example has k = 4, N = 14
-    assert critical_difference(4, 14) == pytest.approx(2.569 * math.sqrt(4 * 5 / (6 * 14)), abs=1e-3)
+    # Demšar (2006), table 5(a): q = 2.343 for two methods less one … 2.569 for four; his example
+    # has k = 4, N = 14
+    assert critical_difference(4, 14) == pytest.approx(
+        2.569 * math.sqrt(4 * 5 / (6 * 14)), abs=1e-3
+    )
     assert math.isnan(friedman(means[:1]))
 
 
@@ -175,9 +208,9 @@ def test_units_change_scores_as_they_change_densities():
 @pytest.fixture(scope="module")
 def fitted():
     case = Case.of(STAND_IN, 0)
-    return case, SSLARegressor("gaussian", members=1, activation="silu", max_epochs=40, random_state=0).fit(
-        case.x, case.y
-    ).ensemble_
+    return case, SSLARegressor(
+        "gaussian", members=1, activation="silu", max_epochs=40, random_state=0
+    ).fit(case.x, case.y).ensemble_
 
 
 def test_real_refits_agree_with_the_closed_form(fitted):
@@ -198,7 +231,10 @@ def test_the_noise_is_repeated_by_its_shares(fitted):
 def test_laplace_with_our_noise_is_near_our_output_rung(fitted):
     pytest.importorskip("laplace")
     case, ensemble = fitted
-    theirs, ours = fair(ensemble, case, polished=False), ensemble.predict(torch.from_numpy(case.new), "output")
+    theirs, ours = (
+        fair(ensemble, case, polished=False),
+        ensemble.predict(torch.from_numpy(case.new), "output"),
+    )
     assert float((theirs.stddev / ours.stddev).log().abs().max()) < 0.2
     z = ensemble.inputs(torch.from_numpy(case.new))
     with torch.no_grad():  # its mean is the network's, ours that of the polished one
@@ -216,7 +252,10 @@ def test_dropout_is_seeded_leaves_the_global_state_and_finds_the_noise():
     x = torch.randn(300, 1, generator=generator, dtype=torch.float64)
     y = x[:, 0] + 0.3 * torch.randn(300, generator=generator, dtype=torch.float64)
     before = torch.random.get_rng_state()
-    one, two = (mc_dropout(x, y, x[:50], rate=0.05, draws=20, seed=1, recipe=Recipe(epochs=30)) for _ in range(2))
+    one, two = (
+        mc_dropout(x, y, x[:50], rate=0.05, draws=20, seed=1, recipe=Recipe(epochs=30))
+        for _ in range(2)
+    )
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.equal(one.means, two.means)
     assert float(one.means.std(0).min()) > 0  # units were dropped
@@ -233,13 +272,21 @@ def test_mean_field_sums_its_divergence_and_finds_the_line():
     layer = _layer(layers, 3, 2)
     expected = 0.0
     for part, sd in (("weight", 3**-0.5), ("bias", 1.0)):
-        q = torch.distributions.Normal(getattr(layer, f"mu_{part}"), torch.nn.functional.softplus(getattr(layer, f"rho_{part}")))
-        expected += float(torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, sd)).sum().detach())
+        q = torch.distributions.Normal(
+            getattr(layer, f"mu_{part}"),
+            torch.nn.functional.softplus(getattr(layer, f"rho_{part}")),
+        )
+        expected += float(
+            torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, sd)).sum().detach()
+        )
     assert float(divergence([layer]).detach()) == pytest.approx(expected, rel=1e-5)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 1, generator=generator, dtype=torch.float64)
     y = 0.8 * x[:, 0] + 0.3 * torch.randn(200, generator=generator, dtype=torch.float64)
-    one, two = (layered_mean_field(x, y, x[:30], hidden=(10,), steps=600, draws=20, seed=1) for _ in range(2))
+    one, two = (
+        layered_mean_field(x, y, x[:30], hidden=(10,), steps=600, draws=20, seed=1)
+        for _ in range(2)
+    )
     assert torch.equal(one.means, two.means)
     assert float((one.mean - 0.8 * x[:30, 0]).abs().mean()) < 0.15
     assert 0.2 < float(one.sds[0, 0]) < 0.5
@@ -253,12 +300,23 @@ def test_split_conformal_covers_exchangeable_rows():
     covered = {0.75: [], 0.5: []}
     for _ in range(60):
         y = generator.standard_t(3, size=139)
-        ends = split_conformal(lambda rows: np.zeros(len(rows)), np.zeros((39, 1)), y[:39], np.zeros((100, 1)), (0.75, 0.5))
+        ends = split_conformal(
+            lambda rows: np.zeros(len(rows)),
+            np.zeros((39, 1)),
+            y[:39],
+            np.zeros((100, 1)),
+            (0.75, 0.5),
+        )
         rank = {level: np.sort(np.abs(y[:39]))[math.ceil(40 * level) - 1] for level in ends}
         for level, interval in ends.items():
             assert interval[0, 1] == pytest.approx(rank[level], abs=1e-12)
-            covered[level].append(interval_scores({level: interval}, y[39:])[f"cover{round(100 * level)}"])
-    for level, values in covered.items():  # 40·level is whole, so the coverage is exactly the level on average
+            covered[level].append(
+                interval_scores({level: interval}, y[39:])[f"cover{round(100 * level)}"]
+            )
+    for (
+        level,
+        values,
+    ) in covered.items():  # 40·level is whole, so the coverage is exactly the level on average
         assert abs(np.mean(values) - 100 * level) < 4 * np.std(values) / math.sqrt(len(values))
 
 
@@ -266,29 +324,53 @@ def test_too_few_rows_give_an_infinite_interval():
     pytest.importorskip("mapie")
     from ssla_paper.peers.conformal import interval_scores, split_conformal
 
-    ends = split_conformal(lambda rows: rows[:, 0], np.zeros((9, 1)), np.arange(9.0), np.zeros((2, 1)), (0.95, 0.5))
+    ends = split_conformal(
+        lambda rows: rows[:, 0], np.zeros((9, 1)), np.arange(9.0), np.zeros((2, 1)), (0.95, 0.5)
+    )
     assert np.isinf(ends[0.95]).all()
     assert ends[0.5][0].tolist() == [-4.0, 4.0]
-    assert interval_scores(ends, np.array([1.0, 9.0])) == {"cover95": 100.0, "width95": math.inf, "cover50": 50.0, "width50": 8.0}
+    assert interval_scores(ends, np.array([1.0, 9.0])) == {
+        "cover95": 100.0,
+        "width95": math.inf,
+        "cover50": 50.0,
+        "width50": 8.0,
+    }
 
 
 def made_up(ours, theirs):
     """Records of all sets in which `output` has one NLL and the others another."""
     records = {}
     for name in SETS:
-        cells = {method: dict(zip(SCORES, values, strict=True)) for method, values in PUBLISHED[name].items()}
-        worse = {method: {score: value + 50 for score, value in cell.items()} for method, cell in cells.items()}
+        cells = {
+            method: dict(zip(SCORES, values, strict=True))
+            for method, values in PUBLISHED[name].items()
+        }
+        worse = {
+            method: {score: value + 50 for score, value in cell.items()}
+            for method, cell in cells.items()
+        }
         fitted = {"LA fitted": dict.fromkeys(SCORES, -1.0 if ours < theirs else 9.0)}
-        runs = [{"validation": 1.0, "methods": cells | fitted}, {"validation": 2.0, "methods": worse | fitted}]
+        runs = [
+            {"validation": 1.0, "methods": cells | fitted},
+            {"validation": 2.0, "methods": worse | fitted},
+        ]
         records[f"published-{name}"] = {"set": name, "trials": 100, "test": 50, "runs": runs}
         for seed in (42, *range(200, 206)):
             methods = {}
             for method in (*COMPARED, "weights", "weights x5"):
                 value = ours if method.startswith(("output", "weights")) else theirs
                 methods[method] = {"nll": value, "crps": value, "rmse": 1.0, "cost": 1.0} | {
-                    f"{what}{level}": float(level) for what in ("cover", "width") for level in (95, 75, 50)
+                    f"{what}{level}": float(level)
+                    for what in ("cover", "width")
+                    for level in (95, 75, 50)
                 }
-            own_record = {"set": name, "split": seed, "methods": methods, "refit_gap": 1e-12, "refit_seconds": 0.1}
+            own_record = {
+                "set": name,
+                "split": seed,
+                "methods": methods,
+                "refit_gap": 1e-12,
+                "refit_seconds": 0.1,
+            }
             records[f"own-{name}-{seed}"] = own_record
     return gathered(records)
 
@@ -298,9 +380,17 @@ def test_claims_follow_the_scores(ours, theirs, better, tmp_path):
     results = made_up(ours, theirs)
     found = {claim.statement: claim for claim in claims(results, rank_tables(results, tmp_path))}
     for statement, claim in found.items():
-        if "lower NLL and CRPS" in statement or "better mean rank" in statement or "with its noise fitted" in statement:
+        if (
+            "lower NLL and CRPS" in statement
+            or "better mean rank" in statement
+            or "with its noise fitted" in statement
+        ):
             assert claim.holds == better, statement
-        if "published procedure gives" in statement or "give the rows" in statement or "coverage closer" in statement:
+        if (
+            "published procedure gives" in statement
+            or "give the rows" in statement
+            or "coverage closer" in statement
+        ):
             assert claim.holds, statement
         if "conservative" in statement or "fail on Liver" in statement:
             assert not claim.holds, statement
@@ -333,7 +423,9 @@ def test_a_missing_peer_is_told_and_not_ranked(tmp_path, monkeypatch):
     record = own(STAND_IN, 0, epochs=5)
     assert record["methods"]["LA"] == {"missing": "needs laplace-torch"}
     results = gathered({"own": record})
-    assert results.missing == dict.fromkeys(("LA", "LA, noise", "LA, polished"), "needs laplace-torch")
+    assert results.missing == dict.fromkeys(
+        ("LA", "LA, noise", "LA, polished"), "needs laplace-torch"
+    )
     assert "LA" not in results.there(COMPARED)
 
 

@@ -1,6 +1,7 @@
 """ssla: an honest predictive distribution for any trained PyTorch model, without sampling.
 
-Only the names listed here are public. Each is imported when it is first used, so that `ssla --help` need not wait for torch.
+Only the names listed here are public. Each is imported when it is first used, so that `ssla --help`
+need not wait for torch.
 """
 
 from importlib import import_module
@@ -87,7 +88,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ssla import botorch, distributed, likelihoods, metrics, mlflow, plots, predictive, priors, sklearn
+    from ssla import (
+        botorch,
+        distributed,
+        likelihoods,
+        metrics,
+        mlflow,
+        plots,
+        predictive,
+        priors,
+        sklearn,
+    )
     from ssla import curvature as structures
     from ssla.diagnostics import conflict, credal, local_sensitivity, sensitivity
     from ssla.explicit import ExplicitModel

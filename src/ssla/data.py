@@ -1,4 +1,5 @@
-"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights), and the one reader of training rows.
+"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights), and the one reader of
+training rows.
 
 Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
 
@@ -24,7 +25,14 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.masked import MaskedTensor
 from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
-from ssla._checks import batched, callers_device, layers_of, outside_transforms, recorded, refuse_masked
+from ssla._checks import (
+    batched,
+    callers_device,
+    layers_of,
+    outside_transforms,
+    recorded,
+    refuse_masked,
+)
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
@@ -35,10 +43,13 @@ WEIGHT_KEYS = ("weights", "weight", "sample_weight")
 ARRAY_ROWS = 8192
 GOLDEN = (5**0.5 - 1) / 2
 MASKED = (
-    "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The estimators of ssla.sklearn accept "
-    "masked inputs as gaps."
+    "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The "
+    "estimators of ssla.sklearn accept masked inputs as gaps."
 )
-EXPECTED = "Give a DataLoader, a tuple (X, y) or (X, y, weights) of tensors or arrays, or an iterable of such batches."
+EXPECTED = (
+    "Give a DataLoader, a tuple (X, y) or (X, y, weights) of tensors or arrays, or an iterable of "
+    "such batches."
+)
 
 
 class Batch(NamedTuple):
@@ -73,14 +84,25 @@ def open_source(data: Any) -> Source:
         return data
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if isinstance(data, tuple) and len(data) in (2, 3) and all(_is_numbers(part) for part in data[1:]):
+    if (
+        isinstance(data, tuple)
+        and len(data) in (2, 3)
+        and all(_is_numbers(part) for part in data[1:])
+    ):
         data = (data[0], *(as_tensor(part) for part in data[1:]))
-    if isinstance(data, tuple | list) and len(data) in (2, 3) and all(_is_array(part) for part in data[1:]):
+    if (
+        isinstance(data, tuple | list)
+        and len(data) in (2, 3)
+        and all(_is_array(part) for part in data[1:])
+    ):
         whole = as_batch(tuple(data))
         rows = row_count(whole.x)
         return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS), rows)
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
-        raise TypeError(f"data is a {type(data).__name__}, which does not separate inputs from targets. {EXPECTED}")
+        raise TypeError(
+            f"data is a {type(data).__name__}, which does not separate inputs from targets. "
+            f"{EXPECTED}"
+        )
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -92,8 +114,8 @@ def open_source(data: Any) -> Source:
 def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
     """The training rows, and the validation rows (None without any).
 
-    validation: rows, or a share of the data: then every row is in one of both, evenly spread over the
-    order in which the data are read.
+    validation: rows, or a share of the data: then every row is in one of both, evenly spread over
+    the order in which the data are read.
     """
     source = open_source(data)
     if validation is None:
@@ -101,17 +123,26 @@ def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
     if not isinstance(validation, float):
         if isinstance(validation, bool | int):
             raise TypeError(
-                f"validation must be rows, (X, y) or a loader, or a share of the data such as 0.2, but is {validation!r}."
+                "validation must be rows, (X, y) or a loader, or a share of the data such as 0.2, "
+                f"but is {validation!r}."
             )
         return source, open_source(validation)
     if not 0 < validation < 1:
-        raise ValueError(f"validation as a share of the data must lie between 0 and 1, for example 0.2, but is {validation!r}.")
+        raise ValueError(
+            "validation as a share of the data must lie between 0 and 1, for example 0.2, but is "
+            f"{validation!r}."
+        )
     sampler = getattr(data, "sampler", None)
     if not source.repeatable or isinstance(sampler, RandomSampler):
-        why = "they can be read only once" if not source.repeatable else "the loader shuffles them in each pass"
+        why = (
+            "they can be read only once"
+            if not source.repeatable
+            else "the loader shuffles them in each pass"
+        )
         raise ValueError(
-            f"validation={validation} holds out a share of the data, which must come in the same order each time, but {why}. "
-            "Give arrays, a loader with shuffle=False, or the validation rows themselves."
+            f"validation={validation} holds out a share of the data, which must come in the same "
+            f"order each time, but {why}. Give arrays, a loader with shuffle=False, or the "
+            "validation rows themselves."
         )
     return _share(source, validation, False), _share(source, validation, True)
 
@@ -119,7 +150,12 @@ def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
 def pick_rows(batch: Batch, rows: Tensor) -> Batch:
     """Some rows of a batch, by their numbers."""
     weights = None if batch.weights is None else batch.weights[rows]
-    return Batch(map_inputs(lambda part: part[rows], batch.x), batch.y[rows], weights)
+    return Batch(take_rows(batch.x, rows), batch.y[rows], weights)
+
+
+def take_rows(x: Inputs, rows: Tensor) -> Inputs:
+    """Some rows of inputs, by their numbers."""
+    return map_inputs(lambda part: part[rows], x)
 
 
 def _share(source: Source, share: float, wanted: bool) -> Source:
@@ -133,7 +169,9 @@ def _share(source: Source, share: float, wanted: bool) -> Source:
             start += count
             yield pick_rows(batch, (((places % 1) < share) == wanted).nonzero().squeeze(1))
 
-    rows = None if source.rows is None else math.ceil(source.rows * (share if wanted else 1 - share))
+    rows = (
+        None if source.rows is None else math.ceil(source.rows * (share if wanted else 1 - share))
+    )
     return Source(batches, True, source.length, rows)
 
 
@@ -146,14 +184,25 @@ def _announced(data: Any) -> int | None:
 
 
 def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
-    """The batches of a loader over tensors, selected by index at once instead of row by row; None for other loaders."""
-    if type(loader) is not DataLoader or loader.num_workers or loader.batch_sampler is None or loader.pin_memory:
+    """The batches of a loader over tensors, selected by index at once instead of row by row;
+    None for other loaders.
+    """
+    if (
+        type(loader) is not DataLoader
+        or loader.num_workers
+        or loader.batch_sampler is None
+        or loader.pin_memory
+    ):
         return None
     sampler, dataset, chosen = loader.batch_sampler, loader.dataset, []
     while type(dataset) is Subset:
         chosen.append(torch.as_tensor(dataset.indices))
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or loader.collate_fn is not default_collate or len(dataset.tensors) not in (2, 3):
+    if (
+        type(dataset) is not TensorDataset
+        or loader.collate_fn is not default_collate
+        or len(dataset.tensors) not in (2, 3)
+    ):
         return None
     tensors = dataset.tensors
 
@@ -168,7 +217,9 @@ def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
 
 
 def _items(data: Iterable[T]) -> Iterator[T]:
-    """The items of the user's iterable, each made with the user's own default device: a sampler's generator may need it."""
+    """The items of the user's iterable, each made with the user's own default device: a
+    sampler's generator may need it.
+    """
     with callers_device():
         items = iter(data)
     end = object()
@@ -181,19 +232,30 @@ def _items(data: Iterable[T]) -> Iterator[T]:
 
 
 def as_batch(item: Any) -> Batch:
-    """One item of the user's iterable -> Batch; x, y and weights must have the same number of rows."""
+    """One item of the user's iterable -> Batch; x, y and weights must have the same number of
+    rows.
+    """
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
         if target is None:
-            raise TypeError(f"A dict batch needs the key 'y' (or 'labels', 'target'), but has {', '.join(map(repr, item))}.")
+            raise TypeError(
+                "A dict batch needs the key 'y' (or 'labels', 'target'), but has "
+                f"{', '.join(map(repr, item))}."
+            )
         weight = next((key for key in WEIGHT_KEYS if key in item), None)
         rest = {key: value for key, value in item.items() if key not in (target, weight)}
         x: Any = rest["x"] if set(rest) == {"x"} else rest
-        parts: tuple[Any, ...] = (x, item[target]) if weight is None else (x, item[target], item[weight])
+        parts: tuple[Any, ...] = (
+            (x, item[target]) if weight is None else (x, item[target], item[weight])
+        )
     elif isinstance(item, tuple | list) and len(item) in (2, 3):
         parts = tuple(item)
     else:
-        what = f"a {type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+        what = (
+            f"a {type(item).__name__} of {len(item)}"
+            if isinstance(item, tuple | list)
+            else f"a {type(item).__name__}"
+        )
         raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {what}. {EXPECTED}")
     with torch.no_grad():  # rows are constants, even if they carry an autograd graph
         x = as_inputs(parts[0])
@@ -201,7 +263,10 @@ def as_batch(item: Any) -> Batch:
         weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
     rows = row_count(x)
     if y.dim() == 0 or y.shape[0] != rows:
-        raise ValueError(f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each observation.")
+        raise ValueError(
+            f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each "
+            "observation."
+        )
     if weights is not None:
         weights = _checked_weights(weights, rows)
     return Batch(x, y, weights)
@@ -210,9 +275,15 @@ def as_batch(item: Any) -> Batch:
 def _checked_weights(weights: Tensor, rows: int) -> Tensor:
     weights = column(weights)
     if weights.shape != (rows,):
-        raise ValueError(f"Row weights must have shape ({rows},), one for each row, but have {tuple(weights.shape)}.")
+        raise ValueError(
+            f"Row weights must have shape ({rows},), one for each row, but have "
+            f"{tuple(weights.shape)}."
+        )
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-        raise ValueError("Row weights must be finite and not negative. A row of weight 2 counts as two equal rows.")
+        raise ValueError(
+            "Row weights must be finite and not negative. A row of weight 2 counts as two equal "
+            "rows."
+        )
     return weights
 
 
@@ -228,14 +299,16 @@ def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
 def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
     """A tensor, array, data frame or list of numbers -> Tensor (shares memory if possible).
 
-    ValueError for a tensor that requires a gradient, unless the answer is differentiable: the gradient would be lost.
+    ValueError for a tensor that requires a gradient, unless the answer is differentiable: the
+    gradient would be lost.
     """
     refuse_masked("An array", value, MASKED)
     if isinstance(value, Tensor):
         if value.is_meta:
             raise ValueError(
-                f"Expected numbers, but got a tensor on the device 'meta', which has a shape {tuple(value.shape)} and no values. "
-                "Make it on a real device: torch.tensor(…, device='cpu')."
+                "Expected numbers, but got a tensor on the device 'meta', which has a shape "
+                f"{tuple(value.shape)} and no values. Make it on a real device: torch.tensor(…, "
+                "device='cpu')."
             )
         _refuse_layout(value)
         if differentiable:
@@ -244,34 +317,48 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
         _refuse_gradient(value)
         return recorded(value.detach())
     if _is_sparse(value):
-        raise TypeError(f"Expected a dense array, but got the sparse {type(value).__name__}. Give value.toarray().")
+        raise TypeError(
+            f"Expected a dense array, but got the sparse {type(value).__name__}. Give "
+            "value.toarray()."
+        )
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"dtype {array.dtype}")
-        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+        return torch.from_numpy(
+            array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+        )
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"Expected numbers (a tensor, an array or a data frame of numbers), but got {type(value).__name__}: {error}. "
-            "Encode text and categories as numbers first."
+            "Expected numbers (a tensor, an array or a data frame of numbers), but got "
+            f"{type(value).__name__}: {error}. Encode text and categories as numbers first."
         ) from None
 
 
 def _refuse_layout(value: Tensor) -> None:
-    """TypeError for a tensor whose entries are not all stored as plain numbers: sparse, nested, quantised or masked."""
+    """TypeError for a tensor whose entries are not all stored as plain numbers: sparse, nested,
+    quantised or masked.
+    """
     if isinstance(value, MaskedTensor):
         raise TypeError(f"Expected a plain tensor, but got a masked tensor. {MASKED}")
     if value.is_nested:
-        raise TypeError("Expected a dense tensor, but got a nested tensor. Pad its rows to one length: x.to_padded_tensor(0.0).")
+        raise TypeError(
+            "Expected a dense tensor, but got a nested tensor. Pad its rows to one length: "
+            "x.to_padded_tensor(0.0)."
+        )
     if value.layout != torch.strided:
         name = str(value.layout).removeprefix("torch.")
-        raise TypeError(f"Expected a dense tensor, but got one with the layout {name}. Give x.to_dense().")
+        raise TypeError(
+            f"Expected a dense tensor, but got one with the layout {name}. Give x.to_dense()."
+        )
     if value.is_quantized:
         raise TypeError("Expected plain numbers, but got a quantised tensor. Give x.dequantize().")
 
 
 def _refuse_gradient(value: Tensor) -> None:
-    """ValueError if `value` requires a gradient or is batched by torch.func: its gradient would be zero."""
+    """ValueError if `value` requires a gradient or is batched by torch.func: its gradient would
+    be zero.
+    """
     if (value.requires_grad and torch.is_grad_enabled()) or unpack_dual(value).tangent is not None:
         given = "a tensor that requires a gradient"
     elif is_functorch_wrapped_tensor(value):
@@ -279,9 +366,9 @@ def _refuse_gradient(value: Tensor) -> None:
     else:
         return
     raise ValueError(
-        f"Expected plain numbers, but got {given}. Its gradient would be zero here. Gradients need differentiable=True, as in "
-        "posterior.predict(x, differentiable=True). Without them give x.detach(), or call under torch.no_grad() or outside the "
-        "transform."
+        f"Expected plain numbers, but got {given}. Its gradient would be zero here. Gradients need "
+        "differentiable=True, as in posterior.predict(x, differentiable=True). Without them give "
+        "x.detach(), or call under torch.no_grad() or outside the transform."
     )
 
 
@@ -289,19 +376,24 @@ def _refuse_transform(value: Tensor) -> None:
     """ValueError for derivatives in forward mode: jvp, jacfwd."""
     if any(unpack_dual(layer).tangent is not None for layer in layers_of(value)):
         raise ValueError(
-            "differentiable=True supports reverse mode (backward, torch.autograd.grad, torch.func.grad, jacrev, vjp), but x or y "
-            "carries a forward-mode tangent (torch.func.jvp, jacfwd, hessian, make_dual). Use jacrev in place of jacfwd, and "
+            "differentiable=True supports reverse mode (backward, torch.autograd.grad, "
+            "torch.func.grad, jacrev, vjp), but x or y carries a forward-mode tangent "
+            "(torch.func.jvp, jacfwd, hessian, make_dual). Use jacrev in place of jacfwd, and "
             "jacrev(grad(…)) in place of hessian."
         )
 
 
 def plain(value: Tensor) -> Tensor:
-    """The numbers of a tensor inside torch.func.grad or jacrev, without their graph. ValueError inside vmap."""
+    """The numbers of a tensor inside torch.func.grad or jacrev, without their graph.
+
+    ValueError inside vmap.
+    """
     if batched(value):
         raise ValueError(
-            "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend on the values of rows. Rows "
-            "do not depend on each other: give all rows in one call, as in torch.func.grad(lambda x: post.predict(x, "
-            "differentiable=True).mean.sum())(x), which has the gradient of each row."
+            "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend "
+            "on the values of rows. Rows do not depend on each other: give all rows in one call, "
+            "as in torch.func.grad(lambda x: post.predict(x, differentiable=True).mean.sum())(x), "
+            "which has the gradient of each row."
         )
     with outside_transforms():
         return layers_of(value)[-1].detach()
@@ -327,11 +419,15 @@ def row_count(x: Inputs) -> int:
     """The number of rows that all tensors of an input share."""
     parts = leaves(x)
     if not parts or any(part.dim() == 0 for part in parts):
-        raise ValueError("x must have at least one dimension, the rows. A single input needs a leading dimension: x[None].")
+        raise ValueError(
+            "x must have at least one dimension, the rows. A single input needs a leading "
+            "dimension: x[None]."
+        )
     counts = {part.shape[0] for part in parts}
     if len(counts) > 1:
         raise ValueError(
-            f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row for each observation."
+            f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row "
+            "for each observation."
         )
     return counts.pop()
 
@@ -348,7 +444,11 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
         return
     for start in range(0, rows, size):
         part = slice(start, start + size)
-        yield Batch(slice_inputs(batch.x, part), batch.y[part], None if batch.weights is None else batch.weights[part])
+        yield Batch(
+            slice_inputs(batch.x, part),
+            batch.y[part],
+            None if batch.weights is None else batch.weights[part],
+        )
 
 
 def column(y: Tensor) -> Tensor:
@@ -366,7 +466,9 @@ class Targets(Protocol):
 
 
 def checked(batch: Batch, targets: Targets, outputs: int) -> Batch:
-    """The batch with y checked, and y and the weights on the CPU: classes as integers, all else in float64. x is unchanged."""
+    """The batch with y checked, and y and the weights on the CPU: classes as integers, all else
+    in float64. x is unchanged.
+    """
     y = batch.y if targets.kind == "vector" else column(batch.y)
     targets.check(y, outputs)
     y = y.to("cpu").long() if targets.kind == "class" else y.to("cpu").double()
@@ -375,7 +477,9 @@ def checked(batch: Batch, targets: Targets, outputs: int) -> Batch:
 
 @dataclass(eq=False)
 class Rows(Generic[T]):
-    """The data in prepared chunks, any number of times: kept while they all fit the budget, read again where they do not."""
+    """The data in prepared chunks, any number of times: kept while they all fit the budget,
+    read again where they do not.
+    """
 
     source: Iterable[Batch]
     rows_at_once: Callable[[Batch], int]  # the most rows of a chunk
@@ -419,7 +523,11 @@ def _slices(whole: Batch, rows: int) -> Iterator[Batch]:
 
 def _is_numbers(value: Any) -> bool:
     """A plain list of numbers."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, int | float) for item in value[:8])
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, int | float) for item in value[:8])
+    )
 
 
 def _is_array(value: Any) -> bool:

@@ -1,7 +1,8 @@
-"""`make demo`: the paper's network on the paper's heteroscedastic toy data; plug-in, ASSLA and the output refit side by side.
+"""`make demo`: the paper's network on the paper's heteroscedastic toy data; plug-in, ASSLA and the
+output refit side by side.
 
-Two hidden layers of 50, ReLU, mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three Gaussians at −4, 0, 4.
-Writes demo.png.
+Two hidden layers of 50, ReLU, mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three
+Gaussians at −4, 0, 4. Writes demo.png.
 """
 
 from __future__ import annotations
@@ -39,11 +40,17 @@ def toy(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def paper_network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2))
+    return nn.Sequential(
+        nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
+    )
 
 
-def train(network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, epochs: int = 3000) -> nn.Module:
-    """Adam on the Gaussian negative log likelihood; the weights with the best validation loss are kept."""
+def train(
+    network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, epochs: int = 3000
+) -> nn.Module:
+    """Adam on the Gaussian negative log likelihood; the weights with the best validation loss
+    are kept.
+    """
     likelihood = ssla.likelihoods.HeteroscedasticGaussian()
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
     best, kept, waited = math.inf, copy.deepcopy(network.state_dict()), 0
@@ -104,7 +111,10 @@ def run(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summa
         scores[label] = s = metrics.summary(posterior.predict(x_test, refit=refit), y_test, LEVELS)
         cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
         print(f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}{cost:12.0f}")
-    print("\nmass is the integral before normalisation: 1 for the true predictive, so it shows the error of each refit.")
+    print(
+        "\nmass is the integral before normalisation: 1 for the true predictive, so it shows the "
+        "error of each refit."
+    )
     draw(posterior, x, y, out)
     print(f"picture: {out}")
     return scores
@@ -118,16 +128,28 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     import matplotlib.pyplot as plt
 
     grid = torch.linspace(-6, 6, 400)[:, None]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=[1.7, 1], layout="constrained")
-    plots.bands(posterior.predict(grid), grid, (x, y), ax=left, title="Predictive bands of the output refit")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 4.6), width_ratios=[1.7, 1], layout="constrained"
+    )
+    plots.bands(
+        posterior.predict(grid), grid, (x, y), ax=left, title="Predictive bands of the output refit"
+    )
     for i, end in enumerate(posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)):
-        left.plot(grid.flatten(), end, color=plots.OTHER, lw=1.1, ls="--", label=None if i else "plug-in 95%")
+        left.plot(
+            grid.flatten(),
+            end,
+            color=plots.OTHER,
+            lw=1.1,
+            ls="--",
+            label=None if i else "plug-in 95%",
+        )
     spot = torch.tensor([[-2.3]])
     left.axvline(float(spot), ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
     left.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
     left.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
     names: dict[str, Predictive] = {
-        label: posterior.predict(spot, refit=RUNGS[label]) for label in ("plug-in", "ASSLA (none)", "output refit")
+        label: posterior.predict(spot, refit=RUNGS[label])
+        for label in ("plug-in", "ASSLA (none)", "output refit")
     }
     plots.density(names, 0, ax=right)
     right.set_title(f"Density at x = {float(spot):g}".replace("-", "−"), fontsize="medium")
@@ -140,9 +162,13 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ssla.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m ssla.demo",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="path of the figure (default: demo.png)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo.png"), help="path of the figure (default: demo.png)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="data and network seed (default: 0)")
     arguments = parser.parse_args()
     run(arguments.out, arguments.seed)

@@ -1,10 +1,12 @@
 """Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-For studies of priors without a network: the model is log p(row | θ), the data are rows, the prior is any of `ssla.priors`. Modes
-are found by Newton steps on autograd derivatives in float64, for all candidates at once; the curvature is the observed one, of
-the data and (by convention) of the prior. This is the paper's SSLA, for models with a known conjugate predictive:
+For studies of priors without a network: the model is log p(row | θ), the data are rows, the prior
+is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives in float64, for all
+candidates at once; the curvature is the observed one, of the data and (by convention) of the prior.
+This is the paper's SSLA, for models with a known conjugate predictive:
 
-    log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| − log|H(θ̂)|]
+    log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| −
+    log|H(θ̂)|]
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from ssla.refit.increments import Increments
 LARGEST = 50  # parameters: more would make dense Hessians for every candidate too expensive
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
-"""log p(row | θ): one row (a number, or a vector such as (x…, y)) and θ (P,) -> a scalar, in torch."""
+"""log p(row | θ): one row (a number, or a vector such as (x…, y)) and θ (P,) -> a scalar, in
+torch.
+"""
 
 
 @all_in_plain_torch
@@ -36,11 +40,14 @@ LogDensity = Callable[[Tensor, Tensor], Tensor]
 class ExplicitModel:
     """log p(row | θ) with data and a prior.
 
-    log_prob: see LogDensity; data (n,) or (n, E); start (P,): a θ inside the support, near the mode; prior over θ.
+    log_prob: see LogDensity; data (n,) or (n, E); start (P,): a θ inside the support, near the
+    mode; prior over θ.
 
     >>> import torch, ssla
-    >>> model = ExplicitModel(lambda y, t: y * t[0].log() - t[0] - torch.lgamma(y + 1), [2.0, 4, 3, 0, 5], [3.0],
-    ...                       ssla.priors.Gamma(6.0, 2.0, link="identity"))
+    >>> def poisson(y, t):
+    ...     return y * t[0].log() - t[0] - torch.lgamma(y + 1)
+    >>> gamma = ssla.priors.Gamma(6.0, 2.0, link="identity")
+    >>> model = ExplicitModel(poisson, [2.0, 4, 3, 0, 5], [3.0], gamma)
     >>> model.increments([0.0, 3.0, 8.0]).total                                   # doctest: +SKIP
     """
 
@@ -57,19 +64,28 @@ class ExplicitModel:
         finite("start", start, "Give a θ inside the support.")
         if start.dim() != 1 or not 1 <= start.numel() <= LARGEST:
             raise ValueError(
-                f"start must be a vector of 1 to {LARGEST} parameters, but has shape {tuple(start.shape)}. For a network use "
-                "ssla.fit."
+                f"start must be a vector of 1 to {LARGEST} parameters, but has shape "
+                f"{tuple(start.shape)}. For a network use ssla.fit."
             )
         if data.dim() not in (1, 2) or not len(data):
-            raise ValueError(f"data must be (n,) or (n, E) with at least one row, but has shape {tuple(data.shape)}.")
+            raise ValueError(
+                "data must be (n,) or (n, E) with at least one row, but has shape "
+                f"{tuple(data.shape)}."
+            )
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "prior", as_prior(self.prior))
         value = self.log_prob(data[0], start)
         if not isinstance(value, Tensor) or value.dim() != 0:
-            raise ValueError("log_prob(row, theta) must return a scalar tensor for one row. Index θ as theta[0], theta[1], …")
+            raise ValueError(
+                "log_prob(row, theta) must return a scalar tensor for one row. Index θ as "
+                "theta[0], theta[1], …"
+            )
         if not bool(torch.isfinite(self._objective(start))):
-            raise ValueError("The log posterior is not finite at start. Give a θ inside the support of likelihood and prior.")
+            raise ValueError(
+                "The log posterior is not finite at start. Give a θ inside the support of "
+                "likelihood and prior."
+            )
 
     @cached_property
     def bound(self) -> BoundPrior:
@@ -78,7 +94,11 @@ class ExplicitModel:
     @property
     def steering(self) -> BoundPrior:
         """The prior in the objective of the modes: none for the additive convention."""
-        return Flat().bind(contiguous_layout({"theta": self.start.shape})) if self.convention == ADDITIVE else self.bound
+        return (
+            Flat().bind(contiguous_layout({"theta": self.start.shape}))
+            if self.convention == ADDITIVE
+            else self.bound
+        )
 
     def _rows(self, theta: Tensor) -> Tensor:
         """log p of every row of the data (n,)."""
@@ -124,8 +144,9 @@ class ExplicitModel:
         if not bool(found.converged.all()):
             count = int((~found.converged).sum())
             raise ValueError(
-                f"The mode was not found for {count} of {len(starts)} candidates: log p may have none there. Start closer, or "
-                "choose another parameterisation (a logarithm for a positive parameter)."
+                f"The mode was not found for {count} of {len(starts)} candidates: log p may have "
+                "none there. Start closer, or choose another parameterisation (a logarithm for a "
+                "positive parameter)."
             )
         return found.point
 
@@ -138,17 +159,21 @@ class ExplicitModel:
         y = as_tensor(rows).double()
         if y.dim() != self.data.dim() or y.shape[1:] != self.data.shape[1:]:
             raise ValueError(
-                f"Candidates must be rows like the data's, (k, …) = {('k', *self.data.shape[1:])}, but are {tuple(y.shape)}."
+                f"Candidates must be rows like the data's, (k, …) = {('k', *self.data.shape[1:])}, "
+                f"but are {tuple(y.shape)}."
             )
         return y
 
     def modes(self, rows: Any) -> Tensor:
-        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data separately."""
+        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data
+        separately.
+        """
         y = self._candidates(rows)
         return self._climb(self.mode.expand(len(y), -1).clone(), y)
 
     def increments(self, rows: Any, refit: bool = True) -> Increments:
-        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with its own refit.
+        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with its own
+        refit.
 
         refit=False holds θ̃ = θ̂ (ASSLA).
         """
@@ -156,7 +181,9 @@ class ExplicitModel:
         hat = self.mode
         tilde = self.modes(y) if refit else hat.expand(len(y), -1)
         # row by row, so that sums over n are never subtracted
-        likelihood = (vmap(self._rows)(tilde) - self._rows(hat)).sum(1) + vmap(self.log_prob)(y, tilde)
+        likelihood = (vmap(self._rows)(tilde) - self._rows(hat)).sum(1) + vmap(self.log_prob)(
+            y, tilde
+        )
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)
         return Increments(likelihood, prior, self._curvature(hat, tilde, y), self.convention)
 
@@ -172,8 +199,8 @@ class ExplicitModel:
         factor, info = torch.linalg.cholesky_ex(H)
         if int(info):
             raise ValueError(
-                "The curvature at the mode is not positive definite: the data do not determine every parameter. Give a proper "
-                "prior with convention='exact'."
+                "The curvature at the mode is not positive definite: the data do not determine "
+                "every parameter. Give a proper prior with convention='exact'."
             )
         half = torch.linalg.solve_triangular(factor, change, upper=False)
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
@@ -181,13 +208,17 @@ class ExplicitModel:
 
 
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """∇² in the first argument, by reverse mode twice (forward mode would import deprecated parts of torch)."""
+    """∇² in the first argument, by reverse mode twice (forward mode would import deprecated
+    parts of torch).
+    """
     found: Callable[..., Tensor] = jacrev(grad(function))
     return found
 
 
 def _climbing_factor(H: Tensor) -> Tensor:
-    """Cholesky of H (k, P, P); where H is not positive definite, of Q|λ|Qᵀ, so that the step is an ascent direction."""
+    """Cholesky of H (k, P, P); where H is not positive definite, of Q|λ|Qᵀ, so that the step is
+    an ascent direction.
+    """
     factor, info = torch.linalg.cholesky_ex(H)
     bad = info != 0
     if bool(bad.any()):

@@ -1,8 +1,8 @@
 """Scores and calibration of any Predictive, against observed y.
 
-Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors. Functions give the mean over rows;
-`reduce=False` gives one value for each row. CRPS of a Gaussian and interval scores are computed by `scoringrules`
-(`pip install 'ssla[metrics]'`).
+Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors.
+Functions give the mean over rows; `reduce=False` gives one value for each row. CRPS of a Gaussian
+and interval scores are computed by `scoringrules` (`pip install 'ssla[metrics]'`).
 """
 
 from __future__ import annotations
@@ -53,29 +53,48 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     law = predictive.law
     if isinstance(law, JoinedLaw):
         value = _like(y, predictive.mean)
-        return _mean(law.at(value, lambda part, own: crps(replace(predictive, law=part), own, reduce=False)), reduce)
+        return _mean(
+            law.at(value, lambda part, own: crps(replace(predictive, law=part), own, reduce=False)),
+            reduce,
+        )
     if isinstance(law, AffineLaw):  # the score is in the target's unit
         z = (_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
-        return _mean(law.scale * crps(replace(predictive, law=law.base), z, reduce=False).double(), reduce)
+        return _mean(
+            law.scale * crps(replace(predictive, law=law.base), z, reduce=False).double(), reduce
+        )
     if isinstance(law, GaussianLaw):
         mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
-        score = _scoringrules().crps_normal(_like(y, mean).numpy(), mean.numpy(), scale.numpy())  # its torch backend is single
+        score = _scoringrules().crps_normal(
+            _like(y, mean).numpy(), mean.numpy(), scale.numpy()
+        )  # its torch backend is single
         return _mean(torch.as_tensor(score), reduce)
     if predictive.kind == "vector":
-        raise TypeError("CRPS of several targets has a form for single Gaussians only. Score a mixture by nll.")
+        raise TypeError(
+            "CRPS of several targets has a form for single Gaussians only. Score a mixture by nll."
+        )
     value = _like(y, predictive.mean)
-    score = _crps_counts(predictive, value) if predictive.kind == "count" else _crps_density(predictive, value)
+    score = (
+        _crps_counts(predictive, value)
+        if predictive.kind == "count"
+        else _crps_density(predictive, value)
+    )
     return _mean(score, reduce)
 
 
 def _crps_density(predictive: Any, y: Tensor) -> Tensor:
-    """Gauss–Legendre on either side of y, in a variable that spaces nodes logarithmically in the tails."""
-    ends = predictive.icdf(torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)).double()
+    """Gauss–Legendre on either side of y, in a variable that spaces nodes logarithmically in
+    the tails.
+    """
+    ends = predictive.icdf(
+        torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)
+    ).double()
     y = y.double()
     low, middle, high = ends[:, 0], ends[:, 2], ends[:, 4]
     scale = ((ends[:, 3] - ends[:, 1]) / 2).clamp_min(1e-300)
     inside = torch.minimum(torch.maximum(y, low), high)
-    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES))
+    nodes, weights = (
+        torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES)
+    )
     total = (y - inside).abs()
     for start, stop, upper in ((low, inside, False), (inside, high, True)):
         a, b = torch.asinh((start - middle) / scale), torch.asinh((stop - middle) / scale)
@@ -95,7 +114,9 @@ def _crps_counts(predictive: Any, y: Tensor) -> Tensor:
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
-    outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)  # terms of one beyond the window
+    outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(
+        0
+    )  # terms of one beyond the window
     return (terms * step[:, None]).sum(1) + outside
 
 
@@ -123,18 +144,29 @@ def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
 
 
 @in_plain_torch
-def interval_score(predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True) -> Tensor:
+def interval_score(
+    predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True
+) -> Tensor:
     """Width plus 2/α times the distance by which y is missed (Winkler)."""
     region = predictive.interval(checked_level(level))
     value = _near(y, predictive)
-    return _mean(_scoringrules().interval_score(value, region[..., 0], region[..., 1], 1 - level, backend="torch"), reduce)
+    return _mean(
+        _scoringrules().interval_score(
+            value, region[..., 0], region[..., 1], 1 - level, backend="torch"
+        ),
+        reduce,
+    )
 
 
 @in_plain_torch
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
-    """Pinball loss of the quantile at probability q: q·(y − quantile) above it, (1 − q)·(quantile − y) below."""
+    """Pinball loss of the quantile at probability q: q·(y − quantile) above it, (1 −
+    q)·(quantile − y) below.
+    """
     if predictive.kind in ("class", "circular"):
-        raise TypeError(f"Quantiles need ordered targets, but the predictive is of kind {predictive.kind!r}.")
+        raise TypeError(
+            f"Quantiles need ordered targets, but the predictive is of kind {predictive.kind!r}."
+        )
     level = checked_level(q)
     quantile: Tensor = predictive.icdf(level)
     off = _like(y, quantile) - quantile
@@ -143,8 +175,9 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
 
 @in_plain_torch
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:
-    """F(y): uniform if the predictive is right. Counts: randomised between F(y − 1) and F(y) by `generator`, or
-    halfway between the two without one."""
+    """F(y): uniform if the predictive is right. Counts: randomised between F(y − 1) and F(y) by
+    `generator`, or halfway between the two without one.
+    """
     value = column(as_tensor(y))
     upper: Tensor = predictive.cdf(value)
     if predictive.kind != "count":
@@ -176,7 +209,9 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 @in_plain_torch
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
-    """Expected calibration error of the most probable class: Σ_bins share·|accuracy − confidence|."""
+    """Expected calibration error of the most probable class: Σ_bins share·|accuracy −
+    confidence|.
+    """
     probs: Tensor = _classes(predictive).probs
     confidence, guess = probs.double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
@@ -201,30 +236,44 @@ class Summary:
 
 @in_plain_torch
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
-    """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE, accuracy, mass)."""
+    """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE,
+    accuracy, mass).
+    """
     mass = float(predictive.mass.double().mean())
     if predictive.kind == "class":
         accuracy = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
-        values = {"nll": nll(predictive, y), "brier": brier(predictive, y), "ece": ece(predictive, y), "accuracy": accuracy}
+        values = {
+            "nll": nll(predictive, y),
+            "brier": brier(predictive, y),
+            "ece": ece(predictive, y),
+            "accuracy": accuracy,
+        }
         return Summary({name: float(value) for name, value in values.items()} | {"mass": mass})
     ordered = {} if predictive.kind == "circular" else {"crps": float(crps(predictive, y))}
     scores = {"nll": float(nll(predictive, y))} | ordered | {"rmse": float(rmse(predictive, y))}
     for level in levels:
         scores[f"coverage {level:.0%}"] = float(coverage(predictive, y, level))
         scores[f"width {level:.0%}"] = float(mean_width(predictive, level))
-    return Summary(scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass})
+    return Summary(
+        scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass}
+    )
 
 
 def _classes(predictive: Any) -> Any:
     if predictive.kind != "class":
-        raise TypeError(f"This score is for classes, but the predictive is of kind {predictive.kind!r}.")
+        raise TypeError(
+            f"This score is for classes, but the predictive is of kind {predictive.kind!r}."
+        )
     return predictive
 
 
 def _like(y: Any, mean: Tensor) -> Tensor:
     value = as_tensor(y).to(mean)
     if value.numel() != mean.numel():
-        raise ValueError(f"y must have shape {tuple(mean.shape)}, one value for each prediction, but has {tuple(value.shape)}.")
+        raise ValueError(
+            f"y must have shape {tuple(mean.shape)}, one value for each prediction, but has "
+            f"{tuple(value.shape)}."
+        )
     return value.reshape(mean.shape)
 
 

@@ -1,6 +1,8 @@
-"""What users call: `fit`, `load`, `ssla`, `assla`, `explain`, `label_next` and the methods of `Posterior`.
+"""What users call: `fit`, `load`, `ssla`, `assla`, `explain`, `label_next` and the methods of
+`Posterior`.
 
-The values are in `ssla.state` and the work is in the packages below: here are signatures and their documentation.
+The values are in `ssla.state` and the work is in the packages below: here are signatures and their
+documentation.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from ssla.state import Marginal, Report, State, Statistics, TuningHistory
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`. A frozen value: every change is a new one."""
+    """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`.
+
+    A frozen value: every change is a new one.
+    """
 
     state: State
 
@@ -119,20 +124,25 @@ class Posterior:
         return self.state.covariance
 
     def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|; variational: a lower bound. Exact for linear Gaussian models."""
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|; variational: a lower bound.
+
+        Exact for linear Gaussian models.
+        """
         return self.state.log_evidence()
 
     # --- predictions -----------------------------------------------------------------------
 
-    def predict(self, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
+    def predict(
+        self, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
+    ) -> Predictive:
         """The predictive distribution of y at x.
 
-        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA), "weights" (SSLA: a real refit
-        on all of the data), "auto" (output, and weights where that is doubtful), or an object such as
-        `ssla.NoRefit(curvature="fisher")`.
-        differentiable: the answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and with
-        refit="output" for the library's other likelihoods; answers without a gradient are refused (see docs/models.md).
-        The graph of all rows is held in memory.
+        refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA),
+        "weights" (SSLA: a real refit on all of the data), "auto" (output, and weights where that is
+        doubtful), or an object such as `ssla.NoRefit(curvature="fisher")`. differentiable: the
+        answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and
+        with refit="output" for the library's other likelihoods; answers without a gradient are
+        refused (see docs/models.md). The graph of all rows is held in memory.
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
@@ -141,23 +151,28 @@ class Posterior:
     def marginal(self, x: Inputs, differentiable: bool = False) -> Marginal:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N.
 
-        differentiable: both carry gradients in x, for every likelihood, structure and choice of weights.
+        differentiable: both carry gradients in x, for every likelihood, structure and choice of
+        weights.
         """
         return self.state.marginal(x, differentiable)
 
     def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
-        """f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C). Entry i·C + c is output c at input i.
+        """f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C).
 
-        The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused: see `draw_functions`.
-        differentiable: both carry gradients in x.
+        Entry i·C + c is output c at input i.
+
+        The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused:
+        see `draw_functions`. differentiable: both carry gradients in x.
         """
         return functions.joint(self.state, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
-        """n draws of the function f, with the covariance of `joint`, to be evaluated at any x: (n, N, C).
+        """n draws of the function f, with the covariance of `joint`, to be evaluated at any x: (n,
+        N, C).
 
-        Each is one draw of the weights, in the network linearised at θ̂, so its values in different calls belong together
-        (Thompson sampling). Needs no matrix over the inputs. `draws(x, differentiable=True)` carries gradients in x.
+        Each is one draw of the weights, in the network linearised at θ̂, so its values in different
+        calls belong together (Thompson sampling). Needs no matrix over the inputs. `draws(x,
+        differentiable=True)` carries gradients in x.
 
         >>> draws = post.draw_functions(16, generator)      # doctest: +SKIP
         >>> draws(x).std(0), draws[3](x)                    # doctest: +SKIP
@@ -165,30 +180,38 @@ class Posterior:
         return functions.draw_functions(self.state, n, generator)
 
     def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
-        """Every training row predicted from the other rows: log densities, PIT and coverage without a held-out set.
+        """Every training row predicted from the other rows: log densities, PIT and coverage without
+        a held-out set.
 
-        Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows of a last layer, for which the
-        approximation is poor, are refitted and counted, at most `refits` of them (by default fewer, the more rows there are).
-        Prior, noise and features are kept, so the figures are optimistic where the features have seen the rows.
-        data: the training data, where the posterior does not hold them.
+        Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows
+        of a last layer, for which the approximation is poor, are refitted and counted, at most
+        `refits` of them (by default fewer, the more rows there are). Prior, noise and features are
+        kept, so the figures are optimistic where the features have seen the rows. data: the
+        training data, where the posterior does not hold them.
 
         >>> print(post.loo())      # doctest: +SKIP
         """
         return leave_one_out(self.state, data, refits)
 
-    def predictive_set(self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None) -> Tensor:
-        """Approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no calibration rows, no refit.
+    def predictive_set(
+        self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None
+    ) -> Tensor:
+        """Approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no
+        calibration rows, no refit.
 
-        y is in the set unless the score of (x, y) is among the highest of all rows after a refit with (x, y). The score is the
-        distance from what the other rows predict, in standard deviations; for classes one minus the probability.
+        y is in the set unless the score of (x, y) is among the highest of all rows after a refit
+        with (x, y). The score is the distance from what the other rows predict, in standard
+        deviations; for classes one minus the probability.
 
-        Exact full conformal prediction for a linear model with Gaussian noise, where coverage is at least the level for
-        exchangeable rows, even if the model is wrong. Otherwise an approximation without that guarantee. Prior, noise and
-        features are kept: if the features were trained on the rows, coverage is too low. Then give `rows`.
+        Exact full conformal prediction for a linear model with Gaussian noise, where coverage is at
+        least the level for exchangeable rows, even if the model is wrong. Otherwise an
+        approximation without that guarantee. Prior, noise and features are kept: if the features
+        were trained on the rows, coverage is too low. Then give `rows`.
 
-        rows: bool (n,), the training rows to compare with, in the order in which the data are read. Give those on which the
-        features were not trained, for example the rows of early stopping.  data: the training data, where the posterior does not
-        hold them. Several targets, angles, and numbers on a part of the line are refused.
+        rows: bool (n,), the training rows to compare with, in the order in which the data are read.
+        Give those on which the features were not trained, for example the rows of early stopping.
+        data: the training data, where the posterior does not hold them. Several targets, angles,
+        and numbers on a part of the line are refused.
 
         >>> post.predictive_set(x, 0.9, rows=held_out)      # doctest: +SKIP
         """
@@ -196,22 +219,27 @@ class Posterior:
 
     # --- another prior ---------------------------------------------------------------------
 
-    def with_prior(self, prior: Prior | Distribution, convention: str = EXACT, data: Any = None) -> Posterior:
-        """The posterior under another prior, without a pass over the data where the mathematics allows it.
+    def with_prior(
+        self, prior: Prior | Distribution, convention: str = EXACT, data: Any = None
+    ) -> Posterior:
+        """The posterior under another prior, without a pass over the data where the mathematics
+        allows it.
 
         convention (named in the report and in every result):
           "exact"     the prior is in the refit and in the curvature: Bayes' rule, by Laplace
-          "paper"     in the refit, not in the curvature, as the paper's prior-modularity tables were made
+          "paper"     in the refit, not in the curvature, as in the paper's prior-modularity tables
           "additive"  in neither: θ̂ and θ̃ are the likelihood's, and log π(θ̃) − log π(θ̂) is added
 
-        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode from the statistics alone (the
-        noise stays what it is). Otherwise θ̂ stays where it is and the report says how far from the new mode that is; with `data`
-        (the training data) it is polished again.
+        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode
+        from the statistics alone (the noise stays what it is). Otherwise θ̂ stays where it is and
+        the report says how far from the new mode that is; with `data` (the training data) it is
+        polished again.
 
-        A variational Gaussian keeps its averages over the data. Its mean moves: exactly to first order with dense or low_rank
-        curvature; with kfac or diag only approximately, and with diag hardly better than if it stayed. Under mode="tilt" it
-        stays at the trained weights. With `data` the Gaussian is fitted again. The conventions "paper" and "additive" are
-        defined at the mode, and take the Gaussian there.
+        A variational Gaussian keeps its averages over the data. Its mean moves: exactly to first
+        order with dense or low_rank curvature; with kfac or diag only approximately, and with diag
+        hardly better than if it stayed. Under mode="tilt" it stays at the trained weights. With
+        `data` the Gaussian is fitted again. The conventions "paper" and "additive" are defined at
+        the mode, and take the Gaussian there.
         """
         return Posterior(prior_change.with_prior(self.state, prior, convention, data))
 
@@ -223,12 +251,14 @@ class Posterior:
         per_layer: bool = True,
         folds: int | None = None,
     ) -> Posterior:
-        """The posterior with prior precisions and noise chosen by the data; `.tuning_history` shows how.
+        """The posterior with prior precisions and noise chosen by the data; `.tuning_history` shows
+        how.
 
-        objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the bound, by a few passes),
-        "loo" (leave-one-out log densities of the training rows), or "nll" or "crps" of predictions for `data`: a validation set,
-        or the training data with folds=k. One factor on the precision for each layer (or for all with
-        per_layer=False), one on the noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
+        objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the
+        bound, by a few passes), "loo" (leave-one-out log densities of the training rows), or "nll"
+        or "crps" of predictions for `data`: a validation set, or the training data with folds=k.
+        One factor on the precision for each layer (or for all with per_layer=False), one on the
+        noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
 
         >>> tuned = post.tune(); print(tuned.tuning_history)      # doctest: +SKIP
         """
@@ -237,43 +267,54 @@ class Posterior:
     # --- more data -------------------------------------------------------------------------
 
     def update(self, data: Any) -> Posterior:
-        """The posterior with more data, in one pass over them alone (a few for a variational Gaussian).
+        """The posterior with more data, in one pass over them alone (a few for a variational
+        Gaussian).
 
-        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode, as if all data had been
-        fitted at once. Otherwise θ̂ stays where it is, and the report says so. A variational Gaussian keeps its averages over the
-        earlier rows, and is found again with those of the new ones: its mean moves after mode="polish", as well as the structure
-        knows the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained weights otherwise.
+        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode,
+        as if all data had been fitted at once. Otherwise θ̂ stays where it is, and the report says
+        so. A variational Gaussian keeps its averages over the earlier rows, and is found again with
+        those of the new ones: its mean moves after mode="polish", as well as the structure knows
+        the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained
+        weights otherwise.
         """
         return Posterior(fitting.update(self.state, data))
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
 
-        Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and stand at the same θ̂ (fit
-        shards with mode="tilt"), unless the statistics determine the log likelihood exactly, when θ̂ is moved.
+        Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and
+        stand at the same θ̂ (fit shards with mode="tilt"), unless the statistics determine the log
+        likelihood exactly, when θ̂ is moved.
         """
         return Posterior(self.state.merge(other.state))
 
     # --- files -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)` opens it.
+        """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)`
+        opens it.
 
         Neither the network nor any data are stored: keep the module's state_dict beside it.
         """
         return persistence.save(self.state, path)
 
     def export(
-        self, path: str | os.PathLike[str], levels: Sequence[float] = exporting.LEVELS, example: Inputs = None
+        self,
+        path: str | os.PathLike[str],
+        levels: Sequence[float] = exporting.LEVELS,
+        example: Inputs = None,
     ) -> Exported:
-        """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or .pt2 (torch.export).
+        """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or
+        .pt2 (torch.export).
 
-        The answers are mean, sd and the quantiles at `levels`, or of classes probabilities and label. They are float64; the
-        network computes in its own dtype. For posteriors of a last layer; others are refused. The number of rows is free.
+        The answers are mean, sd and the quantiles at `levels`, or of classes probabilities and
+        label. They are float64; the network computes in its own dtype. For posteriors of a last
+        layer; others are refused. The number of rows is free.
 
-        example: inputs like those that the graph will see (by default the first batch of the training data). The file is
-        compared with the library on them, and it is not written if an answer differs by more than 1e-5. The result has the
-        differences. Counts whose sums need other nodes than the graph has are NaN.
+        example: inputs like those that the graph will see (by default the first batch of the
+        training data). The file is compared with the library on them, and it is not written if an
+        answer differs by more than 1e-5. The result has the differences. Counts whose sums need
+        other nodes than the graph has are NaN.
 
         >>> print(post.export("model.onnx", example=x))      # doctest: +SKIP
         """
@@ -308,54 +349,67 @@ def fit(
     model:
         The trained network, in eval mode. It is copied, never written to.
     data:
-        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any iterable of
-        such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts (model(**x)). Row weights are frequencies:
-        a row of weight 2 counts as if it were there twice.
+        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any
+        iterable of such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts
+        (model(**x)). Row weights are frequencies: a row of weight 2 counts as if it were there
+        twice.
     likelihood:
         What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
     prior:
-        Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions distribution. If not given, a
-        Gaussian with one precision for each layer, by the evidence and the scale of the trained weights; biases are centred on
-        their trained values.
+        Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions
+        distribution. If not given, a Gaussian with one precision for each layer, by the evidence
+        and the scale of the trained weights; biases are centred on their trained values.
     validation:
-        Rows that the network has not seen, in any form that `data` has, or a share of `data` to hold out (0.2), which says less
-        if the network was trained on them. They choose the dispersion of the likelihood (noise, temperature of classes,
-        overdispersion of counts; a given value is where the search starts), and what is not given of prior, mode and gaussian.
-        Training rows cannot show that a network is over-confident. `posterior.report` says what these rows found.
+        Rows that the network has not seen, in any form that `data` has, or a share of `data` to
+        hold out (0.2), which says less if the network was trained on them. They choose the
+        dispersion of the likelihood (noise, temperature of classes, overdispersion of counts; a
+        given value is where the search starts), and what is not given of prior, mode and gaussian.
+        Training rows cannot show that a network is over-confident. `posterior.report` says what
+        these rows found.
     weights:
-        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left out and noted in the report;
-        where all are frozen, all are taken), a module's name, or a list of parameter names.
+        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left
+        out and noted in the report; where all are frozen, all are taken), a module's name, or a
+        list of parameter names.
     structure:
-        "auto" (dense where it takes little time and memory, kfac otherwise; the report says which, and why), "dense", "kfac",
-        "diag" or "low_rank", or an object such as `ssla.structures.LowRank(rank=50)`.
+        "auto" (dense where it takes little time and memory, kfac otherwise; the report says which,
+        and why), "dense", "kfac", "diag" or "low_rank", or an object such as
+        `ssla.structures.LowRank(rank=50)`.
     mode:
-        "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is". By default polish for a last
-        layer, tilt otherwise. The last layer of a classifier without `prior` is polished only if it is not trained; the report
-        says which of the two was chosen, and why.
+        "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is".
+        By default polish for a last layer, tilt otherwise. The last layer of a classifier without
+        `prior` is polished only if it is not trained; the report says which of the two was chosen,
+        and why.
     gaussian:
-        "variational": the Gaussian nearest to the posterior in KL divergence, found in a few passes; or "laplace": the one at the
-        mode, with the curvature there. By default variational, but for Gaussian noise, where they are the same.
+        "variational": the Gaussian nearest to the posterior in KL divergence, found in a few
+        passes; or "laplace": the one at the mode, with the curvature there. By default variational,
+        but for Gaussian noise, where they are the same.
     output:
-        Which part of the network's answer holds the outputs, where it is not one tensor: a key or attribute ("logits"), an index
-        (0), or a function of the answer.
+        Which part of the network's answer holds the outputs, where it is not one tensor: a key or
+        attribute ("logits"), an index (0), or a function of the answer.
     memory_budget:
         Bytes that intermediate results may take (1 GiB if not given).
     progress:
-        Show how far the fit is: True (a bar; needs tqdm), False, or None: after two seconds, on a terminal only.
+        Show how far the fit is: True (a bar; needs tqdm), False, or None: after two seconds, on a
+        terminal only.
 
-    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the same posterior of all of them
-    (see `ssla.distributed`).
+    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the
+    same posterior of all of them (see `ssla.distributed`).
 
     Example
     -------
-    >>> post = ssla.fit(model, (X, y), likelihood=ssla.likelihoods.Gaussian(noise="estimate"))   # doctest: +SKIP
-    >>> post.predict(X_new).interval(0.95)                                                       # doctest: +SKIP
+    >>> noisy = ssla.likelihoods.Gaussian(noise="estimate")
+    >>> post = ssla.fit(model, (X, y), likelihood=noisy)   # doctest: +SKIP
+    >>> post.predict(X_new).interval(0.95)                 # doctest: +SKIP
     """
     with fitting.announced():
         budget, part = fitting.checked_budget(memory_budget), checked_output(output)
         training, unseen = held_out(data, validation)
-        reader = fitting.Reader(training, model, fitting.checked_weights(weights), budget, progress, output=part)
-        job = fitting.checked_job(fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget)
+        reader = fitting.Reader(
+            training, model, fitting.checked_weights(weights), budget, progress, output=part
+        )
+        job = fitting.checked_job(
+            fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget
+        )
     return Posterior(tuning.fitted(job, unseen, isinstance(validation, float)))
 
 
@@ -370,21 +424,26 @@ def load(
 ) -> Posterior:
     """Load a posterior that `posterior.save(path)` wrote. Its predictions have the same bits.
 
-    model: the same network with the same weights, in eval mode; it is copied and never modified. No data are needed.
-    likelihood, prior, output: needed only if the saved one was custom code (`likelihoods.custom(…)`, a function as output=),
-    which a file cannot contain.
+    model: the same network with the same weights, in eval mode; it is copied and never modified. No
+    data are needed. likelihood, prior, output: needed only if the saved one was custom code
+    (`likelihoods.custom(…)`, a function as output=), which a file cannot contain.
 
     >>> post.save("posterior")                                       # doctest: +SKIP
     >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
     """
-    return Posterior(persistence.load(path, model, likelihood=likelihood, prior=prior, output=output))
+    return Posterior(
+        persistence.load(path, model, likelihood=likelihood, prior=prior, output=output)
+    )
 
 
 @in_plain_torch
 def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
-    """SSLA: refit all weights in scope on the data plus (x, y), for each y. Un-normalised log densities by their increments.
+    """SSLA: refit all weights in scope on the data plus (x, y), for each y.
 
-    y is (N,), or (N, k) for k candidates at each input; D targets (N, D) or (N, k, D). One refit for each y; options in `refit`.
+    Un-normalised log densities by their increments.
+
+    y is (N,), or (N, k) for k candidates at each input; D targets (N, D) or (N, k, D). One refit
+    for each y; options in `refit`.
 
     >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
     """
@@ -395,31 +454,42 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
 
-    With Gaussian noise it is the plug-in times a constant: it does not include the uncertainty of the network.
+    With Gaussian noise it is the plug-in times a constant: it does not include the uncertainty of
+    the network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
 
 
 @in_plain_torch
 def explain(
-    posterior: Posterior, x: Inputs, *, top: int | None = 10, by: str = "mean", reference: Any = None, data: Any = None
+    posterior: Posterior,
+    x: Inputs,
+    *,
+    top: int | None = 10,
+    by: str = "mean",
+    reference: Any = None,
+    data: Any = None,
 ) -> Explanation:
-    """Why is the prediction at x unsure? Which training rows and inputs, and how much noise, doubt and prior. No refit.
+    """Why is the prediction at x unsure? Which training rows and inputs, and how much noise, doubt
+    and prior. No refit.
 
-    `influence` has the training rows that count most for each x: what each adds to the mean and to the variance of the outputs f.
-    It is exact for a linear model with Gaussian noise, and an approximation otherwise, poorest for the most influential rows and
-    better for gaussian="laplace" than for "variational".
-    Features that were trained on the row are kept, so in a network the row's influence through them is not counted.
+    `influence` has the training rows that count most for each x: what each adds to the mean and to
+    the variance of the outputs f. It is exact for a linear model with Gaussian noise, and an
+    approximation otherwise, poorest for the most influential rows and better for gaussian="laplace"
+    than for "variational". Features that were trained on the row are kept, so in a network the
+    row's influence through them is not counted.
 
-    `split` divides the variance of y: noise, doubt (epistemic), and the part of the doubt that the prior decides.
+    `split` divides the variance of y: noise, doubt (epistemic), and the part of the doubt that the
+    prior decides.
 
-    `inputs` has, for a table x (N, D), how much the doubt falls when one input is set to its `reference` and the others stay.
-    Inputs that act together share their effect in no particular way, the values need not add up to the doubt, and a row with one
-    changed value may be unlike any real row.
+    `inputs` has, for a table x (N, D), how much the doubt falls when one input is set to its
+    `reference` and the others stay. Inputs that act together share their effect in no particular
+    way, the values need not add up to the doubt, and a row with one changed value may be unlike any
+    real row.
 
-    top: how many rows (None: all).  by: "mean" or "variance", what they are ranked by, in units of the outputs' own.
-    reference: a row (D,); the means of the training rows if not given.  data: the training data, where the posterior does not
-    hold them.
+    top: how many rows (None: all).  by: "mean" or "variance", what they are ranked by, in units of
+    the outputs' own. reference: a row (D,); the means of the training rows if not given.  data: the
+    training data, where the posterior does not hold them.
 
     >>> print(ssla.explain(post, x))                         # doctest: +SKIP
     """
@@ -428,11 +498,13 @@ def explain(
 
 @in_plain_torch
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
-    """Which row of a pool to label next: by how much each label would reduce the mean doubt at the targets. No refit.
+    """Which row of a pool to label next: by how much each label would reduce the mean doubt at the
+    targets. No refit.
 
-    The doubt is the variance of E[y|f], summed over the outputs. Its reduction does not depend on the label for Gaussian noise,
-    where it is exact for a linear model. Otherwise it is what is expected to first order, with the Fisher information at f̂.
-    The gains of several rows do not add up: add the new row with `posterior.update`, and ask again.
+    The doubt is the variance of E[y|f], summed over the outputs. Its reduction does not depend on
+    the label for Gaussian noise, where it is exact for a linear model. Otherwise it is what is
+    expected to first order, with the Fisher information at f̂. The gains of several rows do not add
+    up: add the new row with `posterior.update`, and ask again.
 
     targets: the inputs whose predictions should become surer; the pool itself if not given.
 
@@ -443,5 +515,8 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
 
 def _checked(posterior: Posterior) -> State:
     if not isinstance(posterior, Posterior):
-        raise TypeError(f"The first argument must be a Posterior, as ssla.fit returns it, but is a {type(posterior).__name__}.")
+        raise TypeError(
+            "The first argument must be a Posterior, as ssla.fit returns it, but is a "
+            f"{type(posterior).__name__}."
+        )
     return posterior.state

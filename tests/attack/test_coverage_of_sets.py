@@ -21,7 +21,10 @@ def simulated(model, level, seed):
         x = torch.tensor(rng.standard_t(4, size=(ROWS + NEW, 2)))
         likelihood, outputs, y = model(x, rng)
         post = ssla.fit(
-            nn.Linear(2, outputs).double(), (x[:ROWS], y[:ROWS]), likelihood=likelihood, prior=ssla.priors.Gaussian(1.0)
+            nn.Linear(2, outputs).double(),
+            (x[:ROWS], y[:ROWS]),
+            likelihood=likelihood,
+            prior=ssla.priors.Gaussian(1.0),
         )
         found, new = post.predictive_set(x[ROWS:], level), y[ROWS:]
         if found.dtype == torch.bool:

@@ -15,7 +15,13 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor, TableEncoder
+from ssla.sklearn import (
+    PredictiveClassifier,
+    PredictiveRegressor,
+    SSLAClassifier,
+    SSLARegressor,
+    TableEncoder,
+)
 from ssla.tables.cli.train import Request
 from ssla.tables.cli.work import predict_file, train_file
 
@@ -27,7 +33,8 @@ OLD, OTHER = np.where(X[:, 0] > 0, "cat", "dog"), np.where(X[:, 0] > 0, "yak", "
 class InterruptAt:
     """Raises KeyboardInterrupt at one call of a function of ssla, counted from the first.
 
-    Not in calls from torch's own context managers: like all, they are not safe while they are entered.
+    Not in calls from torch's own context managers: like all, they are not safe while they are
+    entered.
     """
 
     def __init__(self, at=None):
@@ -35,7 +42,11 @@ class InterruptAt:
 
     def __call__(self, frame, event, _):
         code = frame.f_code
-        if event == "call" and "/ssla/" in code.co_filename and code.co_name != "__torch_function__":
+        if (
+            event == "call"
+            and "/ssla/" in code.co_filename
+            and code.co_name != "__torch_function__"
+        ):
             self.seen += 1
             if self.seen == self.at:
                 raise KeyboardInterrupt
@@ -54,9 +65,23 @@ class InterruptAt:
 
 
 ESTIMATORS = {
-    "networks, classes": (lambda: SSLAClassifier(max_epochs=1, members=1, random_state=0), OLD, OTHER),
-    "networks, numbers": (lambda: SSLARegressor("gaussian", max_epochs=1, members=1, random_state=0), X[:, 0], X[:, 0] + 100),
-    "trees, classes": (lambda: PredictiveClassifier(RandomForestClassifier(2, random_state=0), cv=2, random_state=0), OLD, OTHER),
+    "networks, classes": (
+        lambda: SSLAClassifier(max_epochs=1, members=1, random_state=0),
+        OLD,
+        OTHER,
+    ),
+    "networks, numbers": (
+        lambda: SSLARegressor("gaussian", max_epochs=1, members=1, random_state=0),
+        X[:, 0],
+        X[:, 0] + 100,
+    ),
+    "trees, classes": (
+        lambda: PredictiveClassifier(
+            RandomForestClassifier(2, random_state=0), cv=2, random_state=0
+        ),
+        OLD,
+        OTHER,
+    ),
     "trees, numbers": (
         lambda: PredictiveRegressor(RandomForestRegressor(2, random_state=0), cv=2, random_state=0),
         X[:, 0],
@@ -103,7 +128,9 @@ def test_an_encoder_that_fails_keeps_its_plan():
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_ctrl_c_while_a_loader_is_read_changes_nothing(weights):
-    """A signal, as from a terminal, in the second batch; then interrupts in the middle of later passes."""
+    """A signal, as from a terminal, in the second batch; then interrupts in the middle of later
+    passes.
+    """
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
     x, y = torch.tensor(X, dtype=torch.float32), torch.tensor(OLD == "cat").long()
@@ -114,16 +141,22 @@ def test_ctrl_c_while_a_loader_is_read_changes_nothing(weights):
         signal.raise_signal(signal.SIGINT)
 
     def fit(data):
-        return ssla.fit(network, data, likelihood=L.Categorical(), prior=priors.Gaussian(1.0), weights=weights)
+        return ssla.fit(
+            network, data, likelihood=L.Categorical(), prior=priors.Gaussian(1.0), weights=weights
+        )
 
     def check():
         assert torch.is_grad_enabled()
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+        assert not any(
+            module._forward_hooks or module._forward_pre_hooks for module in network.modules()
+        )
         assert all(torch.equal(value, kept[name]) for name, value in network.state_dict().items())
 
     whole = [(x[:30], y[:30]), (x[30:], y[30:])]
     expected = fit(whole).predict(x).probs
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    handler = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             fit(batches())
@@ -138,7 +171,9 @@ def test_ctrl_c_while_a_loader_is_read_changes_nothing(weights):
     assert torch.equal(fit(whole).predict(x).probs, expected)
 
 
-def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_works(tmp_path, monkeypatch):
+def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_works(
+    tmp_path, monkeypatch
+):
     table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": X[:, 0] + X[:, 2]})
     table.to_csv(tmp_path / "data.csv", index=False)
     train_file(Request(tmp_path / "data.csv", "y", tmp_path / "model", max_epochs=2), quiet=True)

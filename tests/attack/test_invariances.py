@@ -2,7 +2,8 @@
 
 Nothing here knows a likelihood by name: all come from `support.cases`, which must have every class
 of `ssla.likelihoods`. A new likelihood is attacked as soon as it is there. The oracles are the same
-fit of the same rows told in another way, sums and integrals of the density, and the fit of all rows.
+fit of the same rows told in another way, sums and integrals of the density, and the fit of all
+rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ Case = tuple[str, str, str, str, torch.dtype]
 
 
 def cases() -> list[Case]:
-    """Every likelihood × structure × scope; Gaussian and dtype take turns, so that each pair of settings is met."""
+    """Every likelihood × structure × scope; Gaussian and dtype take turns, so that each pair of
+    settings is met.
+    """
     found: list[Case] = []
     for i, name in enumerate(CASES):
         for j, structure in enumerate(STRUCTURES):
@@ -53,7 +56,9 @@ class Problem(NamedTuple):
 
 
 def problem(name: str, dtype: torch.dtype) -> Problem:
-    """A network whose outputs stay near a place where the likelihood is at home, and rows that follow it."""
+    """A network whose outputs stay near a place where the likelihood is at home, and rows that
+    follow it.
+    """
     likelihood, places, targets = CASES[name]
     place = places[int(places.abs().amax(1).argmin())]
     if not likelihood.linear_domain:
@@ -76,9 +81,16 @@ def problem(name: str, dtype: torch.dtype) -> Problem:
 
 def fit(task: Problem, case: Case, *data: Tensor, **options: Any) -> ssla.Posterior:
     _, structure, scope, gaussian, _ = case
-    # The same directions for all rows and for parts of them, so that posteriors can be compared and merged.
+    # The same directions for all rows and for parts of them, so that posteriors can be compared and
+    # merged.
     kind = ssla.structures.LowRank(rank=40) if structure == "low_rank" else structure
-    chosen = {"prior": PRIOR, "weights": scope, "structure": kind, "mode": "tilt", "gaussian": gaussian}
+    chosen = {
+        "prior": PRIOR,
+        "weights": scope,
+        "structure": kind,
+        "mode": "tilt",
+        "gaussian": gaussian,
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The network is not at the mode")
         warnings.filterwarnings("ignore", "The residuals are")
@@ -96,7 +108,11 @@ def close(found: ssla.Posterior, expected: ssla.Posterior, x: Tensor, accuracy: 
 
 
 def test_every_likelihood_is_attacked() -> None:
-    public = {name for name, value in vars(L).items() if inspect.isclass(value) and hasattr(value, "fisher")}
+    public = {
+        name
+        for name, value in vars(L).items()
+        if inspect.isclass(value) and hasattr(value, "fisher")
+    }
     public -= {"Likelihood"}  # the protocol
     met = {type(case[0]).__name__ for case in CASES.values()}
     assert public <= met
@@ -105,7 +121,9 @@ def test_every_likelihood_is_attacked() -> None:
 @pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
 class TestFit:
     def test_order_batches_and_repeated_rows_do_not_matter(self, case: Case) -> None:
-        """A third of the rows counts twice: by a weight in one fit, as repeated rows in other batches in the other."""
+        """A third of the rows counts twice: by a weight in one fit, as repeated rows in other
+        batches in the other.
+        """
         task = problem(case[0], case[4])
         before = {name: value.clone() for name, value in task.model.state_dict().items()}
         weights = torch.ones(ROWS)
@@ -130,7 +148,9 @@ class TestFit:
         assert float((off.abs() / post.covariance.variances().sqrt()).max()) < 10
         variances = post.covariance.variances()
         assert bool((variances > 0).all())
-        assert float((variances * 2.0).max()) < 1.5  # the data do not add to the prior's variance of 1/2
+        assert (
+            float((variances * 2.0).max()) < 1.5
+        )  # the data do not add to the prior's variance of 1/2
         values = task.likelihood.log_prob(task.y, post.marginal(task.x).mean.double())
         assert bool(torch.isfinite(values).all())
         kind = task.likelihood.support_for(post.network.outputs).kind
@@ -142,7 +162,9 @@ class TestFit:
         found = fit(task, case, task.x, task.y).predict(task.x[:3])
         assert bool(torch.isfinite(found.log_prob(task.y[:3])).all())
         if hasattr(found, "probs"):
-            torch.testing.assert_close(found.probs.sum(1).double(), torch.ones(3).double(), rtol=0, atol=2e-6)
+            torch.testing.assert_close(
+                found.probs.sum(1).double(), torch.ones(3).double(), rtol=0, atol=2e-6
+            )
             assert bool((found.probs >= 0).all())
             return
         if found.mean.dim() > 1:
@@ -156,7 +178,9 @@ class TestFit:
             torch.testing.assert_close(total, torch.ones(3).double(), rtol=0, atol=1e-4)
             assert bool((found.cdf(quantiles) >= levels - 1e-5).all())
             return
-        torch.testing.assert_close(found.cdf(quantiles), levels.expand(3, -1).to(quantiles.dtype), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            found.cdf(quantiles), levels.expand(3, -1).to(quantiles.dtype), rtol=0, atol=1e-4
+        )
         low, high = found.icdf(torch.tensor([1e-4, 1 - 1e-4])).double().unbind(1)
         grid = low[:, None] + torch.linspace(0, 1, 4001).double() * (high - low)[:, None]
         mass = torch.trapezoid(found.log_prob(grid.to(quantiles.dtype)).double().exp(), grid, dim=1)
@@ -183,8 +207,11 @@ class TestFit:
         task = problem(case[0], case[4])
         post = fit(task, case, task.x, task.y)
         post.save(tmp_path / "post")
-        own = task.likelihood if isinstance(task.likelihood, L.Custom) else None  # code is not stored
+        # code is not stored
+        own = task.likelihood if isinstance(task.likelihood, L.Custom) else None
         loaded = ssla.load(tmp_path / "post", task.model, likelihood=own)
         y = task.y[:3]
-        assert torch.equal(loaded.predict(task.x[:3]).log_prob(y), post.predict(task.x[:3]).log_prob(y))
+        assert torch.equal(
+            loaded.predict(task.x[:3]).log_prob(y), post.predict(task.x[:3]).log_prob(y)
+        )
         assert math.isclose(loaded.log_evidence(), post.log_evidence(), rel_tol=1e-12)

@@ -79,14 +79,27 @@ def lenet():
     )  # fmt: skip
 
 
-X = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)  # noqa: E731
+X = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
 IDS = torch.randint(7, (9, 4), generator=torch.Generator().manual_seed(3))
 MODULES = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), X(9, 3)),
     "lenet": (lenet, X(9, 1, 12, 12)),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)), X(9, 2, 5)),
-    "conv3d": (lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)), X(9, 1, 3, 3, 3)),
-    "grouped": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)), X(9, 2, 5)),
+    "conv1d": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)
+        ),
+        X(9, 2, 5),
+    ),
+    "conv3d": (
+        lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
+        X(9, 1, 3, 3, 3),
+    ),
+    "grouped": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        X(9, 2, 5),
+    ),
     "residual": (Residual, X(9, 2, 5, 5)),
     "transformer": (Attention, IDS),
     "recurrent": (Recurrent, X(9, 4, 2)),
@@ -105,10 +118,14 @@ def made(name):
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
-@pytest.mark.parametrize("structure", ["dense", "diag", LowRank(rank=10_000)], ids=["dense", "diag", "low_rank"])
+@pytest.mark.parametrize(
+    "structure", ["dense", "diag", LowRank(rank=10_000)], ids=["dense", "diag", "low_rank"]
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_layerwise_jacobians_equal_plain_differentiation(name, structure):
-    """dense and diag over all weights of every module, against one backward pass for each output of each row."""
+    """dense and diag over all weights of every module, against one backward pass for each
+    output of each row.
+    """
     model, x, y, likelihood = made(name)
     post = ssla.fit(
         model,
@@ -123,7 +140,9 @@ def test_layerwise_jacobians_equal_plain_differentiation(name, structure):
     J = jacobian(model, x, [name for name, _ in model.named_parameters()])
     H = torch.einsum("ncp,ncd,ndq->pq", J, likelihood.fisher(model(x).detach()), J)
     H = (torch.diag(H.diagonal()) if structure == "diag" else H) + torch.eye(len(H), dtype=DOUBLE)
-    assert torch.allclose(post.marginal(x).covariance, J @ torch.linalg.solve(H, J.mT), rtol=1e-8, atol=1e-12)
+    assert torch.allclose(
+        post.marginal(x).covariance, J @ torch.linalg.solve(H, J.mT), rtol=1e-8, atol=1e-12
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
@@ -134,7 +153,13 @@ def test_every_module_fits_and_predicts_with_kfac(name, regression):
     if regression:
         y, likelihood = X(9, model(x).shape[1]), L.Gaussian(noise=0.7)
     post = ssla.fit(
-        model, (x, y), likelihood=likelihood, weights="all", structure="kfac", prior=priors.Gaussian(5.0), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=likelihood,
+        weights="all",
+        structure="kfac",
+        prior=priors.Gaussian(5.0),
+        gaussian="laplace",
     )
     p = post.predict(x)
     assert torch.isfinite(p.log_prob(y)).all()
@@ -145,7 +170,9 @@ def test_every_module_fits_and_predicts_with_kfac(name, regression):
 
 
 def test_exact_for_one_row():
-    """One datum: the GGN of each layer is a Kronecker product, so kfac is the block diagonal of dense."""
+    """One datum: the GGN of each layer is a Kronecker product, so kfac is the block diagonal of
+    dense.
+    """
     model = MODULES["mlp"][0]().double()
     x, y = X(1, 3), classes(1, 3)
     names = [name for name, _ in model.named_parameters()]
@@ -176,17 +203,28 @@ def test_exact_for_a_linear_model_with_constant_noise(outputs):
     x, y = X(30, 4), X(30, outputs)
     model, noise = nn.Linear(4, outputs).double(), L.Gaussian(noise=0.6)
     posts = [
-        ssla.fit(model, (x, y.squeeze(1)), likelihood=noise, prior=priors.Gaussian(), structure=s) for s in ("dense", "kfac")
+        ssla.fit(model, (x, y.squeeze(1)), likelihood=noise, prior=priors.Gaussian(), structure=s)
+        for s in ("dense", "kfac")
     ]
     assert torch.allclose(posts[0].theta, posts[1].theta, atol=1e-10)
-    assert torch.allclose(posts[0].marginal(x).covariance, posts[1].marginal(x).covariance, rtol=1e-9)
+    assert torch.allclose(
+        posts[0].marginal(x).covariance, posts[1].marginal(x).covariance, rtol=1e-9
+    )
     assert abs(posts[0].log_evidence() - posts[1].log_evidence()) < 1e-8
     estimated = [
-        ssla.fit(model, (x, y.squeeze(1)), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(), structure=s)
+        ssla.fit(
+            model,
+            (x, y.squeeze(1)),
+            likelihood=L.Gaussian(noise="estimate"),
+            prior=priors.Gaussian(),
+            structure=s,
+        )
         for s in ("dense", "kfac")
     ]
     assert torch.allclose(
-        torch.as_tensor(estimated[0].likelihood.noise), torch.as_tensor(estimated[1].likelihood.noise), rtol=1e-8
+        torch.as_tensor(estimated[0].likelihood.noise),
+        torch.as_tensor(estimated[1].likelihood.noise),
+        rtol=1e-8,
     )
 
 
@@ -210,7 +248,9 @@ def test_reduce_and_expand_agree_where_each_row_has_one_place():
 
 
 def test_reduce_is_exact_for_pooled_linear_layers():
-    """f = mean over places of W a_t: J depends on the mean input alone, which is what `reduce` keeps."""
+    """f = mean over places of W a_t: J depends on the mean input alone, which is what `reduce`
+    keeps.
+    """
 
     class Pooled(nn.Module):
         def __init__(self):
@@ -223,7 +263,13 @@ def test_reduce_is_exact_for_pooled_linear_layers():
     model, x, y = Pooled().double(), X(12, 5, 3), X(12, 2)
     dense, reduced, expanded = (
         ssla.fit(
-            model, (x, y), likelihood=L.Gaussian(noise=0.5), weights="all", structure=s, mode="tilt", prior=priors.Gaussian(20.0)
+            model,
+            (x, y),
+            likelihood=L.Gaussian(noise=0.5),
+            weights="all",
+            structure=s,
+            mode="tilt",
+            prior=priors.Gaussian(20.0),
         )
         for s in ("dense", Kfac(sharing="reduce"), "kfac")
     )
@@ -251,7 +297,15 @@ def test_a_prior_that_varies_inside_a_layer_is_refused():
     model, x, y = MODULES["mlp"][0]().double(), X(10, 3), classes(10, 3)
     prior = priors.Gaussian(precision={"0": 1.0, "2.weight": 2.0, "2.bias": 3.0})
     with pytest.raises(ValueError, match="one prior precision for each layer"):
-        ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=prior, gaussian="laplace")
+        ssla.fit(
+            model,
+            (x, y),
+            likelihood=L.Categorical(),
+            weights="all",
+            structure="kfac",
+            prior=prior,
+            gaussian="laplace",
+        )
 
 
 def test_a_last_layer_needs_only_the_sum_of_the_precisions():
@@ -261,9 +315,14 @@ def test_a_last_layer_needs_only_the_sum_of_the_precisions():
     weights = torch.rand(7, dtype=torch.float64, generator=generator)
     precision = weights[:, None, None] * (half @ half.mT)
     for w in (weights, None):
-        (each,), (pooled,) = (Kfac().zero(15).add(J, part, w).layers for part in (precision, precision.sum(0, keepdim=True)))
+        (each,), (pooled,) = (
+            Kfac().zero(15).add(J, part, w).layers
+            for part in (precision, precision.sum(0, keepdim=True))
+        )
         for name in ("A", "G"):
-            torch.testing.assert_close(getattr(pooled, name), getattr(each, name), rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(
+                getattr(pooled, name), getattr(each, name), rtol=1e-13, atol=1e-13
+            )
         assert pooled.count == each.count
 
 
@@ -286,13 +345,21 @@ class TestManyClasses:
         data = (x, y) if rows is None else [(x[rows], y[rows])]
         likelihood = likelihood or L.Categorical()
         options = {"prior": priors.Gaussian(2.0), "mode": "tilt"} | options
-        return ssla.fit(model, data, likelihood=likelihood, structure=structure, gaussian=gaussian, **options)
+        return ssla.fit(
+            model, data, likelihood=likelihood, structure=structure, gaussian=gaussian, **options
+        )
 
     def twin(self, post, p, x, y):
         """H as a matrix: Σ φφᵀ/n ⊗ diag Σ E[p(1−p)], plus the prior's precision."""
         phi = torch.cat([x, torch.ones(len(x), 1, dtype=DOUBLE)], 1)
-        G = torch.diag((p * (1 - p)).sum(0)) if p.dim() == 2 else torch.diag((p * (1 - p)).mean(0).sum(0))
-        return torch.kron(G, phi.mT @ phi / len(phi)) + 2.0 * torch.eye(self.CLASSES * (self.FEATURES + 1), dtype=DOUBLE)
+        G = (
+            torch.diag((p * (1 - p)).sum(0))
+            if p.dim() == 2
+            else torch.diag((p * (1 - p)).mean(0).sum(0))
+        )
+        return torch.kron(G, phi.mT @ phi / len(phi)) + 2.0 * torch.eye(
+            self.CLASSES * (self.FEATURES + 1), dtype=DOUBLE
+        )
 
     def test_the_output_factor_is_diagonal_and_the_report_says_so(self):
         model, x, y = self.data()
@@ -303,7 +370,9 @@ class TestManyClasses:
         row = torch.cat([new, torch.ones(4, 1, dtype=DOUBLE)], 1)
         J = torch.einsum("cd,bf->bcdf", torch.eye(self.CLASSES, dtype=DOUBLE), row).flatten(2)
         H = self.twin(post, torch.softmax(model(x).detach(), 1), x, y)
-        assert torch.allclose(post.marginal(new).covariance, J @ torch.linalg.inv(H) @ J.mT, rtol=1e-10, atol=1e-14)
+        assert torch.allclose(
+            post.marginal(new).covariance, J @ torch.linalg.inv(H) @ J.mT, rtol=1e-10, atol=1e-14
+        )
 
     def test_averages_equal_those_of_random_draws(self):
         """S⁻¹ of the variational Gaussian, from draws of the outputs under that Gaussian itself."""
@@ -314,7 +383,9 @@ class TestManyClasses:
         p = torch.softmax(f + z * K.diagonal(dim1=1, dim2=2).sqrt(), -1)
         H = self.twin(post, p, x, y)
         v = X(len(post.theta))
-        assert torch.allclose(post.covariance.solve(v), torch.linalg.solve(H, v), rtol=0.02, atol=2e-3)
+        assert torch.allclose(
+            post.covariance.solve(v), torch.linalg.solve(H, v), rtol=0.02, atol=2e-3
+        )
 
     def test_the_full_factor_can_be_asked_for(self):
         full = self.fit(Kfac(output_factor="full"))
@@ -331,9 +402,13 @@ class TestManyClasses:
         )  # fmt: skip
         once = self.fit()
         new = X(4, self.FEATURES)
-        assert torch.allclose(twice.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12)
+        assert torch.allclose(
+            twice.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12
+        )
         parts = self.fit(rows=slice(0, 25)).update((x[25:], y[25:]))
-        assert torch.allclose(parts.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12)
+        assert torch.allclose(
+            parts.marginal(new).covariance, once.marginal(new).covariance, rtol=1e-12
+        )
         once.save(tmp_path / "many.ssla")
         again = ssla.load(tmp_path / "many.ssla", model)
         assert torch.equal(again.predict(new).probs, once.predict(new).probs)
@@ -348,20 +423,33 @@ class TestManyClasses:
 
     def test_other_targets_keep_the_full_factor(self):
         model, x, _ = self.data()
-        post = ssla.fit(model, (x, X(60, self.CLASSES)), likelihood=L.Gaussian(noise=1.0), structure="kfac")
+        post = ssla.fit(
+            model, (x, X(60, self.CLASSES)), likelihood=L.Gaussian(noise=1.0), structure="kfac"
+        )
         assert not post.statistics.curvature.diagonal
 
 
 def test_the_mode_of_many_classes_is_found_without_their_dense_curvature(monkeypatch):
-    """Newton steps by conjugate gradients, preconditioned by Kronecker factors, end where those with the dense curvature do."""
+    """Newton steps by conjugate gradients, preconditioned by Kronecker factors, end where those
+    with the dense curvature do.
+    """
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 20)).double().eval(), X(300, 6)
-    y = (3 * X(6, 20).mT @ x.mT).argmax(0)  # classes that can be told apart: the curvature varies much from row to row
-    options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(0.1), "structure": "kfac", "gaussian": "laplace"}
+    y = (3 * X(6, 20).mT @ x.mT).argmax(
+        0
+    )  # classes that can be told apart: the curvature varies much from row to row
+    options = {
+        "likelihood": L.Categorical(),
+        "prior": priors.Gaussian(0.1),
+        "structure": "kfac",
+        "gaussian": "laplace",
+    }
     exact = ssla.fit(model, (x, y), **options)
     monkeypatch.setattr("ssla.fitting.passes.NEWTON_SHARE", 1 << 30)
     found = ssla.fit(model, (x, y), **options)
-    assert found.report.steps <= exact.report.steps  # they end sooner, within 0.01 standard deviations of each parameter
+    assert (
+        found.report.steps <= exact.report.steps
+    )  # they end sooner, within 0.01 standard deviations of each parameter
     assert found.report.residual_after < 0.02 * len(found.theta) ** 0.5
     away = found.theta - exact.theta
     assert float(away @ exact.statistics.curvature.push(away)) < (0.05 * len(away) ** 0.5) ** 2

@@ -1,4 +1,6 @@
-"""Bounds over sets of priors: they hold every member, and every random member of a family; one prior gives the predictive."""
+"""Bounds over sets of priors: they hold every member, and every random member of a family; one
+prior gives the predictive.
+"""
 
 import math
 import warnings
@@ -18,9 +20,16 @@ from ssla.predictive.expectation import probability
 
 G = torch.Generator().manual_seed(8)
 X = torch.randn(25, 3, dtype=torch.float64, generator=G)
-Y = X @ torch.tensor([0.8, -0.4, 0.1], dtype=torch.float64) + 0.5 * torch.randn(25, dtype=torch.float64, generator=G)
+Y = X @ torch.tensor([0.8, -0.4, 0.1], dtype=torch.float64) + 0.5 * torch.randn(
+    25, dtype=torch.float64, generator=G
+)
 COUNTS = torch.poisson(torch.exp(0.5 + 0.3 * X[:, 0]), generator=G)
-NEW = torch.cat([torch.randn(2, 3, dtype=torch.float64, generator=G), torch.full((1, 3), 3.0, dtype=torch.float64)])
+NEW = torch.cat(
+    [
+        torch.randn(2, 3, dtype=torch.float64, generator=G),
+        torch.full((1, 3), 3.0, dtype=torch.float64),
+    ]
+)
 GRID = torch.linspace(-4, 4, 9, dtype=torch.float64).expand(3, -1)
 LIST = {
     "weak": priors.Gaussian(0.1),
@@ -69,8 +78,16 @@ def bounds(c):
     """The same of a credal set."""
     quantiles = c.quantile([0.5, 0.95])
     cdf = c.cdf(GRID)
-    answer = {"mean": c.mean, "sd": c.stddev, "event": c.probability((0.5, 2.0)), "square": c.expectation(square)}
-    answer |= {"median": (quantiles.lower[:, 0], quantiles.upper[:, 0]), "upper": (quantiles.lower[:, 1], quantiles.upper[:, 1])}
+    answer = {
+        "mean": c.mean,
+        "sd": c.stddev,
+        "event": c.probability((0.5, 2.0)),
+        "square": c.expectation(square),
+    }
+    answer |= {
+        "median": (quantiles.lower[:, 0], quantiles.upper[:, 0]),
+        "upper": (quantiles.lower[:, 1], quantiles.upper[:, 1]),
+    }
     answer["hinge"] = c.expectation(hinge)
     return answer | {f"cdf {j}": (cdf.lower[:, j], cdf.upper[:, j]) for j in range(GRID.shape[1])}
 
@@ -79,11 +96,15 @@ def bounds(c):
 
 
 @pytest.mark.parametrize("convention", ["exact", "paper", "additive"])
-@pytest.mark.parametrize("posterior", [GAUSSIAN, POISSON, STUDENT], ids=["gaussian", "poisson", "student"])
+@pytest.mark.parametrize(
+    "posterior", [GAUSSIAN, POISSON, STUDENT], ids=["gaussian", "poisson", "student"]
+)
 def test_bounds_hold_every_member_and_are_reached(posterior, convention):
     c = ssla.credal(posterior, NEW, LIST, convention)
     held = bounds(c)
-    members = [dict(questions(posterior.with_prior(p, convention).predict(NEW))) for p in LIST.values()]
+    members = [
+        dict(questions(posterior.with_prior(p, convention).predict(NEW))) for p in LIST.values()
+    ]
     for name, (lower, upper) in held.items():
         values = torch.stack([m[name].double() for m in members])
         assert (lower <= upper).all()
@@ -93,7 +114,11 @@ def test_bounds_hold_every_member_and_are_reached(posterior, convention):
     assert (c.imprecision() >= c.cdf(torch.zeros(3)).imprecision - 0.02).all()
 
 
-@pytest.mark.parametrize("priors_", [[priors.Gaussian(2.0, 0.3)], priors.Box((0.3, 0.3), (2.0, 2.0))], ids=["list", "box"])
+@pytest.mark.parametrize(
+    "priors_",
+    [[priors.Gaussian(2.0, 0.3)], priors.Box((0.3, 0.3), (2.0, 2.0))],
+    ids=["list", "box"],
+)
 def test_one_prior_gives_the_predictive(priors_):
     c = ssla.credal(GAUSSIAN, NEW, priors_)
     p = GAUSSIAN.with_prior(priors.Gaussian(2.0, 0.3)).predict(NEW)
@@ -132,18 +157,24 @@ def test_the_interval_is_the_smallest_that_every_member_allows():
     assert 0.9 - 1e-6 <= least < 0.9 + 1e-3
 
     def width(start):
-        end = optimize.brentq(lambda t: min(law.cdf(t) - law.cdf(start) for law in laws) - 0.9, start, 50.0)
+        end = optimize.brentq(
+            lambda t: min(law.cdf(t) - law.cdf(start) for law in laws) - 0.9, start, 50.0
+        )
         return end - start
 
     starts = np.linspace(-2.2, min(law.ppf(0.1 - 1e-9) for law in laws), 150)
     assert abs((b - a) - min(width(s) for s in starts)) < 1e-4
 
 
-@pytest.mark.parametrize("posterior", [GAUSSIAN, POISSON, STUDENT], ids=["gaussian", "poisson", "student"])
+@pytest.mark.parametrize(
+    "posterior", [GAUSSIAN, POISSON, STUDENT], ids=["gaussian", "poisson", "student"]
+)
 def test_every_member_gives_the_interval_its_probability(posterior):
     for chosen in (LIST, priors.Box((0.0, 0.0), (0.2, 20.0))):
         ends = ssla.credal(posterior, NEW, chosen).interval(0.9)
-        members = LIST.values() if chosen is LIST else [priors.Gaussian(t) for t in (0.2, 1.0, 5.0, 20.0)]
+        members = (
+            LIST.values() if chosen is LIST else [priors.Gaussian(t) for t in (0.2, 1.0, 5.0, 20.0)]
+        )
         for prior in members:
             p = posterior.with_prior(prior).predict(NEW)
             before = ends[:, 0] - float(posterior is POISSON)
@@ -162,7 +193,8 @@ def test_the_union_of_regions_merges_what_overlaps():
     for prior in LIST.values():
         ends = GAUSSIAN.with_prior(prior).predict(NEW).interval(0.8)
         assert (
-            (region.lower[:, 0] <= ends[:, 0] + 1e-12) & (region.upper.nan_to_num(-math.inf).amax(1) >= ends[:, 1] - 1e-12)
+            (region.lower[:, 0] <= ends[:, 0] + 1e-12)
+            & (region.upper.nan_to_num(-math.inf).amax(1) >= ends[:, 1] - 1e-12)
         ).all()
 
 
@@ -196,7 +228,9 @@ def test_the_box_holds_its_random_members(kind, structure):
     generator = torch.Generator().manual_seed(1)
     best = {name: torch.full((3,), -math.inf, dtype=torch.float64) for name in held}
     for _ in range(300 if kind == "gaussian" else 25):
-        member = dict(questions(post.with_prior(BOX.sample(post.network.layout, generator)).predict(NEW)))
+        member = dict(
+            questions(post.with_prior(BOX.sample(post.network.layout, generator)).predict(NEW))
+        )
         for name, (lower, upper) in held.items():
             assert (member[name] >= lower - 1e-7).all(), name
             assert (member[name] <= upper + 1e-7).all(), name
@@ -205,14 +239,18 @@ def test_the_box_holds_its_random_members(kind, structure):
 
 
 def test_the_extremes_of_a_box_are_members_and_not_only_its_corners():
-    """cdf at y is not monotone in the precision: the bound lies inside, below every corner's value."""
+    """cdf at y is not monotone in the precision: the bound lies inside, below every corner's
+    value.
+    """
     post = fit(L.Gaussian(noise=0.5), Y)
     box = priors.Box(mean=(2.0, 2.0), precision=(1e-3, 1e3))
     c = ssla.credal(post, NEW, box)
     y = torch.tensor([1.3, 0.5, 3.0], dtype=torch.float64)
     lower, upper = c.cdf(y)
     levels = torch.logspace(-3, 3, 2001, dtype=torch.float64)
-    values = torch.stack([post.with_prior(priors.Gaussian(float(t), 2.0)).predict(NEW).cdf(y) for t in levels[::10]])
+    values = torch.stack(
+        [post.with_prior(priors.Gaussian(float(t), 2.0)).predict(NEW).cdf(y) for t in levels[::10]]
+    )
     corners = values[[0, -1]]
     assert (lower <= values.amin(0) + 1e-9).all()
     assert (upper >= values.amax(0) - 1e-9).all()
@@ -228,7 +266,9 @@ def test_means_sweep_an_interval_of_outputs_that_corners_of_the_hyperrectangle_r
     layout = post.network.layout
     everything = []
     for corner in torch.cartesian_prod(*[torch.tensor([-1.0, 2.0], dtype=torch.float64)] * 4):
-        everything.append(post.with_prior(priors.Gaussian(tau, dict(layout.unpack(corner)))).predict(NEW).mean)
+        everything.append(
+            post.with_prior(priors.Gaussian(tau, dict(layout.unpack(corner)))).predict(NEW).mean
+        )
     means = torch.stack(everything)
     assert (c.mean.lower - means.amin(0)).abs().max() < 1e-9
     assert (c.mean.upper - means.amax(0)).abs().max() < 1e-9
@@ -241,7 +281,14 @@ def test_boxes_by_layer_need_blocks():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kfac, dense = (
-            ssla.fit(net, (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure=s)
+            ssla.fit(
+                net,
+                (X, Y),
+                likelihood=L.Gaussian(noise=0.5),
+                prior=priors.Gaussian(),
+                weights="all",
+                structure=s,
+            )
             for s in ("kfac", "dense")
         )
     c = ssla.credal(kfac, NEW, box)
@@ -254,7 +301,11 @@ def test_boxes_by_layer_need_blocks():
     with pytest.raises(ValueError, match="needs structure='kfac' or 'diag'"):
         ssla.credal(dense, NEW, box)
     with pytest.raises(ValueError, match="one range of precisions for each layer"):
-        ssla.credal(kfac, NEW, priors.Box(precision={"0.weight": (0.1, 1.0), "0.bias": (0.1, 2.0), "2": (1.0, 10.0)}))
+        ssla.credal(
+            kfac,
+            NEW,
+            priors.Box(precision={"0.weight": (0.1, 1.0), "0.bias": (0.1, 2.0), "2": (1.0, 10.0)}),
+        )
     whole = ssla.credal(dense, NEW, priors.Box(precision=(0.5, 5.0)))
     assert whole.names == ("precision",)
 
@@ -268,14 +319,20 @@ def few_rows(structure):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ssla.fit(
-            nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), structure=structure
+            nn.Linear(6, 1).double(),
+            (FEW, Y[:4]),
+            likelihood=L.Gaussian(noise=0.5),
+            prior=priors.Gaussian(),
+            structure=structure,
         )
 
 
 @pytest.mark.parametrize("structure", ["dense", "low_rank"])
 def test_a_box_over_few_rows_agrees_with_the_matrix_form(structure):
     thin, whole = few_rows(structure), few_rows(structures.Dense(dual=False))
-    assert structure != "dense" or (thin.statistics.curvature.matrix is None and whole.statistics.curvature.matrix is not None)
+    assert structure != "dense" or (
+        thin.statistics.curvature.matrix is None and whole.statistics.curvature.matrix is not None
+    )
     new = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
     ours, theirs = ssla.credal(thin, new, BOX), ssla.credal(whole, new, BOX)
     names = ("mean", "stddev") if structure == "dense" else ("stddev",)  # θ̂ stays with low_rank
@@ -294,11 +351,18 @@ def test_a_box_over_few_rows_holds_random_members_fitted_directly_and_is_reached
         prior = BOX.sample(post.network.layout, generator)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            member = ssla.fit(nn.Linear(6, 1).double(), (FEW, Y[:4]), likelihood=L.Gaussian(noise=0.5), prior=prior).predict(new)
+            member = ssla.fit(
+                nn.Linear(6, 1).double(),
+                (FEW, Y[:4]),
+                likelihood=L.Gaussian(noise=0.5),
+                prior=prior,
+            ).predict(new)
         found.append(member.stddev)
         for bounds, value in ((mean, member.mean), (stddev, member.stddev)):
             assert ((value >= bounds.lower - 1e-8) & (value <= bounds.upper + 1e-8)).all()
-    seen = torch.stack(found)  # the standard deviation is a function of the precision alone, so that some members come close
+    seen = torch.stack(
+        found
+    )  # the standard deviation is a function of the precision alone, so that some members come close
     assert (seen.amin(0) - stddev.lower).abs().max() < 0.1 * stddev.imprecision.max()
     assert (seen.amax(0) - stddev.upper).abs().max() < 0.1 * stddev.imprecision.max()
 
@@ -308,8 +372,17 @@ def test_a_box_by_layer_over_few_rows_is_refused_for_the_right_reason():
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        post = ssla.fit(net, (X[:5], Y[:5]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all")
-    with pytest.raises(ValueError, match=r"different precisions by layer .* structure='dense'\. Give one range for all layers"):
+        post = ssla.fit(
+            net,
+            (X[:5], Y[:5]),
+            likelihood=L.Gaussian(noise=0.5),
+            prior=priors.Gaussian(),
+            weights="all",
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"different precisions by layer .* structure='dense'\. Give one range for all layers",
+    ):
         ssla.credal(post, NEW, priors.Box(precision={"0": (0.1, 1.0), "2": (1.0, 10.0)}))
     assert ssla.credal(post, NEW, priors.Box(precision=(0.5, 5.0))).names == ("precision",)
 
@@ -320,7 +393,12 @@ def test_imprecision_shrinks_with_data_and_width_does_not():
     for n in (20, 2000):
         x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
         y = x[:, 0] + 0.5 * torch.randn(n, dtype=torch.float64, generator=generator)
-        post = ssla.fit(nn.Linear(3, 1).double(), (x, y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
+        post = ssla.fit(
+            nn.Linear(3, 1).double(),
+            (x, y),
+            likelihood=L.Gaussian(noise=0.5),
+            prior=priors.Gaussian(),
+        )
         found.append(ssla.credal(post, NEW, BOX).decomposition())
     assert (found[1].imprecision < 0.05 * found[0].imprecision).all()
     assert (found[1].narrowest > 0.5 * found[0].narrowest).all()
@@ -330,13 +408,29 @@ def test_imprecision_shrinks_with_data_and_width_does_not():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: priors.Box(precision=(0.0, 1.0)), ValueError, "Box precision must be .* 0 < low ≤ high"),
+        (
+            lambda: priors.Box(precision=(0.0, 1.0)),
+            ValueError,
+            "Box precision must be .* 0 < low ≤ high",
+        ),
         (lambda: priors.Box(mean=(1.0, 0.0)), ValueError, "Box mean must be"),
         (lambda: ssla.credal(GAUSSIAN, NEW, BOX, "paper"), ValueError, "for the exact convention"),
         (lambda: ssla.credal(GAUSSIAN, NEW, []), ValueError, "priors is empty"),
-        (lambda: ssla.credal(GAUSSIAN, NEW, LIST).interval(95), ValueError, "level must be strictly between"),
-        (lambda: ssla.credal(fit(L.Gaussian(noise=0.5), torch.stack([Y, Y], 1), 2), NEW, BOX), ValueError, "with one output"),
-        (lambda: ssla.credal(fit(L.Bernoulli(), (Y > 0).long()), NEW, LIST).interval(), TypeError, "Classes have no intervals"),
+        (
+            lambda: ssla.credal(GAUSSIAN, NEW, LIST).interval(95),
+            ValueError,
+            "level must be strictly between",
+        ),
+        (
+            lambda: ssla.credal(fit(L.Gaussian(noise=0.5), torch.stack([Y, Y], 1), 2), NEW, BOX),
+            ValueError,
+            "with one output",
+        ),
+        (
+            lambda: ssla.credal(fit(L.Bernoulli(), (Y > 0).long()), NEW, LIST).interval(),
+            TypeError,
+            "Classes have no intervals",
+        ),
     ],
 )
 def test_mistakes_are_named(call, error, message):

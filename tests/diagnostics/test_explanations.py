@@ -1,4 +1,6 @@
-"""Why a prediction is unsure: against fits without a row, with a row more, and with one input changed."""
+"""Why a prediction is unsure: against fits without a row, with a row more, and with one input
+changed.
+"""
 
 import pytest
 import torch
@@ -30,11 +32,15 @@ def gaussian(rows=slice(None), outputs=1, **options):
 
 
 def without(refit, posterior, x):
-    """What each training row adds to the mean and to the variance of f at x (N, n, C), by a fit without it."""
+    """What each training row adds to the mean and to the variance of f at x (N, n, C), by a fit
+    without it.
+    """
     full = posterior.marginal(x)
     rest = [refit(torch.arange(len(X)) != i).marginal(x) for i in range(len(X))]
     mean = torch.stack([full.mean - other.mean for other in rest], 1)
-    variance = torch.stack([(full.covariance - other.covariance).diagonal(dim1=-2, dim2=-1) for other in rest], 1)
+    variance = torch.stack(
+        [(full.covariance - other.covariance).diagonal(dim1=-2, dim2=-1) for other in rest], 1
+    )
     return mean, variance
 
 
@@ -51,7 +57,9 @@ def by_row(influence, part):
 def test_influence_is_exact_for_a_linear_model_with_gaussian_noise(structure, outputs):
     posterior = gaussian(outputs=outputs, structure=structure)
     found = ssla.explain(posterior, NEW, top=None).influence
-    mean, variance = without(lambda rows: gaussian(rows, outputs, structure=structure), posterior, NEW)
+    mean, variance = without(
+        lambda rows: gaussian(rows, outputs, structure=structure), posterior, NEW
+    )
     torch.testing.assert_close(by_row(found, found.mean), mean, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(by_row(found, found.variance), variance, atol=1e-6, rtol=1e-6)
     assert (found.variance <= 0).all()
@@ -98,7 +106,9 @@ def test_a_row_of_weight_two_stands_for_two():
 
 
 def test_influence_on_the_variance_of_classes_equals_the_formula_with_matrices():
-    """S − S₋ − S (Σ_j Jᵀ dΛ_j J) S, with dΛ_j along what the row does to f_j, and half of it for the row itself."""
+    """S − S₋ − S (Σ_j Jᵀ dΛ_j J) S, with dΛ_j along what the row does to f_j, and half of it
+    for the row itself.
+    """
     law, y = L.Categorical(), (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
     posterior = ssla.fit(mlp(outputs=3), (X, y), likelihood=law, prior=PRIOR, gaussian="laplace")
     state = posterior.state
@@ -130,14 +140,25 @@ def test_influence_ranks_rows_of_classes_as_refits_do(gaussian):
     y = (X[:, 0] + 0.5 * normal(40, seed=6) > 0).long() + (X[:, 1] > 0.5).long()
 
     def refit(rows):
-        return ssla.fit(mlp(outputs=3), (X[rows], y[rows]), likelihood=L.Categorical(), prior=PRIOR, gaussian=gaussian)
+        return ssla.fit(
+            mlp(outputs=3),
+            (X[rows], y[rows]),
+            likelihood=L.Categorical(),
+            prior=PRIOR,
+            gaussian=gaussian,
+        )
 
     posterior = refit(slice(None))
     found = ssla.explain(posterior, NEW, top=None).influence
     mean, variance = without(refit, posterior, NEW)
-    for ours, theirs in ((by_row(found, found.mean), mean), (by_row(found, found.variance), variance)):
+    for ours, theirs in (
+        (by_row(found, found.mean), mean),
+        (by_row(found, found.variance), variance),
+    ):
         a, b = ranks(ours.movedim(1, -1)).flatten(0, 1), ranks(theirs.movedim(1, -1)).flatten(0, 1)
-        each = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(a, b, strict=True)])
+        each = torch.stack(
+            [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(a, b, strict=True)]
+        )
         assert each.min() >= 0.95
 
 
@@ -150,18 +171,29 @@ def test_influence_ranks_rows_of_classes_as_refits_do(gaussian):
         (12, L.Poisson(), 1, {0.0: 0.103, 0.5: 0.081, 1.0: 0.086}),
     ],
 )
-def test_the_share_of_the_own_term_has_the_stated_error_beside_refits(columns, law, outputs, errors, monkeypatch):
-    """By brute force: 60 refits without a row each. The figures are those of the docstring of `explanations`."""
+def test_the_share_of_the_own_term_has_the_stated_error_beside_refits(
+    columns, law, outputs, errors, monkeypatch
+):
+    """By brute force: 60 refits without a row each.
+
+    The figures are those of the docstring of `explanations`.
+    """
     generator = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
     x, weights = draw(60, columns), draw(columns, outputs)
     f = x @ weights
-    y = (f + draw(60, outputs)).argmax(1) if outputs > 1 else torch.poisson((0.4 * f[:, 0]).exp(), generator=generator)
+    y = (
+        (f + draw(60, outputs)).argmax(1)
+        if outputs > 1
+        else torch.poisson((0.4 * f[:, 0]).exp(), generator=generator)
+    )
     net, new = nn.Linear(columns, outputs).double().eval(), draw(4, columns)
 
     def refit(rows):
         prior = ssla.priors.Gaussian(1.0)
-        return ssla.fit(net, (x[rows], y[rows]), likelihood=law, prior=prior, mode="polish", gaussian="laplace")
+        return ssla.fit(
+            net, (x[rows], y[rows]), likelihood=law, prior=prior, mode="polish", gaussian="laplace"
+        )
 
     def spread(posterior):
         return posterior.marginal(new).covariance.diagonal(dim1=-2, dim2=-1)
@@ -185,7 +217,10 @@ def test_the_top_rows_are_the_first_of_all_rows_in_any_chunks():
         assert torch.equal(one.rows, everything.rows[:, :4])
         torch.testing.assert_close(one.mean, everything.mean[:, :4])
     by_variance = ssla.explain(posterior, NEW, top=None, by="variance").influence
-    size = (by_variance.variance / posterior.marginal(NEW).covariance.diagonal(dim1=-2, dim2=-1)[:, None]).sum(-1)
+    size = (
+        by_variance.variance
+        / posterior.marginal(NEW).covariance.diagonal(dim1=-2, dim2=-1)[:, None]
+    ).sum(-1)
     assert (size.diff(dim=1) >= -1e-12).all()
 
 
@@ -208,13 +243,18 @@ def test_the_variance_is_noise_plus_doubt_and_the_prior_is_its_slope(structure):
     torch.testing.assert_close(split.noise + split.doubt, posterior.predict(NEW).variance)
     assert ((split.prior > 0) & (split.prior < split.doubt)).all()
     step = 1e-4
-    more, less = (posterior.with_prior(ssla.priors.Gaussian(0.7 * 2.718281828459045**s)).marginal(NEW) for s in (step, -step))
+    more, less = (
+        posterior.with_prior(ssla.priors.Gaussian(0.7 * 2.718281828459045**s)).marginal(NEW)
+        for s in (step, -step)
+    )
     slope = (more.covariance - less.covariance).flatten() / (2 * step)
     torch.testing.assert_close(split.prior, -slope, rtol=1e-5, atol=1e-10)
 
 
 def test_without_information_all_doubt_is_the_prior_s():
-    posterior = ssla.fit(nn.Linear(3, 1).double(), (X, SINE), likelihood=L.Gaussian(noise=1e5), prior=PRIOR)
+    posterior = ssla.fit(
+        nn.Linear(3, 1).double(), (X, SINE), likelihood=L.Gaussian(noise=1e5), prior=PRIOR
+    )
     split = ssla.explain(posterior, NEW).split
     torch.testing.assert_close(split.prior, split.doubt, rtol=1e-6, atol=0)
 
@@ -254,7 +294,8 @@ def test_the_mean_of_a_custom_likelihood_has_the_slope_of_the_built_in_one():
     y = torch.poisson((0.3 * X[:, 0]).exp(), generator=torch.Generator().manual_seed(0))
     own = CASES["custom poisson"][0]
     splits = [
-        ssla.explain(ssla.fit(mlp(), (X, y), likelihood=law, prior=PRIOR, gaussian="laplace"), NEW) for law in (L.Poisson(), own)
+        ssla.explain(ssla.fit(mlp(), (X, y), likelihood=law, prior=PRIOR, gaussian="laplace"), NEW)
+        for law in (L.Poisson(), own)
     ]
     torch.testing.assert_close(splits[0].split.prior, splits[1].split.prior, rtol=1e-3, atol=0)
     torch.testing.assert_close(splits[0].inputs, splits[1].inputs, rtol=1e-3, atol=1e-6)
@@ -314,16 +355,22 @@ def test_the_gain_of_a_label_equals_a_fit_with_the_row(structure, outputs):
     before = posterior.marginal(NEW).covariance.diagonal(dim1=-2, dim2=-1).sum(-1).mean()
     assert found.doubt == pytest.approx(float(before))
     for i in range(len(POOL)):
-        label = torch.full((1, outputs), 100.0 * i, dtype=torch.float64)  # the label does not matter
+        label = torch.full(
+            (1, outputs), 100.0 * i, dtype=torch.float64
+        )  # the label does not matter
         data = (torch.cat([X, POOL[i : i + 1]]), torch.cat([TARGETS[outputs].view(40, -1), label]))
-        more = ssla.fit(mlp(outputs=outputs), data, likelihood=NOISE[outputs], prior=PRIOR, structure=structure)
+        more = ssla.fit(
+            mlp(outputs=outputs), data, likelihood=NOISE[outputs], prior=PRIOR, structure=structure
+        )
         after = more.marginal(NEW).covariance.diagonal(dim1=-2, dim2=-1).sum(-1).mean()
         assert float(found.gain[i]) == pytest.approx(float(before - after), rel=1e-6)
     assert found.best == int(found.order[0]) == int(found.gain.argmax())
 
 
 def test_the_gain_for_classes_predicts_the_order_of_updates():
-    """With the label drawn in proportion to its probability: the mean of the doubt after an update for each class."""
+    """With the label drawn in proportion to its probability: the mean of the doubt after an
+    update for each class.
+    """
     y = (X[:, 0] + 0.5 * normal(40, seed=6) > 0).long() + (X[:, 1] > 0.5).long()
     posterior = ssla.fit(mlp(outputs=3), (X, y), likelihood=L.Categorical(), prior=PRIOR)
     pool = normal(30, 3, seed=9)
@@ -331,7 +378,10 @@ def test_the_gain_for_classes_predicts_the_order_of_updates():
     probs = posterior.predict(pool).probs
     after = [
         sum(
-            float(probs[i, c]) * float(posterior.update((pool[i : i + 1], torch.tensor([c]))).predict(NEW).epistemic.sum())
+            float(probs[i, c])
+            * float(
+                posterior.update((pool[i : i + 1], torch.tensor([c]))).predict(NEW).epistemic.sum()
+            )
             for c in range(3)
         )
         for i in range(30)
@@ -354,10 +404,19 @@ def test_bad_input_has_clear_errors():
     posterior = gaussian()
     for call, match in (
         (lambda: ssla.explain(posterior, NEW, top=0), "top must be a whole number from 1"),
-        (lambda: ssla.explain(posterior, NEW, by="men"), r"Unknown by 'men'. Did you mean 'mean'\?"),
+        (
+            lambda: ssla.explain(posterior, NEW, by="men"),
+            r"Unknown by 'men'. Did you mean 'mean'\?",
+        ),
         (lambda: ssla.explain(posterior, NEW[:0]), "x has no rows"),
-        (lambda: ssla.explain(posterior, NEW, reference=[0.0]), r"reference must have shape \(3,\)"),
-        (lambda: ssla.explain(posterior, NEW, data=(X[:9], SINE[:9])), r"ssla.explain\(posterior, x, data="),
+        (
+            lambda: ssla.explain(posterior, NEW, reference=[0.0]),
+            r"reference must have shape \(3,\)",
+        ),
+        (
+            lambda: ssla.explain(posterior, NEW, data=(X[:9], SINE[:9])),
+            r"ssla.explain\(posterior, x, data=",
+        ),
         (lambda: ssla.label_next(posterior, POOL[:0]), "pool has no rows"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -374,7 +433,13 @@ def test_rows_that_cannot_be_removed_are_counted_and_left_out():
     x = torch.ones(6, 2, dtype=torch.float64)
     x[0] = 40.0
     y = normal(6, seed=1)
-    posterior = ssla.fit(nn.Linear(2, 1).double(), (x, y), likelihood=L.Gaussian(noise=0.1), prior=PRIOR, structure="diag")
+    posterior = ssla.fit(
+        nn.Linear(2, 1).double(),
+        (x, y),
+        likelihood=L.Gaussian(noise=0.1),
+        prior=PRIOR,
+        structure="diag",
+    )
     with pytest.warns(RuntimeWarning, match=r"leaves out 1 of 6 training rows.*structure='dense'"):
         found = ssla.explain(posterior, x[:2], top=None)
     assert found.failed.tolist() == [True] + [False] * 5

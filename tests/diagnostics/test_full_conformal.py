@@ -1,4 +1,6 @@
-"""Full conformal sets without refits, against full conformal prediction that fits again for each candidate."""
+"""Full conformal sets without refits, against full conformal prediction that fits again for
+each candidate.
+"""
 
 import math
 
@@ -27,11 +29,15 @@ def ridge(x, y, weights, at):
     A = np.column_stack([x, np.ones(len(x))])
     H = A.T @ (A * weights[:, None]) / NOISE**2 + PRECISION * np.eye(4)
     a = np.append(at, 1.0)
-    return a @ np.linalg.solve(H, A.T @ (weights * y)) / NOISE**2, NOISE**2 + a @ np.linalg.solve(H, a)
+    return a @ np.linalg.solve(H, A.T @ (weights * y)) / NOISE**2, NOISE**2 + a @ np.linalg.solve(
+        H, a
+    )
 
 
 def scores_by_refits(x, y, weights, at, value):
-    """Of all rows and of the candidate: n + 1 ridge regressions, each without one of the rows of the augmented data."""
+    """Of all rows and of the candidate: n + 1 ridge regressions, each without one of the rows
+    of the augmented data.
+    """
     x, y, weights = np.vstack([x, at]), np.append(y, value), np.append(weights, 1.0)
     scores = []
     for i in range(len(y)):
@@ -61,12 +67,22 @@ def test_exact_for_ridge_regression(case, level):
         weights[::3], weights[1::3] = 2.0, 0.4
     if case == "rows":
         rows = np.arange(40) % 2 == 0
-    post = ssla.fit(linear(), (X, Y, torch.from_numpy(weights)), likelihood=LAW, prior=ssla.priors.Gaussian(PRECISION))
+    post = ssla.fit(
+        linear(),
+        (X, Y, torch.from_numpy(weights)),
+        likelihood=LAW,
+        prior=ssla.priors.Gaussian(PRECISION),
+    )
     found = post.predictive_set(NEW, level, rows=rows)
     assert found.shape == (6, 2)
     x, y = X.numpy(), Y.numpy()
     for at, (low, high) in zip(NEW.numpy(), found.tolist(), strict=True):
-        for value, expected in [(low - 1e-6, False), (low + 1e-6, True), (high - 1e-6, True), (high + 1e-6, False)]:
+        for value, expected in [
+            (low - 1e-6, False),
+            (low + 1e-6, True),
+            (high - 1e-6, True),
+            (high + 1e-6, False),
+        ]:
             assert inside_by_refits(x, y, weights, at, value, level, rows) == expected
         for value in np.linspace(low - 2, high + 2, 9):  # an interval
             assert inside_by_refits(x, y, weights, at, value, level, rows) == (low <= value <= high)
@@ -76,10 +92,13 @@ def test_rows_of_weight_zero_do_not_count():
     weights = torch.ones(40, dtype=torch.float64)
     weights[::4] = 0.0
     prior = ssla.priors.Gaussian(PRECISION)
-    with_zeros = ssla.fit(mlp(), (X, Y, weights), likelihood=LAW, prior=prior).predictive_set(NEW, LEVEL)
+    with_zeros = ssla.fit(mlp(), (X, Y, weights), likelihood=LAW, prior=prior).predictive_set(
+        NEW, LEVEL
+    )
     kept = weights > 0
     torch.testing.assert_close(
-        with_zeros, ssla.fit(mlp(), (X[kept], Y[kept]), likelihood=LAW, prior=prior).predictive_set(NEW, LEVEL)
+        with_zeros,
+        ssla.fit(mlp(), (X[kept], Y[kept]), likelihood=LAW, prior=prior).predictive_set(NEW, LEVEL),
     )
 
 
@@ -87,30 +106,53 @@ def test_the_general_way_is_that_of_gaussian_noise():
     """Fixed points of the refits in the outputs, where there is a closed form."""
     post = ssla.fit(mlp(), (X, Y), likelihood=LAW, prior=ssla.priors.Gaussian(PRECISION))
     custom = ssla.fit(
-        mlp(), (X, Y), likelihood=L.Tempered(LAW, beta=1.0), prior=ssla.priors.Gaussian(PRECISION), gaussian="laplace"
+        mlp(),
+        (X, Y),
+        likelihood=L.Tempered(LAW, beta=1.0),
+        prior=ssla.priors.Gaussian(PRECISION),
+        gaussian="laplace",
     )
-    torch.testing.assert_close(custom.predictive_set(NEW, LEVEL), post.predictive_set(NEW, LEVEL), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        custom.predictive_set(NEW, LEVEL), post.predictive_set(NEW, LEVEL), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("general", [False, True])
 def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
-    """Two networks, each compared with its own rows: the ends by the definition, candidate by candidate."""
+    """Two networks, each compared with its own rows: the ends by the definition, candidate by
+    candidate.
+    """
     law = L.Tempered(LAW, beta=1.0) if general else LAW
     halves = [torch.arange(40) < 20, torch.arange(40) >= 20]
     posts = [
-        ssla.fit(mlp(seed=seed), (X, Y), likelihood=law, prior=ssla.priors.Gaussian(PRECISION), gaussian="laplace").state
+        ssla.fit(
+            mlp(seed=seed),
+            (X, Y),
+            likelihood=law,
+            prior=ssla.priors.Gaussian(PRECISION),
+            gaussian="laplace",
+        ).state
         for seed in range(2)
     ]
-    members = [full_conformal.Member(post, NEW, rows=half) for post, half in zip(posts, halves, strict=True)]
+    members = [
+        full_conformal.Member(post, NEW, rows=half)
+        for post, half in zip(posts, halves, strict=True)
+    ]
     found = full_conformal.cross_sets(members, LEVEL)
-    prepared = full_conformal._at_their_mean([full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members])
+    prepared = full_conformal._at_their_mean(
+        [full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members]
+    )
 
     def lower_scores(y, side):
-        """How many rows have a lower score than a candidate on this side of the networks' predictions (6,)."""
+        """How many rows have a lower score than a candidate on this side of the networks'
+        predictions (6,).
+        """
         counts = []
         for one in prepared:
             own = full_conformal.score(LAW, y, one.query.f, one.query.K)
-            counts.append(((one.scores(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(1))
+            counts.append(
+                ((one.scores(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(1)
+            )
         return sum(counts)
 
     rank = math.ceil(41 * LEVEL)
@@ -120,20 +162,30 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
 
 
 def test_several_ridge_regressions_have_their_mean_at_the_candidate():
-    """Two models of other inputs, each with its own rows: fits with the candidate moved by f_j − f̄."""
+    """Two models of other inputs, each with its own rows: fits with the candidate moved by f_j
+    − f̄.
+    """
     halves = [torch.arange(40) < 20, torch.arange(40) >= 20]
     views, new = [X, X.abs()], [NEW, NEW.abs()]
     prior, ones = ssla.priors.Gaussian(PRECISION), np.ones(40)
     posts = [ssla.fit(linear(), (x, Y), likelihood=LAW, prior=prior).state for x in views]
-    members = [full_conformal.Member(*parts) for parts in zip(posts, new, [None, None], halves, strict=True)]
+    members = [
+        full_conformal.Member(*parts)
+        for parts in zip(posts, new, [None, None], halves, strict=True)
+    ]
     found = full_conformal.cross_sets(members, LEVEL).numpy()
     for row, (low, high) in enumerate(found):
-        own = [ridge(x.numpy(), Y.numpy(), ones, at[row].numpy())[0] for x, at in zip(views, new, strict=True)]
+        own = [
+            ridge(x.numpy(), Y.numpy(), ones, at[row].numpy())[0]
+            for x, at in zip(views, new, strict=True)
+        ]
         inside = []
         for value in (low - 1e-6, low + 1e-6, high - 1e-6, high + 1e-6):
             lower = 0
             for x, at, rows, f in zip(views, new, halves, own, strict=True):
-                scores = scores_by_refits(x.numpy(), Y.numpy(), ones, at[row].numpy(), value - np.mean(own) + f)
+                scores = scores_by_refits(
+                    x.numpy(), Y.numpy(), ones, at[row].numpy(), value - np.mean(own) + f
+                )
                 lower += (scores[:-1] < scores[-1])[rows.numpy()].sum()
             inside.append(lower < LEVEL * 41)
         assert inside == [False, True, True, False]
@@ -168,7 +220,11 @@ def set_by_fits(law, outputs, x, y, at, candidates, level):
                 gaussian="laplace",
                 mode="polish",
             )
-            scores.append(full_conformal.score(law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])))
+            scores.append(
+                full_conformal.score(
+                    law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])
+                )
+            )
         scores = torch.cat(scores)
         kept.append(bool((scores[:-1] < scores[-1]).sum() < level * len(targets) * (1 - 1e-12)))
     return kept
@@ -178,9 +234,21 @@ def targets(name, x):
     mean, noise = torch.sin(x[:, 0]), data(len(x), seed=5)[0][:, 0]
     return {
         "bernoulli": (L.Bernoulli(), (mean + 0.5 * noise > 0).double(), 1),
-        "categorical": (L.Categorical(), (mean + 0.3 * noise > 0).long() + (x[:, 1] > 0.7).long(), 3),
-        "poisson": (L.Poisson(), torch.poisson((0.5 + 0.7 * x[:, 0]).exp(), generator=torch.Generator().manual_seed(5)), 1),
-        "heteroscedastic": (L.HeteroscedasticGaussian(), mean + (0.2 + 0.2 * x[:, 1].abs()) * noise, 2),
+        "categorical": (
+            L.Categorical(),
+            (mean + 0.3 * noise > 0).long() + (x[:, 1] > 0.7).long(),
+            3,
+        ),
+        "poisson": (
+            L.Poisson(),
+            torch.poisson((0.5 + 0.7 * x[:, 0]).exp(), generator=torch.Generator().manual_seed(5)),
+            1,
+        ),
+        "heteroscedastic": (
+            L.HeteroscedasticGaussian(),
+            mean + (0.2 + 0.2 * x[:, 1].abs()) * noise,
+            2,
+        ),
         "student": (L.StudentT(4.0, 0.3), mean + 0.3 * noise, 1),
     }[name]
 
@@ -189,7 +257,9 @@ def fitted(name, n=40, **options):
     x = X[:n]
     law, y, outputs = targets(name, X)
     options = {"gaussian": "laplace", "prior": ssla.priors.Gaussian()} | options
-    return ssla.fit(mlp(outputs=outputs, width=4), (x, y[:n]), likelihood=law, mode="polish", **options)
+    return ssla.fit(
+        mlp(outputs=outputs, width=4), (x, y[:n]), likelihood=law, mode="polish", **options
+    )
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "categorical"])
@@ -198,7 +268,9 @@ def test_classes_are_those_of_fits_with_the_candidate(name):
     found = fitted(name, FEW).predictive_set(NEW, LEVEL)
     assert found.dtype == torch.bool
     labels = torch.arange(found.shape[1]).to(y)
-    expected = torch.tensor([set_by_fits(law, outputs, X[:FEW], y[:FEW], at[None], labels, LEVEL) for at in NEW[:3]])
+    expected = torch.tensor(
+        [set_by_fits(law, outputs, X[:FEW], y[:FEW], at[None], labels, LEVEL) for at in NEW[:3]]
+    )
     assert torch.equal(found[:3], expected)
 
 
@@ -212,8 +284,14 @@ def test_ends_are_near_those_of_fits_with_the_candidate(name):
             candidates, expected = torch.tensor([low, high, high + 2]), [True, True, False]
         else:
             step = 0.1 * (high - low)
-            candidates, expected = torch.tensor([low - step, low + step, high - step, high + step]), [False, True, True, False]
-        assert set_by_fits(law, outputs, X[:FEW], y[:FEW], at[None], candidates.double(), LEVEL) == expected
+            candidates, expected = (
+                torch.tensor([low - step, low + step, high - step, high + step]),
+                [False, True, True, False],
+            )
+        assert (
+            set_by_fits(law, outputs, X[:FEW], y[:FEW], at[None], candidates.double(), LEVEL)
+            == expected
+        )
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -221,14 +299,21 @@ def test_ends_are_near_those_of_fits_with_the_candidate(name):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
 def test_coverage_where_the_noise_is_wrong(scale):
-    """A linear model with a wrong noise and a wrong shape of it: coverage of 400 new rows, each with its own training rows."""
+    """A linear model with a wrong noise and a wrong shape of it: coverage of 400 new rows, each
+    with its own training rows.
+    """
     generator = torch.Generator().manual_seed(0)
     inside = []
     for _ in range(20):
         x = torch.randn(60, 3, dtype=torch.float64, generator=generator)
         noise = 0.3 * torch.randn(60, dtype=torch.float64, generator=generator) ** 3
         y = x[:, 0] + noise
-        post = ssla.fit(linear(), (x[:40], y[:40]), likelihood=L.Gaussian(noise=scale), prior=ssla.priors.Gaussian())
+        post = ssla.fit(
+            linear(),
+            (x[:40], y[:40]),
+            likelihood=L.Gaussian(noise=scale),
+            prior=ssla.priors.Gaussian(),
+        )
         low, high = post.predictive_set(x[40:], 0.9).unbind(1)
         inside.append((low <= y[40:]) & (y[40:] <= high))
     assert float(torch.stack(inside).double().mean()) == pytest.approx(0.9, abs=0.04)
@@ -238,7 +323,9 @@ def test_coverage_where_the_noise_is_wrong(scale):
 
 
 @pytest.mark.parametrize("gaussian", ["laplace", "variational"])
-@pytest.mark.parametrize("name", ["bernoulli", "categorical", "poisson", "heteroscedastic", "student"])
+@pytest.mark.parametrize(
+    "name", ["bernoulli", "categorical", "poisson", "heteroscedastic", "student"]
+)
 def test_every_likelihood_has_sets_that_grow_with_the_level(name, gaussian):
     post = fitted(name, gaussian=gaussian)
     small, large = (post.predictive_set(NEW, level) for level in (0.5, 0.9))
@@ -259,7 +346,14 @@ def test_every_likelihood_has_sets_that_grow_with_the_level(name, gaussian):
 @pytest.mark.parametrize("structure", ["kfac", "diag", "low_rank"])
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_every_structure_has_an_answer(structure, weights):
-    post = ssla.fit(mlp(), (X, Y), likelihood=LAW, prior=ssla.priors.Gaussian(5.0), structure=structure, weights=weights)
+    post = ssla.fit(
+        mlp(),
+        (X, Y),
+        likelihood=LAW,
+        prior=ssla.priors.Gaussian(5.0),
+        structure=structure,
+        weights=weights,
+    )
     found = post.predictive_set(NEW, 0.9)
     assert bool(found.isfinite().all())
     assert bool((found[:, 0] < found[:, 1]).all())
@@ -272,7 +366,11 @@ def test_chunks_and_little_memory_give_the_same(name, monkeypatch):
     monkeypatch.setattr(full_conformal, "ROWS_AT_ONCE", 7)
     small = fitted(name, memory_budget=40_000)
     found = small.predictive_set(NEW, LEVEL, data=[(X[:11], y[:11]), (X[11:], y[11:])])
-    assert torch.equal(found, expected) if found.dtype == torch.bool else torch.allclose(found, expected, atol=1e-5)
+    assert (
+        torch.equal(found, expected)
+        if found.dtype == torch.bool
+        else torch.allclose(found, expected, atol=1e-5)
+    )
 
 
 def test_single_precision_and_no_inputs():
@@ -290,7 +388,10 @@ def test_single_precision_and_no_inputs():
 
 def test_few_rows_give_infinite_sets_with_a_warning():
     post = ssla.fit(mlp(), (X, Y), likelihood=LAW, prior=ssla.priors.Gaussian())
-    with pytest.warns(UserWarning, match=r"A predictive set of 0.99 needs at least 99 rows, but there are 40: every set"):
+    with pytest.warns(
+        UserWarning,
+        match=r"A predictive set of 0.99 needs at least 99 rows, but there are 40: every set",
+    ):
         assert bool(post.predictive_set(NEW, 0.99).isinf().all())
     with pytest.warns(UserWarning, match="needs at least 99 rows"):
         assert bool(fitted("heteroscedastic").predictive_set(NEW, 0.99).isinf().all())
@@ -311,16 +412,26 @@ def test_wrong_arguments_are_refused():
     post = ssla.fit(mlp(), (X, Y), likelihood=LAW, prior=ssla.priors.Gaussian())
     with pytest.raises(ValueError, match="level must be strictly between 0 and 1"):
         post.predictive_set(NEW, 90)
-    for rows in (torch.ones(39, dtype=torch.bool), torch.arange(5), torch.zeros(40, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="rows must be a bool for each of the 40 training rows"):
+    for rows in (
+        torch.ones(39, dtype=torch.bool),
+        torch.arange(5),
+        torch.zeros(40, dtype=torch.bool),
+    ):
+        with pytest.raises(
+            ValueError, match="rows must be a bool for each of the 40 training rows"
+        ):
             post.predictive_set(NEW, rows=rows)
     with pytest.raises(ValueError, match="exact convention only"):
         post.with_prior(ssla.priors.Gaussian(3.0), convention="paper").predictive_set(NEW)
     with pytest.raises(ValueError, match="not those of the fit"):
         post.predictive_set(NEW, data=(X, Y + 3))
-    two = ssla.fit(mlp(outputs=2), (X, torch.stack([Y, -Y], 1)), likelihood=LAW, prior=ssla.priors.Gaussian())
+    two = ssla.fit(
+        mlp(outputs=2), (X, torch.stack([Y, -Y], 1)), likelihood=LAW, prior=ssla.priors.Gaussian()
+    )
     with pytest.raises(TypeError, match="for one number on the whole line, counts or classes"):
         two.predictive_set(NEW)
-    heavy = ssla.fit(mlp(), (X, Y), likelihood=L.StudentT(1.5, 0.3), prior=ssla.priors.Gaussian(50.0))
+    heavy = ssla.fit(
+        mlp(), (X, Y), likelihood=L.StudentT(1.5, 0.3), prior=ssla.priors.Gaussian(50.0)
+    )
     with pytest.raises(ValueError, match="under this likelihood it is infinite"):
         heavy.predictive_set(NEW)

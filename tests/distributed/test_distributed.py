@@ -39,7 +39,16 @@ def run_ranks(script, tmp_path, count=2):
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "distributed_cases.py"), script, str(tmp_path), str(rank), str(count)],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                str(HERE / "distributed_cases.py"),
+                script,
+                str(tmp_path),
+                str(rank),
+                str(count),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,7 +65,9 @@ def test_every_rank_gets_the_posterior_of_all_shards(tmp_path, count):
     outputs, codes = run_ranks("all_cases", tmp_path, count)
     assert codes == [0] * count, outputs
     for name in CASES:
-        found = [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in range(count)]
+        found = [
+            torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in range(count)
+        ]
         assert_equal(found[0], ssla_summary(name))
         for other in found[1:]:
             assert all(torch.equal(other[key], found[0][key]) for key in other)  # the same bits
@@ -103,7 +114,9 @@ def test_ranks_that_differ_in_anything_but_the_data_are_refused(tmp_path):
             ("budget", "structures"),
             ("update", "structures"),
         ):
-            assert f"The ranks were given different {what} (rank 1 not as rank 0)" in said[name], name
+            assert f"The ranks were given different {what} (rank 1 not as rank 0)" in said[name], (
+                name
+            )
         assert said["alike"] == "90"
         assert "default mode" not in said  # it is the same mode
         assert "nonsense" in said["early error"]
@@ -117,8 +130,14 @@ def test_validation_rows_choose_the_same_on_every_rank_and_must_be_the_same(tmp_
     expected = validated(rows(90, "trained classes"), unseen())
     for rank, output in enumerate(outputs):
         said = dict(line.split(": ", 1) for line in output.splitlines())
-        assert_equal(torch.load(tmp_path / f"validated-{rank}.pt", weights_only=True), summary(expected), 1e-8)
-        assert float(said["temperature"]) == pytest.approx(expected.likelihood.temperature, rel=1e-9)
+        assert_equal(
+            torch.load(tmp_path / f"validated-{rank}.pt", weights_only=True),
+            summary(expected),
+            1e-8,
+        )
+        assert float(said["temperature"]) == pytest.approx(
+            expected.likelihood.temperature, rel=1e-9
+        )
         for name in ("given", "order", "share"):
             assert "The ranks have different validation rows" in said[name]
         assert "too few to choose" in said["few"]
@@ -140,7 +159,9 @@ def on_client(name, client, shards=None, **options):
     from support.distributed_cases import model, shards_of, summary
 
     settings = CASES[name]
-    post = ssla.distributed.fit(model(name), shards or shards_of(name), client=client, **settings, **options)
+    post = ssla.distributed.fit(
+        model(name), shards or shards_of(name), client=client, **settings, **options
+    )
     return summary(post)
 
 
@@ -158,14 +179,23 @@ def dask_client():
     distributed = pytest.importorskip("distributed")
     environment = {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     with (
-        dask.config.set({"distributed.nanny.environ": environment, "distributed.logging.distributed": "critical"}),
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=60) as cluster,
+        dask.config.set(
+            {
+                "distributed.nanny.environ": environment,
+                "distributed.logging.distributed": "critical",
+            }
+        ),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=60
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:Sending large graph")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:Sending large graph"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_dask_cluster_gives_the_posterior_of_all_shards(name, dask_client):
     assert len(dask_client.scheduler_info()["workers"]) == 2
@@ -198,7 +228,12 @@ def test_a_killed_worker_is_retried_and_nothing_changes(dask_client, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_ray_cluster_gives_the_posterior_of_all_shards():
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}})
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}},
+    )
     try:
         assert_equal(on_client("counts", ray), ssla_summary("counts"))
     finally:
@@ -230,10 +265,17 @@ def test_mistakes_are_named():
     x, y = rows(20)
     net = whole("polished").network.frozen.module
     with ThreadPoolExecutor(1) as pool:
-        good = {"client": pool, "likelihood": L.Gaussian(noise=0.3), "prior": ssla.priors.Gaussian()}
+        good = {
+            "client": pool,
+            "likelihood": L.Gaussian(noise=0.3),
+            "prior": ssla.priors.Gaussian(),
+        }
         with pytest.raises(ValueError, match="shards is empty"):
             ssla.distributed.fit(net, [], **good)
-        with pytest.raises(TypeError, match=r"client must be a dask.distributed.Client, the module ray, .* is a str"):
+        with pytest.raises(
+            TypeError,
+            match=r"client must be a dask.distributed.Client, the module ray, .* is a str",
+        ):
             ssla.distributed.fit(net, [(x, y)], **good | {"client": "tcp://here"})
         with pytest.raises(ValueError, match="The data are empty"):
             ssla.distributed.fit(net, [(x[:0], y[:0])], **good)
@@ -254,7 +296,11 @@ def test_shards_without_rows_are_passed_over():
                 "mode": "tilt",
             }
             net = whole("polished").network.frozen.module
-            post = ssla.distributed.fit(net, [(x[:0], y[:0]), (x[:50], y[:50]), (x[50:], y[50:])], client=pool, **options)
+            post = ssla.distributed.fit(
+                net, [(x[:0], y[:0]), (x[:50], y[:50]), (x[50:], y[50:])], client=pool, **options
+            )
             alone = ssla.fit(net, (x, y), **options)
             assert post.report.n == 90
-            assert torch.allclose(post.marginal(x).covariance, alone.marginal(x).covariance, rtol=1e-10)
+            assert torch.allclose(
+                post.marginal(x).covariance, alone.marginal(x).covariance, rtol=1e-10
+            )

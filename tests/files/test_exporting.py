@@ -23,7 +23,13 @@ MODELS = {
 
 def fitted(name):
     likelihood, outputs, y, structure = MODELS[name]
-    return ssla.fit(mlp(outputs=outputs), (X, y), likelihood=likelihood, prior=priors.Gaussian(1.0), structure=structure)
+    return ssla.fit(
+        mlp(outputs=outputs),
+        (X, y),
+        likelihood=likelihood,
+        prior=priors.Gaussian(1.0),
+        structure=structure,
+    )
 
 
 def test_special_functions_agree_with_torch():
@@ -45,7 +51,9 @@ def test_a_file_gives_the_answers_of_the_library(name, tmp_path):
     for rows in (1, 7):
         answer = torch.from_numpy(session.run(None, {"x": X[:rows].numpy()})[0])
         plain = post.predict(X[:rows])
-        assert torch.allclose(answer, plain.probs if plain.kind == "class" else plain.mean, atol=1e-8)
+        assert torch.allclose(
+            answer, plain.probs if plain.kind == "class" else plain.mean, atol=1e-8
+        )
 
 
 def test_sums_of_counts_are_exact_for_means_of_every_size():

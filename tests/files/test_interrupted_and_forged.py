@@ -1,4 +1,6 @@
-"""Files that are complete at every instant, forged files that are refused, output that a spreadsheet does not execute."""
+"""Files that are complete at every instant, forged files that are refused, output that a
+spreadsheet does not execute.
+"""
 
 import contextlib
 import csv
@@ -51,7 +53,9 @@ def way(request, monkeypatch):
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt at one line of the code that saves, counted over all of its modules."""
+    """Raises KeyboardInterrupt at one line of the code that saves, counted over all of its
+    modules.
+    """
 
     files = (replacing.__file__, container.__file__, contextlib.__file__)
 
@@ -98,9 +102,13 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_a_complete_model_at_the_path(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["mkdir", "rename", "replace", "fsync", "open", "close", "rmdir", "unlink", "scandir"])
+@pytest.mark.parametrize(
+    "name", ["mkdir", "rename", "replace", "fsync", "open", "close", "rmdir", "unlink", "scandir"]
+)
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interrupt_beside_any_system_call_leaves_a_complete_model(name, after, way, tmp_path, monkeypatch):
+def test_an_interrupt_beside_any_system_call_leaves_a_complete_model(
+    name, after, way, tmp_path, monkeypatch
+):
     path, real = save(tmp_path / "model", 0), getattr(os, name)
     for at in range(1, 40):
         calls = iter(range(1, 1000))
@@ -179,10 +187,16 @@ WRITER = """
 
 def started(code, way, folder):
     """Another process that writes models to the folder."""
-    made = [save(folder.with_name(f"{folder.name}-made") / str(number), number) for number in range(3)]
+    made = [
+        save(folder.with_name(f"{folder.name}-made") / str(number), number) for number in range(3)
+    ]
     models = [{file.name: file.read_bytes() for file in model.iterdir()} for model in made]
-    text = textwrap.dedent(CHILD + code).format(file=replacing.__file__, way=way, models=models, folder=str(folder))
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    text = textwrap.dedent(CHILD + code).format(
+        file=replacing.__file__, way=way, models=models, folder=str(folder)
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_a_kill_at_any_line_of_a_save_leaves_a_complete_model(way, tmp_path):
@@ -195,7 +209,9 @@ def test_a_kill_at_any_line_of_a_save_leaves_a_complete_model(way, tmp_path):
         path = tmp_path / str(at) / "model"
         if path.exists():
             outcomes.add(number_at(path))
-        else:  # only between two renames: the reader finds the old one and says so, the next save puts it back
+        # only between two renames: the reader finds the old one and says so, the next save puts it
+        # back
+        else:
             moved += 1
             with pytest.warns(UserWarning, match=r"The last save to .* was interrupted"):
                 assert number_at(path) == 0
@@ -284,13 +300,17 @@ def test_readers_beside_writers_read_complete_models(way, tmp_path):
     in_threads(lambda: writer(0), lambda: writer(1), reader, reader)
     assert len(set(reads)) > 10
     assert number_at(path) >= 0
-    if way == "two renames":  # a writer that ends between the renames of another leaves its draft to the next save
+    if (
+        way == "two renames"
+    ):  # a writer that ends between the renames of another leaves its draft to the next save
         save(path, 0)
     assert os.listdir(tmp_path) == ["model"]
 
 
 def test_a_writer_that_is_removing_its_draft_has_not_been_interrupted(tmp_path):
-    """Its lock goes before the rest: a reader that comes in between must not lock the remains and call them abandoned."""
+    """Its lock goes before the rest: a reader that comes in between must not lock the remains
+    and call them abandoned.
+    """
     place = tmp_path / ".model.0123.saving"
     (place / "old").mkdir(parents=True)
     assert replacing.surviving(tmp_path / "model") == (place / "old", False)
@@ -355,7 +375,9 @@ def test_a_parent_that_cannot_be_written_is_our_error(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(FileError, match=r"cannot be written .*Permission denied.* Nothing was changed"):
+    with pytest.raises(
+        FileError, match=r"cannot be written .*Permission denied.* Nothing was changed"
+    ):
         save(path, 1)
     monkeypatch.undo()
     monkeypatch.chdir(path)
@@ -380,11 +402,31 @@ def test_what_is_written_has_the_modes_of_the_umask(mask, tmp_path):
         os.umask(before)
     assert mode(tmp_path / "out.csv") == 0o666 & ~mask
     assert mode(model) == mode(model.parent) == 0o777 & ~mask
-    assert {mode(file) for file in model.iterdir()} == {mode(tmp_path / "table.csv")} == {0o666 & ~mask}
+    assert (
+        {mode(file) for file in model.iterdir()}
+        == {mode(tmp_path / "table.csv")}
+        == {0o666 & ~mask}
+    )
 
 
 def test_formulas_in_a_csv_are_escaped_and_numbers_are_not(tmp_path):
-    texts = ["=1+1", "+cmd", "-2+3", "@SUM(A1)", "\tx", "\rx", "-1.5", "+3e-2", "-.5", "-1.234,5", "-", "-inf", "a=b", "", "yes"]
+    texts = [
+        "=1+1",
+        "+cmd",
+        "-2+3",
+        "@SUM(A1)",
+        "\tx",
+        "\rx",
+        "-1.5",
+        "+3e-2",
+        "-.5",
+        "-1.234,5",
+        "-",
+        "-inf",
+        "a=b",
+        "",
+        "yes",
+    ]
     columns = {"=HYPERLINK(A1)": np.array(texts, dtype=object), "n": -np.arange(len(texts)) / 2}
     write_table(tmp_path / "t.csv", columns)
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as stream:
@@ -397,7 +439,20 @@ def test_formulas_in_a_csv_are_escaped_and_numbers_are_not(tmp_path):
     assert [float(row[1]) for row in rows] == columns["n"].tolist()
 
 
-HOSTILE = [0, -1, 1e300, -1e300, 1 << 70, "", "unknown", None, {"float": "nan"}, {"float": "-inf"}, [], {"tuple": [0] * 10_000}]
+HOSTILE = [
+    0,
+    -1,
+    1e300,
+    -1e300,
+    1 << 70,
+    "",
+    "unknown",
+    None,
+    {"float": "nan"},
+    {"float": "-inf"},
+    [],
+    {"tuple": [0] * 10_000},
+]
 SECONDS = 5  # for one load with a prediction; they take milliseconds
 
 
@@ -418,7 +473,10 @@ def forged(path, content, tensors=None):
     if tensors is not None:
         data = container._safetensors().save(tensors)
         (path / "tensors.safetensors").write_bytes(data)
-        manifest["tensors"] = {"bytes": len(data), "sha256": container.hashlib.sha256(data).hexdigest()}
+        manifest["tensors"] = {
+            "bytes": len(data),
+            "sha256": container.hashlib.sha256(data).hexdigest(),
+        }
     manifest["sha256"] = container._digest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
@@ -432,7 +490,10 @@ def with_value(content, place, value):
 
 
 def outcomes(path, places, work, values=HOSTILE):
-    """{place: {value: "refused" | "works"}} of every forged file. Any other exception, or a slow one, fails the test."""
+    """{place: {value: "refused" | "works"}} of every forged file.
+
+    Any other exception, or a slow one, fails the test.
+    """
     content = json.loads((path / "manifest.json").read_text())["content"]
     found = {}
     for place in places(content):
@@ -454,9 +515,22 @@ def outcomes(path, places, work, values=HOSTILE):
 
 def posterior():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double().eval()
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        .double()
+        .eval()
+    )
     x = torch.randn(20, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return model, x, ssla.fit(model, (x, x[:, 0]), likelihood=likelihoods.Gaussian(noise=0.3), prior=ssla.priors.Gaussian())
+    return (
+        model,
+        x,
+        ssla.fit(
+            model,
+            (x, x[:, 0]),
+            likelihood=likelihoods.Gaussian(noise=0.3),
+            prior=ssla.priors.Gaussian(),
+        ),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -468,15 +542,44 @@ def test_every_forged_number_of_a_posterior_is_refused_or_does_no_harm(tmp_path)
         again = ssla.load(path, model)
         p = again.predict(x[:2])
         assert str(again.report)
-        assert bool(torch.isfinite(torch.stack([p.mean, p.variance, *p.interval(0.9).unbind(1)])).all())
+        assert bool(
+            torch.isfinite(torch.stack([p.mean, p.variance, *p.interval(0.9).unbind(1)])).all()
+        )
         assert np.isfinite(again.log_evidence())
 
-    named = outcomes(path, lambda content: [place for place in scalars(content) if place[0] != "network"], work)
-    for place in ("report.mode", "report.convention", "convention", "statistics.weight", "statistics.n"):
-        assert named[place]["-1"] == named[place]["unknown"] == named[place]["{'float': 'nan'}"] == "refused"
-    for place in ("report.parameters", "report.n", "report.outputs", "statistics.n", "statistics.weight", "likelihood.noise"):
+    named = outcomes(
+        path, lambda content: [place for place in scalars(content) if place[0] != "network"], work
+    )
+    for place in (
+        "report.mode",
+        "report.convention",
+        "convention",
+        "statistics.weight",
+        "statistics.n",
+    ):
+        assert (
+            named[place]["-1"]
+            == named[place]["unknown"]
+            == named[place]["{'float': 'nan'}"]
+            == "refused"
+        )
+    for place in (
+        "report.parameters",
+        "report.n",
+        "report.outputs",
+        "statistics.n",
+        "statistics.weight",
+        "likelihood.noise",
+    ):
         assert named[place]["0"] == "refused", place
-    for place in ("report.steps", "report.residual", "report.memory", "report.passes", "report.weight", "report.output_shift"):
+    for place in (
+        "report.steps",
+        "report.residual",
+        "report.memory",
+        "report.passes",
+        "report.weight",
+        "report.output_shift",
+    ):
         assert named[place]["-1"] == "refused", place
     assert named["likelihood.noise"]["1e+300"] == "refused"
     assert named["statistics.curvature.size"]["0"] == "refused"
@@ -500,7 +603,9 @@ def estimator(kind):
     X = rng.normal(size=(40, 2))
     options = {"hidden": (3,), "max_epochs": 2, "early_stopping": False, "random_state": 0}
     if kind == "classes":
-        return SSLAClassifier(**options).fit(X, np.array(["a", "b", "c"])[rng.integers(0, 3, 40)]), X
+        return SSLAClassifier(**options).fit(
+            X, np.array(["a", "b", "c"])[rng.integers(0, 3, 40)]
+        ), X
     return SSLARegressor(conformal=True, **options).fit(X, X[:, 0] + 0.1 * rng.normal(size=40)), X
 
 
@@ -512,17 +617,30 @@ def test_every_forged_number_of_an_estimator_is_refused_or_does_no_harm(kind, tm
 
     def places(content):
         """Without the posteriors, which the test above is about, and with one component for all."""
-        components = [{key: part for key, part in content["ensemble"]["components"][0].items() if key != "posterior"}]
+        components = [
+            {
+                key: part
+                for key, part in content["ensemble"]["components"][0].items()
+                if key != "posterior"
+            }
+        ]
         return scalars(content | {"ensemble": content["ensemble"] | {"components": components}})
 
     def work():
         again = estimators.load(path)
-        answer = again.predict_proba(X[:2]) if kind == "classes" else again.predict_interval(X[:2], 0.8)
+        answer = (
+            again.predict_proba(X[:2]) if kind == "classes" else again.predict_interval(X[:2], 0.8)
+        )
         assert answer.shape == (2, 3 if kind == "classes" else 2)
         assert np.isfinite(answer).all()
 
     named = outcomes(path, places, work, [-1, 1e300, 1 << 70, "unknown", {"float": "nan"}, []])
-    for place in ("columns", "ensemble.components.0.member", "ensemble.components.0.weight", "ensemble.one_target"):
+    for place in (
+        "columns",
+        "ensemble.components.0.member",
+        "ensemble.components.0.weight",
+        "ensemble.one_target",
+    ):
         assert named[place]["-1"] == "refused", place
     for place in ("ensemble.settings.dict.0.1", "ensemble.architecture.dict.3.1", "estimator"):
         assert named[place]["unknown"] == "refused", place
@@ -575,7 +693,9 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
     def told(plan):
         """What plans of every version hold."""
         content = json.loads(json.dumps(plan.as_json()))
-        features = [{key: feature[key] for key in PLAN["features"][0]} for feature in content["features"]]
+        features = [
+            {key: feature[key] for key in PLAN["features"][0]} for feature in content["features"]
+        ]
         return {"features": features, "left_out": content["left_out"]}
 
     assert told(Plan.from_json(PLAN)) == PLAN
@@ -590,7 +710,12 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
             else:
                 same = told(plan) == with_value(PLAN, place, value)
                 assert same, (place, value)
-                assert place in harmless or "levels" in place or place[-1] in ("fill", "flag") or value == "number", (
+                assert (
+                    place in harmless
+                    or "levels" in place
+                    or place[-1] in ("fill", "flag")
+                    or value == "number"
+                ), (
                     place,
                     value,
                 )
@@ -601,7 +726,11 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
 
 
 def test_every_forged_value_of_a_plan_with_training_rows_is_refused_or_reads_a_table():
-    cells = {"a": [1.0, None, 3.0, 4.0] * 10, "b": ["x", "y", "x", "z"] * 10, "c": [f"2024-01-{i + 1:02}" for i in range(20)] * 2}
+    cells = {
+        "a": [1.0, None, 3.0, 4.0] * 10,
+        "b": ["x", "y", "x", "z"] * 10,
+        "c": [f"2024-01-{i + 1:02}" for i in range(20)] * 2,
+    }
     table = tables.Table(Path("a.csv"), cells, 40)
     content = json.loads(json.dumps(make_plan(table, set()).as_json()))
     assert Plan.from_json(content).encode(table).values.shape[0] == 40

@@ -1,4 +1,6 @@
-"""Files: what is loaded predicts bit by bit as before; what cannot be loaded says why, and nothing in it runs."""
+"""Files: what is loaded predicts bit by bit as before; what cannot be loaded says why, and
+nothing in it runs.
+"""
 
 import json
 import pickle
@@ -38,7 +40,11 @@ class Pair(nn.Module):
 
 def network(outputs=1, seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, outputs)).to(dtype).eval()
+    return (
+        nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, outputs))
+        .to(dtype)
+        .eval()
+    )
 
 
 def counts():
@@ -49,8 +55,18 @@ CASES = {
     "last layer": (lambda: network(), X, Y, {"likelihood": L.Gaussian(noise="estimate")}),
     "double": (lambda: network(dtype=torch.float64), X, Y, {"likelihood": L.Gaussian(noise=0.3)}),
     "all dense": (lambda: network(), X, Y, {"likelihood": L.Gaussian(noise=0.2), "weights": "all"}),
-    "all kfac": (lambda: network(2), X, Y, {"likelihood": L.HeteroscedasticGaussian(), "weights": "all", "structure": "kfac"}),
-    "all low rank": (lambda: network(), X, Y, {"likelihood": L.Gaussian(noise=0.2), "weights": "all", "structure": "low_rank"}),
+    "all kfac": (
+        lambda: network(2),
+        X,
+        Y,
+        {"likelihood": L.HeteroscedasticGaussian(), "weights": "all", "structure": "kfac"},
+    ),
+    "all low rank": (
+        lambda: network(),
+        X,
+        Y,
+        {"likelihood": L.Gaussian(noise=0.2), "weights": "all", "structure": "low_rank"},
+    ),
     "diagonal, prior by layer": (
         lambda: network(3),
         X,
@@ -62,8 +78,18 @@ CASES = {
             "prior": priors.Gaussian({"3": torch.rand(3, 6) + 0.5}),
         },
     ),
-    "vector": (lambda: network(2), X, torch.stack([Y, -Y], 1), {"likelihood": L.Gaussian(noise=torch.tensor([0.2, 0.3]))}),
-    "counts": (lambda: network(), X, counts(), {"likelihood": L.Tempered(L.Poisson(), 0.5), "prior": priors.Gaussian(2.0, 0.1)}),
+    "vector": (
+        lambda: network(2),
+        X,
+        torch.stack([Y, -Y], 1),
+        {"likelihood": L.Gaussian(noise=torch.tensor([0.2, 0.3]))},
+    ),
+    "counts": (
+        lambda: network(),
+        X,
+        counts(),
+        {"likelihood": L.Tempered(L.Poisson(), 0.5), "prior": priors.Gaussian(2.0, 0.1)},
+    ),
     "keywords": (
         Pair,
         {"table": X, "kind": torch.arange(40) % 4},
@@ -79,7 +105,13 @@ def fitted(name):
     model = make().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return model, x, ssla.fit(model, (x, y), **{"prior": priors.Gaussian(), "gaussian": "laplace", **options})
+        return (
+            model,
+            x,
+            ssla.fit(
+                model, (x, y), **{"prior": priors.Gaussian(), "gaussian": "laplace", **options}
+            ),
+        )
 
 
 def answers(posterior, x):
@@ -97,7 +129,10 @@ def test_loading_then_predicting_is_bit_identical(name, tmp_path):
     assert again.report == post.report
     assert str(again.report) == str(post.report)
     assert repr(again.likelihood) == repr(post.likelihood)
-    assert sorted(p.name for p in (tmp_path / "post").iterdir()) == ["manifest.json", "tensors.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "post").iterdir()) == [
+        "manifest.json",
+        "tensors.safetensors",
+    ]
 
 
 def test_it_is_the_same_in_a_fresh_process(tmp_path):
@@ -138,7 +173,13 @@ def test_your_own_code_is_asked_for_at_load(tmp_path):
         return -((y - f[..., 0]) ** 2)
 
     model = network()
-    post = ssla.fit(model, (X, Y), likelihood=L.custom(log_prob, outputs=1), prior=priors.Gaussian(), gaussian="laplace")
+    post = ssla.fit(
+        model,
+        (X, Y),
+        likelihood=L.custom(log_prob, outputs=1),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+    )
     path = post.save(tmp_path / "post")
     with pytest.raises(ssla.FileError, match="Give it as likelihood="):
         ssla.load(path, model)
@@ -156,7 +197,9 @@ def saved(tmp_path_factory):
 
 def test_another_network_is_refused_by_what_differs(saved):
     _, _, path = saved
-    with pytest.raises(ssla.FileError, match=r"'3.weight' was float32 \[1, 6\] and is float32 \[2, 6\]"):
+    with pytest.raises(
+        ssla.FileError, match=r"'3.weight' was float32 \[1, 6\] and is float32 \[2, 6\]"
+    ):
         ssla.load(path, network(outputs=2))
     with pytest.raises(ssla.FileError, match="other weights"):
         ssla.load(path, network(seed=1))
@@ -218,7 +261,11 @@ def test_bad_files_are_named(saved, tmp_path):
             (lambda m: m.update(kind="estimator"), True, "holds a saved 'estimator'"),
             (lambda m: m["content"].update(memory_budget=1), False, "checksum"),
             (lambda m: m["content"]["likelihood"].update({"class": "os.system"}), True, "usable"),
-            (lambda m: m["content"]["statistics"]["fields"].update(n="many"), True, "cannot be a str"),
+            (
+                lambda m: m["content"]["statistics"]["fields"].update(n="many"),
+                True,
+                "cannot be a str",
+            ),
         ]
     ):
         with pytest.raises(ssla.FileError, match=match):
@@ -287,7 +334,13 @@ def mutate_bytes(data, rng):
 def mutate_json(node, rng):
     """Replace, drop or add something somewhere."""
     while True:
-        children = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+        children = (
+            list(node)
+            if isinstance(node, dict)
+            else list(range(len(node)))
+            if isinstance(node, list)
+            else []
+        )
         if not children:
             return
         key = rng.choice(children)
@@ -318,14 +371,18 @@ def mutate_tensors(tensors, rng):
     elif kind == 2:
         tensors[name] = value.reshape(-1)[:-1].contiguous()
     elif kind == 3:
-        tensors[name] = torch.full_like(value, float("nan")) if value.is_floating_point() else value + 10**6
+        tensors[name] = (
+            torch.full_like(value, float("nan")) if value.is_floating_point() else value + 10**6
+        )
     else:
         tensors[name] = tensors[rng.choice(list(tensors))].clone()
 
 
 @pytest.mark.parametrize(("name", "count"), [("last layer", 8000), ("keywords", 2000)])
 def test_mutated_files_end_in_our_error_or_load_the_same(name, count, tmp_path):
-    """Damaged bytes (checksums catch them), and forged files with correct checksums (types, sizes and tables catch those)."""
+    """Damaged bytes (checksums catch them), and forged files with correct checksums (types,
+    sizes and tables catch those).
+    """
     model, x, post = fitted(name)
     path = post.save(tmp_path / "post")
     files = {p.name: p.read_bytes() for p in path.iterdir()}
@@ -349,7 +406,10 @@ def test_mutated_files_end_in_our_error_or_load_the_same(name, count, tmp_path):
                 mutate_tensors(parts, rng)
                 data = save(parts)
                 changed["tensors.safetensors"] = data
-                manifest["tensors"] = {"bytes": len(data), "sha256": container.hashlib.sha256(data).hexdigest()}
+                manifest["tensors"] = {
+                    "bytes": len(data),
+                    "sha256": container.hashlib.sha256(data).hexdigest(),
+                }
             manifest["sha256"] = container._digest(manifest)
             changed["manifest.json"] = json.dumps(manifest).encode()
         for file, data in changed.items():

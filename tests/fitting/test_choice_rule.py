@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from ssla.fitting.choice import MOST_LOSS, Setting, best_spread, choose_setting, cross_fitted, mean_and_error
+from ssla.fitting.choice import (
+    MOST_LOSS,
+    Setting,
+    best_spread,
+    choose_setting,
+    cross_fitted,
+    mean_and_error,
+)
 from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL
 
 ROWS = 400
@@ -16,7 +23,9 @@ ONES = torch.ones(ROWS, dtype=torch.float64)
 
 def _row(mean: float, noise: float = 0.1, seed: int = 0) -> torch.Tensor:
     """Log densities with exactly that mean, and differences between seeds of about that size."""
-    values = noise * torch.randn(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    values = noise * torch.randn(
+        ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     return values - values.mean() + mean
 
 
@@ -36,7 +45,9 @@ def test_a_weight_of_two_is_the_row_twice_in_the_mean() -> None:
 
 
 def test_the_smallest_precision_within_one_error_and_the_best_spread_there() -> None:
-    settings = [Setting(TILT, LAPLACE, spread, level) for level in (4.0, 2.0, 1.0) for spread in (1.0, 1.5)]
+    settings = [
+        Setting(TILT, LAPLACE, spread, level) for level in (4.0, 2.0, 1.0) for spread in (1.0, 1.5)
+    ]
     error = 0.1 * math.sqrt(2 / ROWS)  # of a difference of two rows
     means = [0.0, -0.2, -0.2 * error, -0.1, -4 * error, -5 * error]
     assert 0.2 * error < MOST_LOSS
@@ -75,7 +86,8 @@ def test_the_variational_gaussian_is_preferred_within_one_error() -> None:
 
 def test_cross_fitting_scores_each_half_by_the_choice_of_the_other() -> None:
     even = (torch.arange(ROWS) % 2 == 0).double()
-    # The first setting is good on even rows, the second on odd ones: each half chooses wrongly for the other.
+    # The first setting is good on even rows, the second on odd ones: each half chooses wrongly for
+    # the other.
     scores = torch.stack([even, 1 - even])
     settings = [Setting(TILT, LAPLACE, 1.0, 1.0), Setting(TILT, LAPLACE, 2.0, 1.0)]
     assert float(cross_fitted(settings, scores, ONES).sum()) == 0

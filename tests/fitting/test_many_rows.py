@@ -1,4 +1,6 @@
-"""Last layers of real size: few nodes in each row, factors summed once, Newton steps by products, the default structure."""
+"""Last layers of real size: few nodes in each row, factors summed once, Newton steps by
+products, the default structure.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,23 @@ from ssla.likelihoods.averages import RowNodes, averages, curvature_product, poo
 from ssla.maths.roots import ScaledRoot
 
 
-def rows(n: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, ScaledRoot]:
+def rows(
+    n: int, classes: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, ScaledRoot]:
     """Targets, outputs and roots of n rows."""
     generator = torch.Generator().manual_seed(0)
     f = torch.randn(n, classes, dtype=torch.float64, generator=generator)
     y = torch.randint(classes, (n,), generator=generator)
-    basis = torch.linalg.qr(torch.randn(classes, classes, dtype=torch.float64, generator=generator)).Q
+    basis = torch.linalg.qr(
+        torch.randn(classes, classes, dtype=torch.float64, generator=generator)
+    ).Q
     scale = torch.rand(n, classes, dtype=torch.float64, generator=generator)
     return y, f, ScaledRoot(scale.to(dtype), basis.to(dtype))
 
 
-def head(n: int, width: int, classes: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, Tensor, Tensor]:
+def head(
+    n: int, width: int, classes: int, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Sequential, Tensor, Tensor]:
     """A trained head on rectified features."""
     torch.manual_seed(1)
     y = torch.arange(n) % classes
@@ -60,25 +68,44 @@ class TestRowNodes:
         assert RowNodes.for_rows(500, 5000) == RowNodes(16)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    @pytest.mark.parametrize("likelihood", [Categorical(), Categorical(temperature=2.0), Tempered(Categorical(), 0.5)], ids=repr)
+    @pytest.mark.parametrize(
+        "likelihood",
+        [Categorical(), Categorical(temperature=2.0), Tempered(Categorical(), 0.5)],
+        ids=repr,
+    )
     def test_they_agree_with_shared_nodes_over_many_rows(
         self, likelihood: ssla.likelihoods.Likelihood, dtype: torch.dtype
     ) -> None:
         y, f, root = rows(6000, 5, dtype)
         pool = torch.rand(6000, dtype=torch.float64) + 0.5
-        exact = averages(likelihood, y, f, ScaledRoot(root.scale.double(), root.basis.double()), pool=pool)  # type: ignore[union-attr]
+        exact = averages(
+            likelihood, y, f, ScaledRoot(root.scale.double(), root.basis.double()), pool=pool
+        )  # type: ignore[union-attr]
         found = averages(likelihood, y, f, root, pool=pool, row_nodes=RowNodes(16))
         size = float(exact.precision.diagonal(dim1=-2, dim2=-1).mean())
         assert float((found.precision - exact.precision).abs().max()) < 5e-3 * size
         assert float(found.log_prob.sum()) == pytest.approx(float(exact.log_prob.sum()), rel=5e-3)
-        torch.testing.assert_close(found.score.sum(0), exact.score.sum(0), atol=0.005 * 6000, rtol=0)
-        diagonal = averages(likelihood, y, f, root, pool=pool, diagonal=True, row_nodes=RowNodes(16)).precision
+        torch.testing.assert_close(
+            found.score.sum(0), exact.score.sum(0), atol=0.005 * 6000, rtol=0
+        )
+        diagonal = averages(
+            likelihood, y, f, root, pool=pool, diagonal=True, row_nodes=RowNodes(16)
+        ).precision
         torch.testing.assert_close(diagonal[0], found.precision[0].diagonal(), rtol=1e-5, atol=1e-4)
 
     def test_without_spread_they_are_the_values_at_f(self) -> None:
         y, f, root = rows(300, 4)
-        found = averages(Categorical(), y, f, root.scaled(0.0), pool=torch.ones(300).double(), row_nodes=RowNodes(8))
-        torch.testing.assert_close(found.precision, pooled_fisher(Categorical(), f, torch.ones(300).double()))
+        found = averages(
+            Categorical(),
+            y,
+            f,
+            root.scaled(0.0),
+            pool=torch.ones(300).double(),
+            row_nodes=RowNodes(8),
+        )
+        torch.testing.assert_close(
+            found.precision, pooled_fisher(Categorical(), f, torch.ones(300).double())
+        )
         torch.testing.assert_close(found.log_prob, Categorical().log_prob(y, f))
         torch.testing.assert_close(found.score, Categorical().score(y, f))
 
@@ -86,15 +113,24 @@ class TestRowNodes:
         y, f, root = rows(50, 4)
         pool = torch.ones(50).double()
         first, again, other = (
-            averages(Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).of_chunk(chunk)).precision for chunk in (3, 3, 4)
+            averages(
+                Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).of_chunk(chunk)
+            ).precision
+            for chunk in (3, 3, 4)
         )
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
 
 class TestProducts:
-    @pytest.mark.parametrize("likelihood", [Categorical(), Categorical(temperature=0.7), Tempered(Categorical(), 2.0)], ids=repr)
-    def test_of_classes_are_those_of_their_matrices(self, likelihood: ssla.likelihoods.Likelihood) -> None:
+    @pytest.mark.parametrize(
+        "likelihood",
+        [Categorical(), Categorical(temperature=0.7), Tempered(Categorical(), 2.0)],
+        ids=repr,
+    )
+    def test_of_classes_are_those_of_their_matrices(
+        self, likelihood: ssla.likelihoods.Likelihood
+    ) -> None:
         y, f, root = rows(40, 6)
         u = torch.randn(40, 6, dtype=torch.float64)
         at_f = (likelihood.precision(y, f) @ u.unsqueeze(-1)).squeeze(-1)
@@ -102,27 +138,42 @@ class TestProducts:
         averaged = (averages(likelihood, y, f, root).precision @ u.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(curvature_product(likelihood, y, f, u, root), averaged)
         # the columns of the sum over rows, by the same nodes
-        pooled = averages(likelihood, y, f, root, pool=torch.ones(40).double(), row_nodes=RowNodes(8)).precision[0]
+        pooled = averages(
+            likelihood, y, f, root, pool=torch.ones(40).double(), row_nodes=RowNodes(8)
+        ).precision[0]
         for column in range(6):
             e = torch.eye(6, dtype=torch.float64)[column].expand(40, 6)
             found = curvature_product(likelihood, y, f, e, root, row_nodes=RowNodes(8)).sum(0)
             torch.testing.assert_close(found, pooled[:, column])
 
     def test_of_counts(self) -> None:
-        y, f, u = torch.tensor([1.0, 4.0]).double(), torch.tensor([[0.3], [1.0]]).double(), torch.ones(2, 1).double()
+        y, f, u = (
+            torch.tensor([1.0, 4.0]).double(),
+            torch.tensor([[0.3], [1.0]]).double(),
+            torch.ones(2, 1).double(),
+        )
         torch.testing.assert_close(curvature_product(Poisson(), y, f, u), f.exp())
 
 
 class TestKroneckerFactors:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_many_rows_give_the_gaussian_of_shared_nodes(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_many_rows_give_the_gaussian_of_shared_nodes(
+        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model, x, y = head(5000, 24, 6, dtype)
-        options = {"likelihood": Categorical(), "structure": "kfac", "prior": ssla.priors.Gaussian(5.0), "mode": "tilt"}
+        options = {
+            "likelihood": Categorical(),
+            "structure": "kfac",
+            "prior": ssla.priors.Gaussian(5.0),
+            "mode": "tilt",
+        }
         few = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "MANY_ROWS", 10**9)
         shared = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
         assert few.theta.equal(shared.theta)
-        variances = [p.marginal(x[:200]).covariance.diagonal(dim1=-2, dim2=-1) for p in (few, shared)]
+        variances = [
+            p.marginal(x[:200]).covariance.diagonal(dim1=-2, dim2=-1) for p in (few, shared)
+        ]
         torch.testing.assert_close(variances[0], variances[1], rtol=0.03, atol=0)
         p, q = (post.predict(x[:500]).probs.double() for post in (few, shared))
         assert float((q * (q.log() - p.log())).sum(1).mean()) < 1e-4
@@ -144,7 +195,9 @@ class TestKroneckerFactors:
 
     @pytest.mark.filterwarnings("ignore:The network is not at the mode")
     def test_rows_that_are_learned_by_heart_converge(self) -> None:
-        """From the curvature at these outputs, which is almost zero, the first Gaussian would be the prior."""
+        """From the curvature at these outputs, which is almost zero, the first Gaussian would
+        be the prior.
+        """
         model, x, y = head(5000, 24, 6)
         with torch.no_grad():
             model[1].weight *= 20
@@ -153,7 +206,9 @@ class TestKroneckerFactors:
 
 
 class TestNewtonByProducts:
-    """A last layer without a dense Newton matrix: conjugate gradients reach what the matrix reaches."""
+    """A last layer without a dense Newton matrix: conjugate gradients reach what the matrix
+    reaches.
+    """
 
     @pytest.mark.parametrize("structure", ["kfac", "diag"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,9 +217,15 @@ class TestNewtonByProducts:
         prior = ssla.priors.Gaussian(2.0)
         with torch.no_grad():
             model[1].weight.mul_(0.3)
-        options = {"likelihood": Categorical(), "prior": prior, "mode": "polish", "gaussian": "laplace"}
+        options = {
+            "likelihood": Categorical(),
+            "prior": prior,
+            "mode": "polish",
+            "gaussian": "laplace",
+        }
         exact = ssla.fit(model, (x, y), structure="dense", **options)  # type: ignore[arg-type]
-        need = 3 * Dense(dual=False).memory(Extent(84, 4)) // 2  # no dense curvature beside the factors
+        # no dense curvature beside the factors
+        need = 3 * Dense(dual=False).memory(Extent(84, 4)) // 2
         found = ssla.fit(model, (x, y), structure=structure, memory_budget=need, **options)  # type: ignore[arg-type]
         off = (found.theta - exact.theta) / exact.operator.variances().sqrt()
         assert float(off.abs().max()) < 0.05
@@ -172,7 +233,12 @@ class TestNewtonByProducts:
 
     def test_the_variational_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, x, y = head(5000, 24, 6)
-        options = {"likelihood": Categorical(), "structure": "kfac", "prior": ssla.priors.Gaussian(5.0), "mode": "polish"}
+        options = {
+            "likelihood": Categorical(),
+            "structure": "kfac",
+            "prior": ssla.priors.Gaussian(5.0),
+            "mode": "polish",
+        }
         with monkeypatch.context() as shared_nodes:
             shared_nodes.setattr(module, "MANY_ROWS", 10**9)
             dense = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
@@ -188,7 +254,11 @@ class TestNewtonByProducts:
         x = torch.randn(400, 30, dtype=torch.float64)
         y = x[:, :2].sum(1) + 0.1 * torch.randn(400, dtype=torch.float64)
         model = nn.Sequential(nn.Linear(30, 1)).double().eval()
-        options = {"likelihood": Gaussian(noise=0.1), "prior": ssla.priors.Gaussian(), "mode": "polish"}
+        options = {
+            "likelihood": Gaussian(noise=0.1),
+            "prior": ssla.priors.Gaussian(),
+            "mode": "polish",
+        }
         exact = ssla.fit(model, (x, y), structure="dense", **options)  # type: ignore[arg-type]
         found = ssla.fit(model, (x, y), structure="diag", memory_budget=40_000, **options)  # type: ignore[arg-type]
         torch.testing.assert_close(found.theta, exact.theta, rtol=0, atol=1e-6)
@@ -196,16 +266,24 @@ class TestNewtonByProducts:
 
 class TestTheDefaultStructure:
     def test_a_small_problem_is_dense_and_a_large_one_has_kronecker_factors(self) -> None:
-        small, large = Extent(650, 10, ((65, 10),), 1500, True), Extent(5130, 10, ((513, 10),), 10_000, True)
+        small, large = (
+            Extent(650, 10, ((65, 10),), 1500, True),
+            Extent(5130, 10, ((513, 10),), 10_000, True),
+        )
         assert choose(small, 1 << 30).structure.name == "dense"
         choice = choose(large, 1 << 30)
         assert choice.structure.name == "kfac"
         assert "dense would take about" in choice.reason
         assert choose(large, 1 << 30, uneven=True).structure.name == "dense"
-        assert choose(large, 1 << 20).structure.name == "dense"  # no kfac either: refused, with what fits
+        assert (
+            choose(large, 1 << 20).structure.name == "dense"
+        )  # no kfac either: refused, with what fits
 
     def test_a_source_of_unknown_length_counts_as_large(self) -> None:
-        unknown, known = Extent(1010, 10, ((101, 10),), None, True), Extent(1010, 10, ((101, 10),), 300, True)
+        unknown, known = (
+            Extent(1010, 10, ((101, 10),), None, True),
+            Extent(1010, 10, ((101, 10),), 300, True),
+        )
         assert choose(unknown, 1 << 30).structure.name == "kfac"
         assert choose(known, 1 << 30).structure.name == "dense"
 
@@ -214,7 +292,12 @@ class TestTheDefaultStructure:
         wide = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 3)).eval()
         batches = [(torch.randn(40, 20), torch.arange(40) % 3)]
         prior = ssla.priors.Gaussian(100.0)
-        options = {"likelihood": Categorical(), "weights": "all", "memory_budget": 2**27, "gaussian": "laplace"}
+        options = {
+            "likelihood": Categorical(),
+            "weights": "all",
+            "memory_budget": 2**27,
+            "gaussian": "laplace",
+        }
         post = ssla.fit(wide, batches, prior=prior, **options)  # type: ignore[arg-type]
         assert post.report.structure == "kfac"
         asked = ssla.fit(wide, batches, prior=prior, structure="kfac", **options)  # type: ignore[arg-type]
@@ -224,21 +307,36 @@ class TestTheDefaultStructure:
     def test_a_precision_that_varies_inside_a_layer_is_not_given_to_kronecker_factors(self) -> None:
         model, x, y = head(200, 150, 10)
         prior = ssla.priors.Gaussian({"1.weight": 1.0, "1.bias": 2.0})
-        with pytest.raises(ValueError, match=r"structure='dense' with 1,510 .* more than the memory budget"):
+        with pytest.raises(
+            ValueError, match=r"structure='dense' with 1,510 .* more than the memory budget"
+        ):
             ssla.fit(model, [(x, y)], likelihood=Categorical(), prior=prior, memory_budget=2**24)
 
     def test_words(self) -> None:
-        assert [time_in_words(s) for s in (0.01, 12.4, 119, 130, 7300)] == ["1 s", "12 s", "119 s", "2 min", "2 h"]
+        assert [time_in_words(s) for s in (0.01, 12.4, 119, 130, 7300)] == [
+            "1 s",
+            "12 s",
+            "119 s",
+            "2 min",
+            "2 h",
+        ]
 
 
 def test_row_covariances_by_blocks_are_those_by_a_factor() -> None:
     torch.manual_seed(0)
     J = Features(torch.randn(30, 140), 5, bias=True)
     A = torch.randn(30, 5, 5, dtype=torch.float64)
-    operator = Dense(dual=False).zero(J.size).add(J, A @ A.mT).with_prior(torch.full((J.size,), 3.0, dtype=torch.float64))
+    operator = (
+        Dense(dual=False)
+        .zero(J.size)
+        .add(J, A @ A.mT)
+        .with_prior(torch.full((J.size,), 3.0, dtype=torch.float64))
+    )
     assert J.by_blocks
     found, expected = operator.root_for_sums(J.double()), operator.root(J.double())
-    torch.testing.assert_close(found.values @ found.values.mT, expected.values @ expected.values.mT, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        found.values @ found.values.mT, expected.values @ expected.values.mT, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_binary_logits_keep_their_own_nodes() -> None:
@@ -248,7 +346,21 @@ def test_binary_logits_keep_their_own_nodes() -> None:
     with torch.no_grad():
         one[1].weight.copy_(model[1].weight[1:] - model[1].weight[:1])
         one[1].bias.copy_(model[1].bias[1:] - model[1].bias[:1])
-    post = ssla.fit(one, (x, y.float()), likelihood=Bernoulli(), structure="kfac", prior=ssla.priors.Gaussian(), mode="tilt")
-    both = ssla.fit(model, (x, y), likelihood=Categorical(), structure="kfac", prior=ssla.priors.Gaussian(2.0), mode="tilt")
+    post = ssla.fit(
+        one,
+        (x, y.float()),
+        likelihood=Bernoulli(),
+        structure="kfac",
+        prior=ssla.priors.Gaussian(),
+        mode="tilt",
+    )
+    both = ssla.fit(
+        model,
+        (x, y),
+        likelihood=Categorical(),
+        structure="kfac",
+        prior=ssla.priors.Gaussian(2.0),
+        mode="tilt",
+    )
     p, q = post.predict(x[:200]).mean.flatten(), both.predict(x[:200]).probs[:, 1]
     torch.testing.assert_close(p.double(), q.double(), rtol=0, atol=5e-3)

@@ -1,4 +1,6 @@
-"""The memory budget is a promise: the peak of a fit, measured in another process, stays within one and a half budgets."""
+"""The memory budget is a promise: the peak of a fit, measured in another process, stays within
+one and a half budgets.
+"""
 
 import os
 import warnings
@@ -10,7 +12,9 @@ from torch import nn
 import ssla
 from support.peak_memory import CASES, CLEAR, measure
 
-pytestmark = pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="the peak of a process is read from Linux")
+pytestmark = pytest.mark.skipif(
+    not os.access(CLEAR, os.W_OK), reason="the peak of a process is read from Linux"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +26,9 @@ def peaks():
 def test_a_fit_stays_within_its_memory_budget(peaks, name):
     """Budgets as small as the fit accepts.
 
-    With the smallest budgets that were accepted before (four matrices), in the order of the cases and by the same
-    measurement, peaks of all but the diagonal were 1.45, 1.47, 2.41, 3.18, 1.71, 3.21, 1.85 and 2.55.
+    With the smallest budgets that were accepted before (four matrices), in the order of the cases
+    and by the same measurement, peaks of all but the diagonal were 1.45, 1.47, 2.41, 3.18, 1.71,
+    3.21, 1.85 and 2.55.
     """
     peak, error = peaks[name]
     assert error is None
@@ -37,7 +42,9 @@ def test_a_fit_beyond_its_budget_is_refused_before_it_takes_the_memory(peaks):
 
 
 def test_a_default_gives_way_to_the_gaussian_at_the_mode_and_says_so():
-    """A variational Gaussian by default, if its vectors do not fit; one that was asked for is refused."""
+    """A variational Gaussian by default, if its vectors do not fit; one that was asked for is
+    refused.
+    """
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).eval()
     rows = torch.randn(4, 20), torch.tensor([0, 1, 2, 0])
     options = {"likelihood": ssla.likelihoods.Categorical(), "weights": "all", "structure": "diag"}

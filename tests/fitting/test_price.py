@@ -23,7 +23,9 @@ def memorised(outputs: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Modu
         model.bias.zero_()
         f = model(x)
         y = f.argmax(1) if outputs > 1 else (f[:, 0] > 0).long()
-        margin = f.topk(2).values @ torch.tensor([1.0, -1.0]).double() if outputs > 1 else f[:, 0].abs()
+        margin = (
+            f.topk(2).values @ torch.tensor([1.0, -1.0]).double() if outputs > 1 else f[:, 0].abs()
+        )
         kept = margin > 0.5
         model.weight.mul_(20)
     return model.to(dtype), x[kept].to(dtype), y[kept]
@@ -31,8 +33,12 @@ def memorised(outputs: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Modu
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("gaussian", ["laplace", "variational"])
-@pytest.mark.parametrize(("law", "outputs"), [(L.Bernoulli(), 1), (L.Categorical(), 4)], ids=["Bernoulli", "Categorical"])
-def test_the_price_on_memorised_rows_is_limited(law: object, outputs: int, gaussian: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("law", "outputs"), [(L.Bernoulli(), 1), (L.Categorical(), 4)], ids=["Bernoulli", "Categorical"]
+)
+def test_the_price_on_memorised_rows_is_limited(
+    law: object, outputs: int, gaussian: str, dtype: torch.dtype
+) -> None:
     model, x, y = memorised(outputs, dtype)
     posterior = ssla.fit(model, (x, y), likelihood=law, gaussian=gaussian)
     assert posterior.report.mode == TILT
@@ -48,7 +54,9 @@ def test_the_price_on_memorised_rows_is_limited(law: object, outputs: int, gauss
 
 def test_a_prior_that_is_given_stays() -> None:
     model, x, y = memorised(4)
-    posterior = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=Gaussian(0.01), mode="tilt")
+    posterior = ssla.fit(
+        model, (x, y), likelihood=L.Categorical(), prior=Gaussian(0.01), mode="tilt"
+    )
     assert posterior.prior.precision == 0.01
     assert "memorised" not in str(posterior.report)
 
@@ -72,11 +80,15 @@ def test_validation_rows_without_an_error_warn_of_nothing() -> None:
 
 
 def test_rows_of_weight_zero_have_no_price() -> None:
-    """Wrong labels without a weight would otherwise count as a loss of the network, which allows more doubt."""
+    """Wrong labels without a weight would otherwise count as a loss of the network, which
+    allows more doubt.
+    """
     model, x, y = memorised(4)
     weights = torch.cat([torch.ones(len(y)), torch.zeros(len(y))]).double()
     twice = (torch.cat([x, x]), torch.cat([y, (y + 1) % 4]), weights)
-    plain, weighted = (ssla.fit(model, data, likelihood=L.Categorical(), mode="tilt") for data in ((x, y), twice))
+    plain, weighted = (
+        ssla.fit(model, data, likelihood=L.Categorical(), mode="tilt") for data in ((x, y), twice)
+    )
     assert "memorised" in str(weighted.report)
     price = -float((weighted.predict(x).log_prob(y)).mean())
     assert price <= 2 * MOST_PRICE

@@ -1,4 +1,6 @@
-"""Another prior for the same data: equal to a fresh fit, by every convention, against algebra done by hand."""
+"""Another prior for the same data: equal to a fresh fit, by every convention, against algebra
+done by hand.
+"""
 
 import copy
 import math
@@ -26,7 +28,9 @@ OLD = priors.Gaussian(precision=1.0)
 PRIORS = {
     "weaker": priors.Gaussian(1e-3),
     "stronger, moved": priors.Gaussian(precision=30.0, mean=0.5),
-    "by parameter": priors.Gaussian(precision={"2.weight": 3.0, "2.bias": 0.1}, mean={"2.weight": 0.2, "2.bias": -1.0}),
+    "by parameter": priors.Gaussian(
+        precision={"2.weight": 3.0, "2.bias": 0.1}, mean={"2.weight": 0.2, "2.bias": -1.0}
+    ),
     "flat": priors.Flat(),
     "laplace": priors.Laplace(0.3),
     "student": priors.StudentT(3.0, 0.2),
@@ -70,7 +74,9 @@ def test_a_gaussian_last_layer_moves_to_the_mode_of_a_fresh_fit(name, outputs, s
         pytest.skip("kfac takes one precision for each layer")
     y = Y[:, 0] if outputs == 1 else Y
     noise = L.Gaussian(noise=0.4) if outputs == 1 else L.Gaussian(noise=torch.tensor([0.4, 0.6]))
-    moved = fit(net(outputs), y, likelihood=noise, prior=OLD, structure=structure).with_prior(PRIORS[name])
+    moved = fit(net(outputs), y, likelihood=noise, prior=OLD, structure=structure).with_prior(
+        PRIORS[name]
+    )
     fresh = fit(net(outputs), y, likelihood=noise, prior=PRIORS[name], structure=structure)
     assert_same(moved, fresh)
     assert moved.report.residual_after < 1e-8
@@ -87,7 +93,12 @@ def test_an_estimated_noise_is_kept():
     estimated = fit(net(), Y[:, 0], likelihood=L.Gaussian(noise="estimate"), prior=OLD)
     moved = estimated.with_prior(priors.Gaussian(20.0))
     assert moved.likelihood is estimated.likelihood
-    fresh = fit(net(), Y[:, 0], likelihood=L.Gaussian(noise=estimated.likelihood.noise), prior=priors.Gaussian(20.0))
+    fresh = fit(
+        net(),
+        Y[:, 0],
+        likelihood=L.Gaussian(noise=estimated.likelihood.noise),
+        prior=priors.Gaussian(20.0),
+    )
     assert_same(moved, fresh)
     assert "noise was kept" in str(moved.report)
 
@@ -100,12 +111,26 @@ def test_other_likelihoods_keep_their_place_and_say_so(structure, weights, prior
     if isinstance(prior, priors.Flat) and weights == "all" and structure != "diag":
         pytest.skip("60 rows do not determine all weights without a prior")
     model = net()
-    first = fit(model, COUNTS, likelihood=L.Poisson(), prior=OLD, structure=structure, weights=weights)
+    first = fit(
+        model, COUNTS, likelihood=L.Poisson(), prior=OLD, structure=structure, weights=weights
+    )
     moved = first.with_prior(prior)
-    fresh = fit(at(first, model), COUNTS, likelihood=L.Poisson(), prior=prior, structure=structure, weights=weights, mode="as_is")
+    fresh = fit(
+        at(first, model),
+        COUNTS,
+        likelihood=L.Poisson(),
+        prior=prior,
+        structure=structure,
+        weights=weights,
+        mode="as_is",
+    )
     assert_same(moved, fresh)
     assert torch.equal(moved.theta, first.theta)
-    assert abs(moved.report.residual_after - fresh.report.residual) < 1e-6 * (1 + fresh.report.residual) or structure != "dense"
+    assert (
+        abs(moved.report.residual_after - fresh.report.residual)
+        < 1e-6 * (1 + fresh.report.residual)
+        or structure != "dense"
+    )
     assert "θ̂ was kept" in str(moved.report)
     assert moved.report.mode == ("as_is" if weights == "last_layer" else "tilt")
 
@@ -122,12 +147,20 @@ def test_given_the_data_it_is_polished_again(structure):
 
 @pytest.mark.parametrize("prior", ["laplace", "student"])
 def test_fits_reach_the_mode_under_any_prior(prior):
-    """The gradient of the whole log posterior vanishes, by autograd through the network itself; noise estimated too."""
+    """The gradient of the whole log posterior vanishes, by autograd through the network itself;
+    noise estimated too.
+    """
     model = net()
-    for likelihood, y in [(L.Gaussian(noise=0.4), Y[:, 0]), (L.Gaussian(noise="estimate"), Y[:, 0]), (L.Poisson(), COUNTS)]:
+    for likelihood, y in [
+        (L.Gaussian(noise=0.4), Y[:, 0]),
+        (L.Gaussian(noise="estimate"), Y[:, 0]),
+        (L.Poisson(), COUNTS),
+    ]:
         post = fit(model, y, likelihood=likelihood, prior=PRIORS[prior])
         own = at(post, model)
-        log_posterior = post.likelihood.log_prob(y, own(X)).sum() + post.bound_prior.log_prob(_theta(own, post))
+        log_posterior = post.likelihood.log_prob(y, own(X)).sum() + post.bound_prior.log_prob(
+            _theta(own, post)
+        )
         gradients = torch.autograd.grad(log_posterior, [own[2].weight, own[2].bias])
         assert max(float(g.abs().max()) for g in gradients) < 1e-6
 
@@ -167,7 +200,12 @@ def by_hand(convention, x, y):
 
 def line(convention, likelihood=None, y=None, prior=None):
     model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-    post = fit(model, Y[:, 0] if y is None else y, likelihood=likelihood or L.Gaussian(noise=math.sqrt(SIGMA2)), prior=OLD)
+    post = fit(
+        model,
+        Y[:, 0] if y is None else y,
+        likelihood=likelihood or L.Gaussian(noise=math.sqrt(SIGMA2)),
+        prior=OLD,
+    )
     return post.with_prior(prior or priors.Gaussian(TAU, MEAN), convention)
 
 
@@ -186,7 +224,9 @@ def test_each_convention_is_equation_1_by_hand(convention, refit):
     # log_prob is the same function normalised, and mass is what it integrates to
     assert (p.log_prob(y) - (parts.total - p.mass.log()[:, None])).abs().max() < 1e-9
     grid = torch.linspace(-12, 12, 4001, dtype=torch.float64)
-    assert (torch.trapezoid(p.increments(grid.expand(5, -1)).total.exp(), grid) - p.mass).abs().max() < 1e-9
+    assert (
+        torch.trapezoid(p.increments(grid.expand(5, -1)).total.exp(), grid) - p.mass
+    ).abs().max() < 1e-9
     assert (p.variance - p.epistemic - p.aleatoric).abs().max() < 1e-12
     assert (p.epistemic > 0).all()
 
@@ -205,7 +245,11 @@ def test_without_a_refit_the_prior_does_not_enter(convention, refit):
 @pytest.mark.parametrize("convention", ["paper", "additive"])
 def test_vectors_have_their_mass_too(convention):
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-    p = fit(model, Y, likelihood=L.Gaussian(noise=0.4)).with_prior(priors.Gaussian(TAU, MEAN), convention).predict(NEW)
+    p = (
+        fit(model, Y, likelihood=L.Gaussian(noise=0.4))
+        .with_prior(priors.Gaussian(TAU, MEAN), convention)
+        .predict(NEW)
+    )
     y = torch.randn(5, 7, 2, dtype=torch.float64, generator=GENERATOR)
     assert (p.log_prob(y) - p.increments(y).total + p.mass.log()[:, None]).abs().max() < 1e-10
     singles = [line_of(column, convention).predict(NEW) for column in (Y[:, 0], Y[:, 1])]
@@ -215,7 +259,9 @@ def test_vectors_have_their_mass_too(convention):
 
 def line_of(y, convention):
     model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-    return fit(model, y, likelihood=L.Gaussian(noise=0.4)).with_prior(priors.Gaussian(TAU, MEAN), convention)
+    return fit(model, y, likelihood=L.Gaussian(noise=0.4)).with_prior(
+        priors.Gaussian(TAU, MEAN), convention
+    )
 
 
 @pytest.mark.parametrize("convention", ["exact", "paper", "additive"])
@@ -227,17 +273,29 @@ def test_counts_by_every_convention_against_a_scalar_search(convention):
     theta = post.theta.numpy()
     H = S if convention == "additive" else S + TAU * np.eye(3)
     D = S + TAU * np.eye(3) if convention == "exact" else S
-    log_prior = lambda t: stats.norm(MEAN, 1 / math.sqrt(TAU)).logpdf(t).sum()  # noqa: E731
+    log_prior = lambda t: stats.norm(MEAN, 1 / math.sqrt(TAU)).logpdf(t).sum()
     for i in range(3):
         j = X_NEW[i]
-        f, K, Kd = float(j @ theta), float(j @ np.linalg.solve(H, j)), float(j @ np.linalg.solve(D, j))
+        f, K, Kd = (
+            float(j @ theta),
+            float(j @ np.linalg.solve(H, j)),
+            float(j @ np.linalg.solve(D, j)),
+        )
         for y in (0, 2, 6):
-            objective = lambda t, y=y, f=f, K=K: -(stats.poisson(math.exp(t)).logpmf(y) - 0.5 * (t - f) ** 2 / K)  # noqa: E731
-            found = optimize.minimize_scalar(objective, bounds=(f - 3, f + 3), method="bounded", options={"xatol": 1e-12})
+            objective = lambda t, y=y, f=f, K=K: (
+                -(stats.poisson(math.exp(t)).logpmf(y) - 0.5 * (t - f) ** 2 / K)
+            )
+            found = optimize.minimize_scalar(
+                objective, bounds=(f - 3, f + 3), method="bounded", options={"xatol": 1e-12}
+            )
             tilde = float(found.x)
             step = np.linalg.solve(H, j) * (tilde - f) / K
             gain = log_prior(theta + step) - log_prior(theta)
-            total = -found.fun - 0.5 * math.log1p(math.exp(tilde) * Kd) + (gain if convention == "additive" else 0.0)
+            total = (
+                -found.fun
+                - 0.5 * math.log1p(math.exp(tilde) * Kd)
+                + (gain if convention == "additive" else 0.0)
+            )
             parts = p.increments(torch.full((5,), float(y)))
             assert abs(float(parts.total[i]) - total) < 1e-7
             assert abs(float(parts.prior[i]) - gain) < 1e-6
@@ -263,7 +321,9 @@ def test_the_convention_is_named_in_every_result(convention):
     assert p.increments(torch.zeros(5)).convention == convention
     assert f"(convention: {convention})" in str(post.report)
     assert f"prior {convention}" in str(p.diagnostics)
-    classes = fit(nn.Linear(3, 1).double(), (Y[:, 0] > 0).long(), likelihood=L.Bernoulli(), prior=OLD)
+    classes = fit(
+        nn.Linear(3, 1).double(), (Y[:, 0] > 0).long(), likelihood=L.Bernoulli(), prior=OLD
+    )
     assert classes.with_prior(OLD, convention).predict(NEW).diagnostics.convention == convention
 
 
@@ -271,15 +331,28 @@ def test_the_convention_is_named_in_every_result(convention):
 
 
 def modularity_table(convention, offset):
-    """SSLA without its constant −½ log 2πσ², at ŷ + offset, for each prior variance: h = x*²/Σx² = 0.05317, σ = 0.5."""
+    """SSLA without its constant −½ log 2πσ², at ŷ + offset, for each prior variance: h =
+    x*²/Σx² = 0.05317, σ = 0.5.
+    """
     x = torch.linspace(-1, 1, 50, dtype=torch.float64)
     x = x * math.sqrt(1.5**2 / 0.05317 / float((x**2).sum()))
-    y = 0.8 * x + 0.5 * torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    post = ssla.fit(nn.Linear(1, 1, bias=False).double(), (x[:, None], y), likelihood=L.Gaussian(noise=0.5), prior=OLD)
+    y = 0.8 * x + 0.5 * torch.randn(
+        50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    post = ssla.fit(
+        nn.Linear(1, 1, bias=False).double(),
+        (x[:, None], y),
+        likelihood=L.Gaussian(noise=0.5),
+        prior=OLD,
+    )
     values = []
     for variance in VARIANCES:
-        p = post.with_prior(priors.Gaussian(1 / variance), convention).predict(torch.tensor([[1.5]]))
-        values.append(float(p.increments(p.mean + offset).total) + 0.5 * math.log(2 * math.pi * 0.25))
+        p = post.with_prior(priors.Gaussian(1 / variance), convention).predict(
+            torch.tensor([[1.5]])
+        )
+        values.append(
+            float(p.increments(p.mean + offset).total) + 0.5 * math.log(2 * math.pi * 0.25)
+        )
     return values
 
 
@@ -308,7 +381,9 @@ def test_a_prior_that_is_not_log_concave_is_noted():
 
 
 def test_a_prior_that_spoils_the_curvature_is_refused_by_name():
-    """One observation at 3 with noise 10 under a narrow Student-t at 0: at θ̂ = 3 the curvature is the prior's, negative."""
+    """One observation at 3 with noise 10 under a narrow Student-t at 0: at θ̂ = 3 the curvature
+    is the prior's, negative.
+    """
     model = Constant()
     with torch.no_grad():
         model.head.weight.fill_(3.0)
@@ -324,7 +399,9 @@ def test_conventions_without_a_prior_in_the_curvature_need_enough_data():
         warnings.simplefilter("ignore")
         post = ssla.fit(net(), few, likelihood=L.Gaussian(noise=0.4), prior=OLD)
     for convention in ("paper", "additive"):
-        with pytest.raises(ValueError, match=r"leaves the prior out of the curvature.*Use convention='exact'"):
+        with pytest.raises(
+            ValueError, match=r"leaves the prior out of the curvature.*Use convention='exact'"
+        ):
             post.with_prior(OLD, convention)
 
 
@@ -337,10 +414,22 @@ def test_an_additive_prior_that_outgrows_the_likelihood_is_refused():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda p: p.with_prior(OLD, "exct"), ValueError, "Unknown convention 'exct'. Did you mean 'exact'"),
+        (
+            lambda p: p.with_prior(OLD, "exct"),
+            ValueError,
+            "Unknown convention 'exct'. Did you mean 'exact'",
+        ),
         (lambda p: p.with_prior(3.0), TypeError, "prior must be an object such as"),
-        (lambda p: p.with_prior(priors.Gamma(2.0, 1.0, link="identity")), ValueError, "has no density at the parameters"),
-        (lambda p: p.with_prior(priors.Gaussian({"nope": 1.0})), ValueError, "Unknown layer or parameter in the prior 'nope'"),
+        (
+            lambda p: p.with_prior(priors.Gamma(2.0, 1.0, link="identity")),
+            ValueError,
+            "has no density at the parameters",
+        ),
+        (
+            lambda p: p.with_prior(priors.Gaussian({"nope": 1.0})),
+            ValueError,
+            "Unknown layer or parameter in the prior 'nope'",
+        ),
     ],
 )
 def test_mistakes_are_named(make, error, message):
@@ -352,7 +441,11 @@ def test_mistakes_are_named(make, error, message):
 
 def test_nothing_of_the_old_posterior_changes():
     post = fit(net(), Y[:, 0], likelihood=L.Gaussian(noise=0.4), prior=OLD)
-    theta, report, S = post.theta.clone(), str(post.report), post.statistics.curvature.matrix.clone()
+    theta, report, S = (
+        post.theta.clone(),
+        str(post.report),
+        post.statistics.curvature.matrix.clone(),
+    )
     post.with_prior(priors.Laplace(0.2), "paper")
     assert torch.equal(post.theta, theta)
     assert torch.equal(post.statistics.curvature.matrix, S)

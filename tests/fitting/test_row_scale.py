@@ -1,6 +1,7 @@
 """A scale of rows, chosen by rows that the network has not seen.
 
-Oracles: a module that divides the features by hand and is fitted with the chosen setting given explicitly; softmax by hand.
+Oracles: a module that divides the features by hand and is fitted with the chosen setting given
+explicitly; softmax by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ ROWS, CLASSES, WIDTH = 600, 3, 6
 
 
 class Divided(nn.Module):
-    """Features and ones, divided by s, and a last layer without a bias: the same network as one with a scale of rows."""
+    """Features and ones, divided by s, and a last layer without a bias: the same network as one
+    with a scale of rows.
+    """
 
     def __init__(self, model: nn.Sequential, scale: RowScale) -> None:
         super().__init__()
@@ -48,9 +51,13 @@ class Problem(NamedTuple):
 
 
 def problem(normalised: bool, dtype: torch.dtype = torch.float64) -> Problem:
-    """Targets of a network whose logits depend on the direction of the features alone, or on the features themselves."""
+    """Targets of a network whose logits depend on the direction of the features alone, or on
+    the features themselves.
+    """
     generator = torch.Generator().manual_seed(5)
-    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Identity(), nn.Linear(WIDTH, CLASSES)).double().eval()
+    model = (
+        nn.Sequential(nn.Linear(4, WIDTH), nn.Identity(), nn.Linear(WIDTH, CLASSES)).double().eval()
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
@@ -58,9 +65,15 @@ def problem(normalised: bool, dtype: torch.dtype = torch.float64) -> Problem:
         x = torch.randn(3 * ROWS, 4, generator=generator, dtype=torch.float64)
         x *= torch.exp(0.7 * torch.randn(3 * ROWS, 1, generator=generator, dtype=torch.float64))
         phi = model[0](x)
-        f = model[2](phi) if not normalised else 8 * phi / phi.norm(dim=1, keepdim=True) @ model[2].weight.mT / 3
+        f = (
+            model[2](phi)
+            if not normalised
+            else 8 * phi / phi.norm(dim=1, keepdim=True) @ model[2].weight.mT / 3
+        )
         y = L.Categorical().sample(f, 1, generator)[0]
-    parts = [(x[i * ROWS : (i + 1) * ROWS].to(dtype), y[i * ROWS : (i + 1) * ROWS]) for i in range(2)]
+    parts = [
+        (x[i * ROWS : (i + 1) * ROWS].to(dtype), y[i * ROWS : (i + 1) * ROWS]) for i in range(2)
+    ]
     return Problem(model.to(dtype), *parts, x[2 * ROWS :].to(dtype))
 
 
@@ -75,7 +88,9 @@ def scale_of(posterior: ssla.Posterior) -> RowScale | None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("structure", ["dense", "kfac"])
-def test_the_posterior_is_that_of_a_network_with_divided_features(structure: str, dtype: torch.dtype) -> None:
+def test_the_posterior_is_that_of_a_network_with_divided_features(
+    structure: str, dtype: torch.dtype
+) -> None:
     given = problem(True, dtype)
     # of float32 with a prior, because the weakest one leaves float32 few digits
     asked = {} if dtype == torch.float64 else {"prior": ssla.priors.Gaussian(0.3)}
@@ -96,10 +111,14 @@ def test_the_posterior_is_that_of_a_network_with_divided_features(structure: str
         gaussian="laplace",
     )
     tolerance = {"rtol": 0, "atol": 1e-9 if dtype == torch.float64 else 1e-4}
-    torch.testing.assert_close(posterior.predict(given.x).probs, same.predict(given.x).probs, **tolerance)
+    torch.testing.assert_close(
+        posterior.predict(given.x).probs, same.predict(given.x).probs, **tolerance
+    )
     with torch.no_grad():
         plug_in = (by_hand(given.x) / posterior.likelihood.temperature).softmax(1)
-    torch.testing.assert_close(posterior.predict(given.x, refit="plug_in").probs, plug_in, **tolerance)
+    torch.testing.assert_close(
+        posterior.predict(given.x, refit="plug_in").probs, plug_in, **tolerance
+    )
 
 
 def test_it_is_worth_having_and_the_report_says_so() -> None:
@@ -133,7 +152,9 @@ def test_files_updates_and_other_priors_keep_it(tmp_path: Path) -> None:
     scale = scale_of(posterior)
     loaded = ssla.load(posterior.save(tmp_path / "p"), given.model)
     assert scale_of(loaded) == scale
-    torch.testing.assert_close(loaded.predict(given.x).probs, posterior.predict(given.x).probs, rtol=0, atol=0)
+    torch.testing.assert_close(
+        loaded.predict(given.x).probs, posterior.predict(given.x).probs, rtol=0, atol=0
+    )
     for other in (posterior.update(given.unseen), posterior.with_prior(ssla.priors.Gaussian(3.0))):
         assert scale_of(other) == scale
     options = {"prior": posterior.prior, "mode": "tilt", "gaussian": "laplace"}
@@ -148,16 +169,28 @@ def test_exported_graphs_have_it(tmp_path: Path) -> None:
     assert scale_of(posterior) is not None
     posterior.export(tmp_path / "model.pt2", example=given.x[:50])
     graph = torch.export.load(tmp_path / "model.pt2").module()
-    torch.testing.assert_close(graph(given.x[50:60])[0], posterior.predict(given.x[50:60]).probs.double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        graph(given.x[50:60])[0],
+        posterior.predict(given.x[50:60]).probs.double(),
+        rtol=0,
+        atol=1e-5,
+    )
 
 
 def test_workers_find_the_same() -> None:
     given = problem(True)
     x, y = given.train
     shards = [(x[:250], y[:250]), (x[250:], y[250:])]
-    options = {"likelihood": L.Categorical(), "validation": given.unseen, "mode": "tilt", "gaussian": "laplace"}
+    options = {
+        "likelihood": L.Categorical(),
+        "validation": given.unseen,
+        "mode": "tilt",
+        "gaussian": "laplace",
+    }
     with ThreadPoolExecutor(2) as pool:
         spread = ssla.distributed.fit(given.model, shards, client=pool, **options)
     alone = ssla.fit(given.model, given.train, **options)
     assert scale_of(spread) == scale_of(alone) is not None
-    torch.testing.assert_close(spread.predict(given.x).probs, alone.predict(given.x).probs, rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        spread.predict(given.x).probs, alone.predict(given.x).probs, rtol=0, atol=1e-8
+    )

@@ -68,32 +68,51 @@ def test_a_tilted_gaussian_stays_at_the_network(
     spread = float(y.std())
     widths = predictive.interval(0.9).diff(dim=1)
     assert bool((widths > 0).all())
-    assert float(widths.max()) < 8 * spread  # of 3.3 for a normal law with the spread of the targets
+    assert (
+        float(widths.max()) < 8 * spread
+    )  # of 3.3 for a normal law with the spread of the targets
     assert bool(torch.isfinite(predictive.stddev).all())
     # The bound is below the average log likelihood, which is below that of weights without doubt.
     assert post.log_evidence() < float(plug_in) + 1.0
 
 
 def bound_of_covariance(
-    factor: Tensor, J: Tensor, f: Tensor, y: Tensor, theta: Tensor, likelihood: Likelihood, tau: float
+    factor: Tensor,
+    J: Tensor,
+    f: Tensor,
+    y: Tensor,
+    theta: Tensor,
+    likelihood: Likelihood,
+    tau: float,
 ) -> Tensor:
-    """E log p + E log π + entropy of N(θ̂, L Lᵀ), with 20 Gauss–Hermite nodes an axis of the outputs."""
+    """E log p + E log π + entropy of N(θ̂, L Lᵀ), with 20 Gauss–Hermite nodes an axis of the
+    outputs.
+    """
     nodes, weights = np.polynomial.hermite_e.hermegauss(20)
     C = f.shape[1]
     z = torch.tensor(list(itertools.product(nodes, repeat=C)))
-    w = torch.tensor([math.prod(part) for part in itertools.product(weights / weights.sum(), repeat=C)])
+    w = torch.tensor(
+        [math.prod(part) for part in itertools.product(weights / weights.sum(), repeat=C)]
+    )
     R = torch.linalg.cholesky(J @ factor @ factor.mT @ J.mT + 1e-13 * torch.eye(C))
     points = f[:, None] + z @ R.mT
     average = likelihood.log_prob(y[:, None].expand(len(y), len(z)), points) @ w
     P = len(theta)
-    prior = 0.5 * P * math.log(tau / (2 * math.pi)) - 0.5 * tau * ((theta**2).sum() + (factor**2).sum())
+    prior = 0.5 * P * math.log(tau / (2 * math.pi)) - 0.5 * tau * (
+        (theta**2).sum() + (factor**2).sum()
+    )
     entropy = 0.5 * P * (1 + math.log(2 * math.pi)) + factor.diagonal().abs().log().sum()
     return average.sum() + prior + entropy
 
 
 @pytest.mark.parametrize(
     ("likelihood", "outputs"),
-    [(HeteroscedasticGaussian(), 2), (StudentT(4.0, 0.5), 1), (Bernoulli(), 1), (NegativeBinomial(0.5), 1)],
+    [
+        (HeteroscedasticGaussian(), 2),
+        (StudentT(4.0, 0.5), 1),
+        (Bernoulli(), 1),
+        (NegativeBinomial(0.5), 1),
+    ],
     ids=repr,
 )
 def test_the_covariance_of_a_tilted_fit_has_the_highest_bound(
@@ -106,7 +125,14 @@ def test_the_covariance_of_a_tilted_fit_has_the_highest_bound(
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, outputs)).double().eval()
     y = likelihood.sample(model(x).detach() * 1.5, 1, generator)[0].reshape(12)
-    post = ssla.fit(model, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(0.7), mode="tilt", gaussian="variational")
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=likelihood,
+        prior=ssla.priors.Gaussian(0.7),
+        mode="tilt",
+        gaussian="variational",
+    )
     phi = torch.cat([x, torch.ones(12, 1, dtype=torch.float64)], 1)
     J = torch.stack([torch.block_diag(*[row[None]] * outputs) for row in phi])
     P = 3 * outputs
@@ -148,7 +174,9 @@ def two_halves(likelihood: Likelihood, n: int) -> tuple[nn.Sequential, Tensor, T
 
 
 def distance(found: ssla.Posterior, truth: ssla.Posterior, x: Tensor) -> tuple[float, float]:
-    """The largest distance of the outputs' means in standard deviations, and the median ratio of their variances."""
+    """The largest distance of the outputs' means in standard deviations, and the median ratio
+    of their variances.
+    """
     f, K = truth.marginal(x)
     variance = K.diagonal(dim1=-2, dim2=-1)
     own = found.marginal(x)
@@ -160,11 +188,19 @@ def distance(found: ssla.Posterior, truth: ssla.Posterior, x: Tensor) -> tuple[f
 @pytest.mark.parametrize("n", [100, 20])
 @pytest.mark.parametrize("likelihood", [Poisson(), Categorical()], ids=repr)
 class TestUpdate:
-    """The fit of all rows at once is the oracle. Means were up to 93 sd away, variances up to 2.5e28 times as large."""
+    """The fit of all rows at once is the oracle.
+
+    Means were up to 93 sd away, variances up to 2.5e28 times as large.
+    """
 
     def test_all_weights(self, likelihood: Likelihood, n: int, structure: str) -> None:
         model, x, y = two_halves(likelihood, n)
-        options = {"likelihood": likelihood, "prior": UNIT, "weights": "all", "structure": structure}
+        options = {
+            "likelihood": likelihood,
+            "prior": UNIT,
+            "weights": "all",
+            "structure": structure,
+        }
         half = ssla.fit(model, (x[:n], y[:n]), **options)  # type: ignore[arg-type]
         whole = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
         off, ratio = distance(half.update((x[n:], y[n:])), whole, x)
@@ -173,7 +209,12 @@ class TestUpdate:
 
     def test_a_polished_last_layer(self, likelihood: Likelihood, n: int, structure: str) -> None:
         model, x, y = two_halves(likelihood, n)
-        options = {"likelihood": likelihood, "prior": UNIT, "mode": "polish", "structure": structure}
+        options = {
+            "likelihood": likelihood,
+            "prior": UNIT,
+            "mode": "polish",
+            "structure": structure,
+        }
         half = ssla.fit(model, (x[:n], y[:n]), **options)  # type: ignore[arg-type]
         whole = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
         before, _ = distance(half, whole, x)
@@ -208,7 +249,9 @@ def test_merging_is_free_of_order_and_of_brackets(likelihood: Likelihood, struct
     left, right, other = a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(b).merge(a)
     for one in (right, other):
         assert torch.equal(left.mean, one.mean)
-        torch.testing.assert_close(left.marginal(x).covariance, one.marginal(x).covariance, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            left.marginal(x).covariance, one.marginal(x).covariance, rtol=1e-9, atol=1e-12
+        )
     whole = ssla.fit(model, (x, y), **options)  # type: ignore[arg-type]
     off, ratio = distance(left, whole, x)
     assert off == 0.0
@@ -232,19 +275,33 @@ def test_another_prior_says_how_the_mean_was_moved(structure: str) -> None:
 
 
 @pytest.mark.parametrize("structure", ["dense", "kfac"])
-@pytest.mark.parametrize("likelihood", [Categorical(), HeteroscedasticGaussian(), StudentT(4.0, 0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "likelihood", [Categorical(), HeteroscedasticGaussian(), StudentT(4.0, 0.5)], ids=repr
+)
 @pytest.mark.filterwarnings("ignore:The network is not at the mode")
-def test_local_sensitivity_of_a_tilted_gaussian_is_that_of_other_priors(likelihood: Likelihood, structure: str) -> None:
-    """The mean moved in `with_prior`, while the derivative took it as fixed: off by as much as the slope."""
+def test_local_sensitivity_of_a_tilted_gaussian_is_that_of_other_priors(
+    likelihood: Likelihood, structure: str
+) -> None:
+    """The mean moved in `with_prior`, while the derivative took it as fixed: off by as much as
+    the slope.
+    """
     torch.manual_seed(0)
     outputs = {"Categorical": 3, "HeteroscedasticGaussian": 2}.get(type(likelihood).__name__, 1)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
     x = torch.randn(40, 2, dtype=torch.float64)
     y = likelihood.sample(model(x).detach(), 1, torch.Generator().manual_seed(0))[0].reshape(40)
-    post = ssla.fit(model, (x, y), likelihood=likelihood, prior=UNIT, weights="all", structure=structure)
+    post = ssla.fit(
+        model, (x, y), likelihood=likelihood, prior=UNIT, weights="all", structure=structure
+    )
     h = 1e-3
-    above, below = (post.with_prior(ssla.priors.Gaussian(math.exp(k * h))).predict(x[:6]).log_prob(y[:6]) for k in (1, -1))
+    above, below = (
+        post.with_prior(ssla.priors.Gaussian(math.exp(k * h))).predict(x[:6]).log_prob(y[:6])
+        for k in (1, -1)
+    )
     found = ssla.local_sensitivity(post, x[:6], y[:6])
-    # Probabilities of classes and their slopes are two sums over the same few nodes, each with its error.
+    # Probabilities of classes and their slopes are two sums over the same few nodes, each with its
+    # error.
     nodes = 3e-4 if isinstance(likelihood, Categorical) else 0.0
-    torch.testing.assert_close(found.log_prob, (above - below) / (2 * h), rtol=1e-3, atol=1e-5 + nodes)
+    torch.testing.assert_close(
+        found.log_prob, (above - below) / (2 * h), rtol=1e-3, atol=1e-5 + nodes
+    )

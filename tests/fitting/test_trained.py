@@ -58,7 +58,9 @@ def head(x: Tensor, y: Tensor, kind: str, outputs: int = CLASSES) -> nn.Linear:
     return layer
 
 
-def verdict(layer: nn.Module, data: Any, likelihood: Likelihood, structure: str = "dense") -> Verdict:
+def verdict(
+    layer: nn.Module, data: Any, likelihood: Likelihood, structure: str = "dense"
+) -> Verdict:
     reader = fitting.Reader(open_source(data), layer, "last_layer", 2**30)
     job = fitting.checked_job(reader, likelihood, None, structure, None, None, 2**30)
     sums, target = job._read(None)
@@ -97,7 +99,9 @@ def test_at_the_maximum_nothing_is_missing() -> None:
     x, y = rows()
     layer = head(x, y, "trained")
     prior = ssla.priors.Gaussian(1e-6)
-    best = ssla.fit(layer, (x, y), likelihood=Categorical(), prior=prior, mode="polish", gaussian="laplace").parameters
+    best = ssla.fit(
+        layer, (x, y), likelihood=Categorical(), prior=prior, mode="polish", gaussian="laplace"
+    ).parameters
     layer.load_state_dict(best)
     found = verdict(layer, (x, y), Categorical())
     assert found.missing == 0
@@ -109,7 +113,9 @@ def test_row_weights_are_frequencies() -> None:
     weights = 1.0 + (torch.arange(60) % 3).double()
     layer, often = head(x, y, "small"), weights.long()
     one = verdict(layer, (x, y, weights), Categorical())
-    other = verdict(layer, (x.repeat_interleave(often, 0), y.repeat_interleave(often)), Categorical())
+    other = verdict(
+        layer, (x.repeat_interleave(often, 0), y.repeat_interleave(often)), Categorical()
+    )
     assert one == pytest.approx(other, rel=1e-9)
 
 
@@ -117,7 +123,9 @@ def test_batches_add_up() -> None:
     x, y = rows(60)
     layer = head(x, y, "small")
     batches = list(zip(x.split(7), y.split(7), strict=True))
-    assert verdict(layer, batches, Categorical()) == pytest.approx(verdict(layer, (x, y), Categorical()), rel=1e-9)
+    assert verdict(layer, batches, Categorical()) == pytest.approx(
+        verdict(layer, (x, y), Categorical()), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -127,14 +135,18 @@ def test_units_of_the_features_do_not_matter(kind: str) -> None:
     layer[0].weight.data = head(x, y, kind).weight.data
     other = copy.deepcopy(layer)
     other[0].weight.data /= 1000
-    assert verdict(layer, (x, y), Categorical()) == pytest.approx(verdict(other, (1000 * x, y), Categorical()), rel=1e-6)
+    assert verdict(layer, (x, y), Categorical()) == pytest.approx(
+        verdict(other, (1000 * x, y), Categorical()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_tempering_scales_the_figures(kind: str) -> None:
     x, y = rows()
     layer = head(x, y, kind)
-    one, other = (verdict(layer, (x, y), law) for law in (Categorical(), Tempered(Categorical(), 0.25)))
+    one, other = (
+        verdict(layer, (x, y), law) for law in (Categorical(), Tempered(Categorical(), 0.25))
+    )
     assert [0.25 * part for part in one] == pytest.approx(other, rel=1e-9)
 
 
@@ -142,7 +154,9 @@ def test_tempering_scales_the_figures(kind: str) -> None:
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_structure_comes_to_the_same_mode(structure: str, kind: str) -> None:
     x, y = rows()
-    assert verdict(head(x, y, kind), (x, y), Categorical(), structure).trained == (kind == "trained")
+    assert verdict(head(x, y, kind), (x, y), Categorical(), structure).trained == (
+        kind == "trained"
+    )
 
 
 def test_one_class_only_is_not_learned() -> None:
@@ -171,10 +185,15 @@ def test_the_default_is_the_mode_that_it_names(kind: str, law: str, gaussian: st
     asked = ssla.fit(layer, (x, y), likelihood=likelihood, gaussian=gaussian, mode=mode)
     assert default.report.mode == mode
     assert torch.equal(default.predict(x[:5]).probs, asked.predict(x[:5]).probs)
-    said = f"mode='{mode}' was chosen, because the last layer is {'' if kind == 'trained' else 'not '}trained"
+    said = (
+        f"mode='{mode}' was chosen, because the last layer is "
+        f"{'' if kind == 'trained' else 'not '}trained"
+    )
     assert said in str(default.report)
     assert "was chosen" not in str(asked.report)
-    stays = all(torch.equal(default.parameters[name], value) for name, value in layer.named_parameters())
+    stays = all(
+        torch.equal(default.parameters[name], value) for name, value in layer.named_parameters()
+    )
     assert stays == (kind == "trained")
 
 
@@ -191,7 +210,10 @@ def test_a_mode_that_is_given_decides_and_a_prior_does_not(kind: str) -> None:
 def test_other_weights_than_a_last_layer_are_not_judged() -> None:
     x, y = rows()
     whole = ssla.fit(
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), head(x, y, "random")).double(), (x, y), likelihood=Categorical(), weights="all"
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), head(x, y, "random")).double(),
+        (x, y),
+        likelihood=Categorical(),
+        weights="all",
     )
     assert whole.report.mode == "tilt"
     assert "was chosen" not in str(whole.report)
@@ -212,7 +234,9 @@ def test_data_that_can_be_read_once_are_judged_in_that_pass() -> None:
     x, y = rows()
     for kind, mode in (("trained", "tilt"), ("random", "polish")):
         layer = head(x, y, kind)
-        once = ssla.fit(layer, iter(list(zip(x.split(40), y.split(40), strict=True))), likelihood=Categorical())
+        once = ssla.fit(
+            layer, iter(list(zip(x.split(40), y.split(40), strict=True))), likelihood=Categorical()
+        )
         assert once.report.mode == mode
     with pytest.warns(UserWarning, match="these can be read only once"):
         tight = ssla.fit(
@@ -231,7 +255,12 @@ def test_the_note_is_kept_by_save_update_and_a_new_prior(tmp_path: Path) -> None
     post = ssla.fit(layer, (x[:100], y[:100]), likelihood=Categorical())
     post.save(tmp_path / "post")
     more = post.update((x[100:], y[100:]))
-    for found in (ssla.load(tmp_path / "post", layer), more, post.with_prior(ssla.priors.Gaussian(2.0)), post.tune()):
+    for found in (
+        ssla.load(tmp_path / "post", layer),
+        more,
+        post.with_prior(ssla.priors.Gaussian(2.0)),
+        post.tune(),
+    ):
         assert found.report.mode == "tilt"
         assert "mode='tilt' was chosen" in str(found.report)
         assert torch.equal(found.theta, post.theta)
@@ -256,7 +285,11 @@ def numbers(name: str, unit: float = 1.0) -> tuple[nn.Linear, Tensor, Tensor]:
     """A last layer that the targets come from."""
     generator = torch.Generator().manual_seed(2)
     likelihood, outputs = OTHERS[name]
-    law = Gaussian(noise=0.3) if name in ("gaussian, noise estimated", "two targets", "custom") else likelihood
+    law = (
+        Gaussian(noise=0.3)
+        if name in ("gaussian, noise estimated", "two targets", "custom")
+        else likelihood
+    )
     x = torch.randn(200, 4, dtype=torch.float64, generator=generator)
     layer = nn.Linear(4, outputs).double().eval()
     with torch.no_grad():
@@ -265,7 +298,9 @@ def numbers(name: str, unit: float = 1.0) -> tuple[nn.Linear, Tensor, Tensor]:
         if name == "mean and log variance":
             layer.weight[1] *= 0.3
             layer.bias[1] = -2.0
-        y = law.sample(layer(x), 1, generator)[0].reshape(-1, outputs if outputs == 2 and "two" in name else 1)
+        y = law.sample(layer(x), 1, generator)[0].reshape(
+            -1, outputs if outputs == 2 and "two" in name else 1
+        )
         layer.weight *= unit
         layer.bias *= unit
     return layer, x, (unit * y).squeeze(1) if y.shape[1] == 1 else unit * y
@@ -273,7 +308,9 @@ def numbers(name: str, unit: float = 1.0) -> tuple[nn.Linear, Tensor, Tensor]:
 
 @pytest.mark.parametrize("structure", ["dense", "kfac", "diag"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_trained_head_of_numbers_is_kept_and_an_untrained_one_is_polished(name: str, structure: str) -> None:
+def test_a_trained_head_of_numbers_is_kept_and_an_untrained_one_is_polished(
+    name: str, structure: str
+) -> None:
     likelihood, _ = OTHERS[name]
     layer, x, y = numbers(name)
     kept = ssla.fit(layer, (x, y), likelihood=likelihood, structure=structure, gaussian="laplace")
@@ -287,7 +324,9 @@ def test_a_trained_head_of_numbers_is_kept_and_an_untrained_one_is_polished(name
             other.weight *= untrained
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a wrong head is far from its targets
-            found = ssla.fit(other, (x, y), likelihood=likelihood, structure=structure, gaussian="laplace")
+            found = ssla.fit(
+                other, (x, y), likelihood=likelihood, structure=structure, gaussian="laplace"
+            )
         assert found.report.mode == "polish"
 
 
@@ -302,7 +341,9 @@ def test_units_of_the_targets_do_not_matter(unit: float) -> None:
 
 
 def test_the_gain_of_gaussian_noise_is_that_of_least_squares() -> None:
-    """learned and missing by sums of squares in NumPy, with the noise that suits each prediction."""
+    """learned and missing by sums of squares in NumPy, with the noise that suits each
+    prediction.
+    """
     layer, x, y = numbers("gaussian, noise estimated")
     with torch.no_grad():
         layer.weight *= 0.5

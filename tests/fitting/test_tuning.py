@@ -1,4 +1,6 @@
-"""Prior and noise from the data: the maximum that a search over closed forms finds, from the sums alone."""
+"""Prior and noise from the data: the maximum that a search over closed forms finds, from the
+sums alone.
+"""
 
 import csv
 import math
@@ -36,7 +38,9 @@ NEW_Y = NEW_X @ W + 0.3 * torch.randn(80, dtype=torch.float64, generator=G)
 
 def line(mean=0.0, noise=1.0):
     model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
-    return ssla.fit(model, (X, Y), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(1.0, mean))
+    return ssla.fit(
+        model, (X, Y), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(1.0, mean)
+    )
 
 
 def net(seed=0):
@@ -59,9 +63,11 @@ def test_the_maximum_is_that_of_a_search_over_the_closed_form(mean):
     tau, sigma = tuned.prior.precision, tuned.likelihood.noise
     assert abs(tuned.log_evidence() - linear_log_evidence(X, Y, sigma**2, tau, mean)) < 1e-8
     assert abs(float(tuned.tuning_history.values[-1]) - tuned.log_evidence()) < 1e-8
-    negative = lambda v: -linear_log_evidence(X, Y, math.exp(2 * v[0]), math.exp(v[1]), mean)  # noqa: E731
+    negative = lambda v: -linear_log_evidence(X, Y, math.exp(2 * v[0]), math.exp(v[1]), mean)
     grid = [(negative((a, b)), a, b) for a in np.linspace(-3, 1, 9) for b in np.linspace(-6, 6, 13)]
-    found = optimize.minimize(negative, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
+    found = optimize.minimize(
+        negative, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12}
+    )
     assert tuned.log_evidence() >= -found.fun - 1e-8
     assert abs(math.log(sigma) - found.x[0]) < 1e-5
     assert abs(math.log(tau) - found.x[1]) < 1e-4
@@ -75,7 +81,9 @@ def test_the_tuned_posterior_is_a_fresh_fit_with_its_prior_and_noise():
     fresh = ssla.fit(model, (X, Y), likelihood=tuned.likelihood, prior=tuned.prior)
     assert (tuned.theta - fresh.theta).abs().max() < 1e-9
     assert abs(tuned.log_evidence() - fresh.log_evidence()) < 1e-8
-    mean, variance = linear_predictive(X, Y, tuned.likelihood.noise**2, tuned.prior.precision, 0.0, NEW_X)
+    mean, variance = linear_predictive(
+        X, Y, tuned.likelihood.noise**2, tuned.prior.precision, 0.0, NEW_X
+    )
     p = tuned.predict(NEW_X)
     assert np.abs(p.mean.numpy() - mean).max() < 1e-9
     assert np.abs(p.variance.numpy() - variance).max() < 1e-9
@@ -91,10 +99,16 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("likelihood", [L.Gaussian(noise=0.5), L.Poisson()], ids=["gaussian", "poisson"])
+@pytest.mark.parametrize(
+    "likelihood", [L.Gaussian(noise=0.5), L.Poisson()], ids=["gaussian", "poisson"]
+)
 @pytest.mark.parametrize(("structure", "weights", "per_layer", "kind"), SETTINGS)
-def test_value_and_gradient_are_the_posteriors_own_evidence(structure, weights, per_layer, kind, likelihood):
-    """At random precisions and noises: against Posterior.log_evidence, and against central differences of it."""
+def test_value_and_gradient_are_the_posteriors_own_evidence(
+    structure, weights, per_layer, kind, likelihood
+):
+    """At random precisions and noises: against Posterior.log_evidence, and against central
+    differences of it.
+    """
     y = Y if isinstance(likelihood, L.Gaussian) else COUNTS
     post = quiet(
         ssla.fit,
@@ -148,15 +162,25 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     assert tuned.log_evidence() >= post.log_evidence()
     space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
     low, high = space.box
-    free = ~torch.tensor([name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names])
-    start = (tuned.tuning_history.points[-1] / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]).log()
+    free = ~torch.tensor(
+        [name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names]
+    )
+    start = (
+        tuned.tuning_history.points[-1]
+        / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
+    ).log()
 
     def negative(v):
         point = start.clone()
         point[free] = torch.from_numpy(v)
         return -space.posterior_at(point.clamp(low, high)).log_evidence()
 
-    found = optimize.minimize(negative, start[free].numpy() + 0.05, method="Nelder-Mead", options={"maxfev": 300, "fatol": 1e-10})
+    found = optimize.minimize(
+        negative,
+        start[free].numpy() + 0.05,
+        method="Nelder-Mead",
+        options={"maxfev": 300, "fatol": 1e-10},
+    )
     assert tuned.log_evidence() >= -found.fun - 1e-6
 
 
@@ -165,7 +189,12 @@ def test_noise_and_precision_are_recovered_from_noisy_linear_data():
     x = torch.randn(3000, 40, dtype=torch.float64, generator=generator)
     w = torch.randn(40, dtype=torch.float64, generator=generator) / math.sqrt(5.0)
     y = x @ w + 0.7 * torch.randn(3000, dtype=torch.float64, generator=generator)
-    post = ssla.fit(nn.Linear(40, 1, bias=False).double(), (x, y), likelihood=L.Gaussian(noise=3.0), prior=priors.Gaussian())
+    post = ssla.fit(
+        nn.Linear(40, 1, bias=False).double(),
+        (x, y),
+        likelihood=L.Gaussian(noise=3.0),
+        prior=priors.Gaussian(),
+    )
     tuned = post.tune()
     assert abs(tuned.likelihood.noise / 0.7 - 1) < 0.05
     assert abs(math.log(tuned.prior.precision / 5.0)) < 0.6
@@ -177,21 +206,36 @@ def test_noise_and_precision_are_recovered_from_noisy_linear_data():
 def test_several_outputs_share_one_factor_on_their_noises():
     y = torch.stack([Y, 2 * Y.flip(0)], 1)
     likelihood = L.Gaussian(noise=torch.tensor([0.6, 1.2], dtype=torch.float64))
-    post = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace")
+    post = ssla.fit(
+        nn.Linear(4, 2).double(),
+        (X, y),
+        likelihood=likelihood,
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+    )
     tuned = post.tune()
     ratio = tuned.likelihood.noise / likelihood.noise
     assert abs(float(ratio[0] - ratio[1])) < 1e-12
-    fresh = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=tuned.likelihood, prior=tuned.prior)
+    fresh = ssla.fit(
+        nn.Linear(4, 2).double(), (X, y), likelihood=tuned.likelihood, prior=tuned.prior
+    )
     assert abs(tuned.log_evidence() - fresh.log_evidence()) < 1e-8
     sigma = torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)
-    full = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=L.Gaussian(covariance=sigma), prior=priors.Gaussian()).tune()
+    full = ssla.fit(
+        nn.Linear(4, 2).double(),
+        (X, y),
+        likelihood=L.Gaussian(covariance=sigma),
+        prior=priors.Gaussian(),
+    ).tune()
     again = ssla.fit(nn.Linear(4, 2).double(), (X, y), likelihood=full.likelihood, prior=full.prior)
     assert abs(full.log_evidence() - again.log_evidence()) < 1e-8
     assert abs(float(full.tuning_history.values[-1]) - full.log_evidence()) < 1e-8
 
 
 def test_a_pattern_of_precisions_and_means_is_kept():
-    prior = priors.Gaussian(precision={"2.weight": torch.arange(1.0, 6.0)[None], "2.bias": 0.1}, mean=0.2)
+    prior = priors.Gaussian(
+        precision={"2.weight": torch.arange(1.0, 6.0)[None], "2.bias": 0.1}, mean=0.2
+    )
     post = quiet(ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), prior=prior)
     tuned = quiet(post.tune)
     ratio = tuned.bound_prior.scale_precision / post.bound_prior.scale_precision
@@ -202,12 +246,21 @@ def test_a_pattern_of_precisions_and_means_is_kept():
 
 
 def test_counts_have_no_noise_and_the_trace_says_so():
-    post = quiet(ssla.fit, net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
+    post = quiet(
+        ssla.fit,
+        net(),
+        (X, COUNTS),
+        likelihood=L.Poisson(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+    )
     tuned = quiet(post.tune)
     assert "has no noise to tune" in str(tuned.tuning_history)
     assert "θ̂ was kept" in str(tuned.report)
-    negative = lambda v: -post.with_prior(priors.Gaussian(math.exp(v))).log_evidence()  # noqa: E731
-    found = optimize.minimize_scalar(negative, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8})
+    negative = lambda v: -post.with_prior(priors.Gaussian(math.exp(v))).log_evidence()
+    found = optimize.minimize_scalar(
+        negative, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8}
+    )
     assert abs(math.log(tuned.prior.precision) - found.x) < 1e-4
     assert abs(tuned.log_evidence() + found.fun) < 1e-9
 
@@ -215,7 +268,12 @@ def test_counts_have_no_noise_and_the_trace_says_so():
 def test_a_solution_at_the_edge_is_reported():
     """Targets orthogonal to every feature: the evidence grows with the precision for ever."""
     y = Y - X @ torch.linalg.lstsq(X, Y[:, None]).solution.squeeze(1)
-    post = ssla.fit(nn.Linear(4, 1, bias=False).double(), (X, y), likelihood=L.Gaussian(noise=1.0), prior=priors.Gaussian())
+    post = ssla.fit(
+        nn.Linear(4, 1, bias=False).double(),
+        (X, y),
+        likelihood=L.Gaussian(noise=1.0),
+        prior=priors.Gaussian(),
+    )
     with pytest.warns(UserWarning, match="edge of its range for precision of network"):
         tuned = post.tune()
     assert tuned.tuning_history.at_bound == ("precision of network",)
@@ -249,10 +307,15 @@ def test_validation_scores_are_minimised(objective):
         z = (NEW_Y.numpy() - mean) / np.sqrt(variance)
         if objective == "nll":
             return (0.5 * z**2 + 0.5 * np.log(2 * np.pi * variance)).mean()
-        return (np.sqrt(variance) * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / math.sqrt(math.pi))).mean()
+        return (
+            np.sqrt(variance)
+            * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / math.sqrt(math.pi))
+        ).mean()
 
     grid = [(value((a, b)), a, b) for a in np.linspace(-3, 1, 9) for b in np.linspace(-8, 8, 17)]
-    found = optimize.minimize(value, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12})
+    found = optimize.minimize(
+        value, min(grid)[1:], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12}
+    )
     reached = float(score(tuned.predict(NEW_X), NEW_Y))
     assert reached <= found.fun + 1e-6
     assert abs(float(-tuned.tuning_history.values[-1]) - reached) < 1e-9
@@ -268,7 +331,9 @@ def test_folds_are_scored_as_if_each_had_been_fitted():
     for k in range(5):
         out = torch.arange(k, 120, 5)
         keep = torch.ones(120, dtype=torch.bool).index_fill(0, out, False)
-        mean, variance = linear_predictive(X[keep], Y[keep], math.exp(-1.8), math.exp(0.7), 0.0, X[out])
+        mean, variance = linear_predictive(
+            X[keep], Y[keep], math.exp(-1.8), math.exp(0.7), 0.0, X[out]
+        )
         total += stats.norm(mean, np.sqrt(variance)).logpdf(Y[out]).sum()
     assert abs(held(space, point) - total / 120) < 1e-10
     tuned = post.tune("nll", data=(X, Y), folds=5)
@@ -278,13 +343,32 @@ def test_folds_are_scored_as_if_each_had_been_fitted():
 
 @pytest.mark.parametrize("folds", [None, 4])
 def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
-    new = torch.poisson(torch.exp(0.5 + 0.4 * NEW_X[:, 0]), generator=torch.Generator().manual_seed(0))
-    data = (NEW_X[:40], new[:40]) if folds is None else [(X[:20], COUNTS[:20]), (X[20:40], COUNTS[20:40])]
-    last = quiet(ssla.fit, net(), (X[:40], COUNTS[:40]), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
+    new = torch.poisson(
+        torch.exp(0.5 + 0.4 * NEW_X[:, 0]), generator=torch.Generator().manual_seed(0)
+    )
+    data = (
+        (NEW_X[:40], new[:40])
+        if folds is None
+        else [(X[:20], COUNTS[:20]), (X[20:40], COUNTS[20:40])]
+    )
+    last = quiet(
+        ssla.fit,
+        net(),
+        (X[:40], COUNTS[:40]),
+        likelihood=L.Poisson(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+    )
     tuned = quiet(last.tune, "nll", data=data, folds=folds)
     assert float(tuned.tuning_history.values[-1]) >= float(tuned.tuning_history.values[0])
     everything = quiet(
-        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure="diag"
+        ssla.fit,
+        net(),
+        (X, Y),
+        likelihood=L.Gaussian(noise=0.5),
+        prior=priors.Gaussian(),
+        weights="all",
+        structure="diag",
     )
     rows = (NEW_X, NEW_Y) if folds is None else (X, Y)
     both = quiet(everything.tune, "crps", data=rows, folds=folds, per_layer=False)
@@ -297,11 +381,23 @@ def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
 
 def test_another_noise_rescales_the_sums_exactly():
     post = quiet(
-        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(), weights="all", structure="kfac"
+        ssla.fit,
+        net(),
+        (X, Y),
+        likelihood=L.Gaussian(noise=0.5),
+        prior=priors.Gaussian(),
+        weights="all",
+        structure="kfac",
     )
     other = post.state.at_noise(1.7)
     fresh = quiet(
-        ssla.fit, net(), (X, Y), likelihood=L.Gaussian(noise=0.85), prior=priors.Gaussian(), weights="all", structure="kfac"
+        ssla.fit,
+        net(),
+        (X, Y),
+        likelihood=L.Gaussian(noise=0.85),
+        prior=priors.Gaussian(),
+        weights="all",
+        structure="kfac",
     )
     assert abs(other.statistics.log_likelihood - fresh.statistics.log_likelihood) < 1e-9
     assert (other.statistics.gradient - fresh.statistics.gradient).abs().max() < 1e-9
@@ -326,14 +422,27 @@ def test_many_layers_of_many_weights_have_their_precisions_in_few_evaluations():
 
 def test_the_ascent_stays_inside_its_box_and_finds_the_corner():
     def function(p):
-        return float(p[0] - (p[1] - 0.3) ** 2), torch.tensor([1.0, -2 * float(p[1] - 0.3)], dtype=torch.float64)
+        return float(p[0] - (p[1] - 0.3) ** 2), torch.tensor(
+            [1.0, -2 * float(p[1] - 0.3)], dtype=torch.float64
+        )
 
-    box = torch.tensor([-1.0, -1.0], dtype=torch.float64), torch.tensor([2.0, 1.0], dtype=torch.float64)
-    found = maximise(function, torch.zeros(2, dtype=torch.float64), *box, torch.ones(2, dtype=torch.float64))
+    box = (
+        torch.tensor([-1.0, -1.0], dtype=torch.float64),
+        torch.tensor([2.0, 1.0], dtype=torch.float64),
+    )
+    found = maximise(
+        function, torch.zeros(2, dtype=torch.float64), *box, torch.ones(2, dtype=torch.float64)
+    )
     assert found.converged
     assert found.at_bound.tolist() == [True, False]
     assert torch.allclose(found.point, torch.tensor([2.0, 0.3], dtype=torch.float64), atol=1e-8)
-    hard = maximise(function, *[torch.zeros(2, dtype=torch.float64)], *box, torch.ones(2, dtype=torch.float64), rounds=0)
+    hard = maximise(
+        function,
+        *[torch.zeros(2, dtype=torch.float64)],
+        *box,
+        torch.ones(2, dtype=torch.float64),
+        rounds=0,
+    )
     assert not hard.converged
 
 
@@ -341,15 +450,30 @@ def test_the_ascent_stays_inside_its_box_and_finds_the_corner():
     ("call", "message"),
     [
         (lambda p: p.tune("evidnce"), "Unknown objective 'evidnce'. Did you mean 'evidence'"),
-        (lambda p: p.tune(over=("nois",)), "Unknown thing to tune over 'nois'. Did you mean 'noise'"),
+        (
+            lambda p: p.tune(over=("nois",)),
+            "Unknown thing to tune over 'nois'. Did you mean 'noise'",
+        ),
         (lambda p: p.tune("nll"), "objective='nll' needs data=.*folds=5"),
         (lambda p: p.tune(data=(X, Y)), "takes none"),
-        (lambda p: p.tune("nll", data=(X, Y), folds=1), "folds must be a whole number from 2 to the number of rows"),
-        (lambda p: p.tune("nll", data=(NEW_X, NEW_Y), folds=3), "120 rows were fitted, but 80 came"),
+        (
+            lambda p: p.tune("nll", data=(X, Y), folds=1),
+            "folds must be a whole number from 2 to the number of rows",
+        ),
+        (
+            lambda p: p.tune("nll", data=(NEW_X, NEW_Y), folds=3),
+            "120 rows were fitted, but 80 came",
+        ),
         (lambda p: p.tune(over=()), "nothing to tune"),
         (lambda p: p.with_prior(priors.Laplace()).tune(), "Tuning is for Gaussian priors"),
-        (lambda p: p.with_prior(priors.Gaussian(), "paper").tune(), "Tuning needs the exact convention"),
-        (lambda p: p.with_prior(priors.Flat()).tune(over="noise"), "Under a flat prior the evidence is not defined"),
+        (
+            lambda p: p.with_prior(priors.Gaussian(), "paper").tune(),
+            "Tuning needs the exact convention",
+        ),
+        (
+            lambda p: p.with_prior(priors.Flat()).tune(over="noise"),
+            "Under a flat prior the evidence is not defined",
+        ),
         (lambda p: p.tune("nll", data=[]), "The data are empty"),
     ],
 )
@@ -384,7 +508,11 @@ SETS = {
 def uci(folder, name, limit=600):
     target, left_out = SETS[name]
     with open(Path(folder) / f"{name}.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if all(v for k, v in row.items() if k not in left_out)]
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if all(v for k, v in row.items() if k not in left_out)
+        ]
     x = [[float(v) for k, v in row.items() if k != target and k not in left_out] for row in rows]
     y = torch.tensor([float(row[target]) for row in rows], dtype=torch.float64)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:limit]
@@ -412,7 +540,13 @@ def split_scores(x, y, seed):
             if error < best:
                 best, kept = error, {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(kept)
-    post = quiet(ssla.fit, model.eval(), (x[:a], y[:a]), likelihood=L.Gaussian(noise=1.0), prior=priors.Gaussian())
+    post = quiet(
+        ssla.fit,
+        model.eval(),
+        (x[:a], y[:a]),
+        likelihood=L.Gaussian(noise=1.0),
+        prior=priors.Gaussian(),
+    )
     tuned = quiet(post.tune)
     assert tuned.tuning_history.converged
     return [float(ssla.metrics.nll(p.predict(x[b:]), y[b:])) for p in (post, tuned)]
@@ -423,7 +557,9 @@ UCI_THERE = (Path(os.environ.get("SSLA_DATA", "nowhere")) / "concrete.csv").exis
 
 @pytest.mark.skipif(not UCI_THERE, reason="SSLA_DATA does not name the folder of the UCI sets")
 def test_the_evidence_beats_the_untuned_posterior_on_the_uci_sets():
-    """Noise 1 and precision 1 on standardised targets (what peers default to) against the tuned posterior, three splits each."""
+    """Noise 1 and precision 1 on standardised targets (what peers default to) against the tuned
+    posterior, three splits each.
+    """
     wins = []
     for name in SETS:
         x, y = uci(os.environ["SSLA_DATA"], name)
@@ -440,14 +576,20 @@ class TestLeaveOneOut:
     def problem():
         generator = torch.Generator().manual_seed(4)
         x = torch.randn(40, 3, dtype=torch.float64, generator=generator)
-        y = L.Poisson().sample(x @ torch.tensor([[0.6], [-0.4], [0.0]], dtype=torch.float64), 1, generator)[0].double()
+        y = (
+            L.Poisson()
+            .sample(x @ torch.tensor([[0.6], [-0.4], [0.0]], dtype=torch.float64), 1, generator)[0]
+            .double()
+        )
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(3, 1)).double().eval(), x, y
 
     def test_it_finds_the_prior_of_the_best_score(self):
         model, x, y = self.problem()
         with pytest.warns(UserWarning, match="features were trained"):
-            tuned = ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=priors.Gaussian()).tune("loo")
+            tuned = ssla.fit(model, (x, y), likelihood=L.Poisson(), prior=priors.Gaussian()).tune(
+                "loo"
+            )
         best = float(tuned.bound_prior.scale_precision[0])
 
         def score(factor):
@@ -478,7 +620,9 @@ class TestLeaveOneOut:
 
 
 def test_tuning_ends_without_a_mode_where_there_is_none(monkeypatch):
-    """servo, mean and log variance: under the precision that held-out rows chose, a variance goes to zero on few rows."""
+    """servo, mean and log variance: under the precision that held-out rows chose, a variance
+    goes to zero on few rows.
+    """
     posterior = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(1.0))
 
     def diverges(*_):
@@ -495,12 +639,25 @@ def test_a_rough_search_finds_nearly_the_same_prior_and_keeps_the_mode():
     post = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson(), prior=priors.Gaussian(1.0))
     held = NEW_X, COUNTS[:80]
     whole, rough = (
-        tune(post.state, "nll", held, ("prior",), False, None, within=(0.03, 100.0), doubt=1.5, quiet=True, rough=flag)
+        tune(
+            post.state,
+            "nll",
+            held,
+            ("prior",),
+            False,
+            None,
+            within=(0.03, 100.0),
+            doubt=1.5,
+            quiet=True,
+            rough=flag,
+        )
         for flag in (False, True)
     )
     assert torch.equal(rough.theta, post.theta)
     assert rough.report.rounds < whole.report.rounds
-    assert float(rough.tuning_history.values[-1]) == pytest.approx(float(whole.tuning_history.values[-1]), abs=1e-3)
+    assert float(rough.tuning_history.values[-1]) == pytest.approx(
+        float(whole.tuning_history.values[-1]), abs=1e-3
+    )
     assert abs(math.log(float(rough.prior.precision) / float(whole.prior.precision))) < 0.5
 
 

@@ -1,7 +1,9 @@
-"""Predictions follow the unit of the targets: predictive(c·y) = c·predictive(y), for every likelihood of numbers.
+"""Predictions follow the unit of the targets: predictive(c·y) = c·predictive(y), for every
+likelihood of numbers.
 
-The network's outputs are brought to the unit of the targets exactly, through its last layer. The oracle is the same fit in unit
-scale; for Gaussian noise on a last layer also the conjugate predictive at the prior and the noise that were chosen.
+The network's outputs are brought to the unit of the targets exactly, through its last layer. The
+oracle is the same fit in unit scale; for Gaussian noise on a last layer also the conjugate
+predictive at the prior and the noise that were chosen.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def trained(targets: Tensor, log_variance: bool = False) -> nn.Sequential:
     for _ in range(150):
         optimiser.zero_grad()
         f = module(X)
-        loss = ((f - targets.reshape(f.shape)) ** 2).mean() if not log_variance else -het(f, targets)
+        loss = (
+            ((f - targets.reshape(f.shape)) ** 2).mean() if not log_variance else -het(f, targets)
+        )
         loss.backward()
         optimiser.step()
     return module.eval()
@@ -53,7 +57,9 @@ def het(f: Tensor, y: Tensor) -> Tensor:
 ONE, TWO, VARYING = trained(Y), trained(BOTH), trained(Y, log_variance=True)
 
 
-def in_unit(module: nn.Sequential, factor: float | list[float], shift: float | list[float] = 0.0) -> nn.Sequential:
+def in_unit(
+    module: nn.Sequential, factor: float | list[float], shift: float | list[float] = 0.0
+) -> nn.Sequential:
     """The network whose outputs are shift + factor · f."""
     other = copy.deepcopy(module)
     a, b = (torch.as_tensor(value, dtype=torch.float64) for value in (factor, shift))
@@ -69,8 +75,18 @@ def fit_in(case: str, c: float, dtype=torch.float64, **settings):
         "gaussian": (in_unit(ONE, c), Y, c, L.Gaussian(noise="estimate")),
         "known noise": (in_unit(ONE, c), Y, c, L.Gaussian(noise=0.3 * c)),
         "student": (in_unit(ONE, c), Y, c, L.StudentT(df=4.0, scale=0.25 * c)),
-        "heteroscedastic": (in_unit(VARYING, [c, 1.0], [0.0, 2 * math.log(c)]), Y, c, L.HeteroscedasticGaussian()),
-        "two targets": (in_unit(TWO, [c, 1 / c]), BOTH, torch.tensor([c, 1 / c]).double(), L.Gaussian(noise="estimate")),
+        "heteroscedastic": (
+            in_unit(VARYING, [c, 1.0], [0.0, 2 * math.log(c)]),
+            Y,
+            c,
+            L.HeteroscedasticGaussian(),
+        ),
+        "two targets": (
+            in_unit(TWO, [c, 1 / c]),
+            BOTH,
+            torch.tensor([c, 1 / c]).double(),
+            L.Gaussian(noise="estimate"),
+        ),
     }[case]
     data = X.to(dtype), (y * unit).to(dtype)
     with warnings.catch_warnings():
@@ -78,7 +94,9 @@ def fit_in(case: str, c: float, dtype=torch.float64, **settings):
         return ssla.fit(module.to(dtype), data, likelihood=likelihood, **settings), unit
 
 
-def answers(case: str, c: float, dtype=torch.float64, tune=None, **settings) -> tuple[Tensor, Tensor, Tensor]:
+def answers(
+    case: str, c: float, dtype=torch.float64, tune=None, **settings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, standard deviation and 90% interval at new inputs, in unit scale."""
     posterior, unit = fit_in(case, c, dtype, **settings)
     if tune is not None:
@@ -108,7 +126,9 @@ def test_predictions_of_a_last_layer_follow_the_unit_of_the_targets(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_predictions_of_all_weights_follow_the_unit_of_the_targets(case):
-    """A unit scales the last layer alone, by output: each output of it needs a precision of its own."""
+    """A unit scales the last layer alone, by output: each output of it needs a precision of its
+    own.
+    """
     settings = {"weights": "all", "gaussian": "laplace"}
     expected = answers(case, 1.0, **settings)
     for c in (1e-12, 0.01, 1e8, 1e12):
@@ -132,7 +152,11 @@ def test_predictions_in_single_precision_follow_the_unit(case):
 
 @pytest.mark.parametrize("structure", ["kfac", "diag"])
 def test_other_structures_follow_the_unit(structure):
-    for case in ("gaussian", "student", *(["heteroscedastic", "two targets"] if structure == "diag" else [])):
+    for case in (
+        "gaussian",
+        "student",
+        *(["heteroscedastic", "two targets"] if structure == "diag" else []),
+    ):
         for weights in ("last_layer", "all"):
             settings = {"structure": structure, "weights": weights}
             assert_same(answers(case, 1e-12, **settings), answers(case, 1.0, **settings), 1e-6)
@@ -148,7 +172,9 @@ def test_the_predictive_is_the_conjugate_one_at_the_chosen_prior_and_noise(c):
     sigma = posterior.likelihood.noise / c
     bound = prior.bind(posterior.state.network.layout)
     with torch.no_grad():
-        phi, new = (torch.cat([ONE[1](ONE[0](x)), torch.ones(len(x), 1).double()], 1) for x in (X, NEW))
+        phi, new = (
+            torch.cat([ONE[1](ONE[0](x)), torch.ones(len(x), 1).double()], 1) for x in (X, NEW)
+        )
     tau, centre = torch.diag(bound.scale_precision * c**2), bound.mean / c
     H = phi.mT @ phi / sigma**2 + tau
     m = torch.linalg.solve(H, phi.mT @ Y / sigma**2 + tau @ centre)
@@ -161,7 +187,9 @@ def test_the_predictive_is_the_conjugate_one_at_the_chosen_prior_and_noise(c):
 def test_predictions_follow_a_shift_of_the_targets(case):
     """An offset is in the last bias, on which the prior is centred."""
     expected = answers(case, 1.0)
-    likelihood = L.StudentT(df=4.0, scale=0.25) if case == "student" else L.Gaussian(noise="estimate")
+    likelihood = (
+        L.StudentT(df=4.0, scale=0.25) if case == "student" else L.Gaussian(noise="estimate")
+    )
     p = ssla.fit(in_unit(ONE, 1.0, 1e5), (X, Y + 1e5), likelihood=likelihood).predict(NEW)
     assert_same((p.mean - 1e5, p.stddev, p.interval(0.9) - 1e5), expected, 1e-6)
 
@@ -169,14 +197,17 @@ def test_predictions_follow_a_shift_of_the_targets(case):
 @pytest.mark.parametrize("objective", ["evidence", "nll", "crps"])
 @pytest.mark.parametrize("case", ["gaussian", "student"])
 def test_tuning_follows_the_unit_of_the_targets(case, objective):
-    """From a prior that knows the unit; crps itself is in that unit, and log densities are shifted by it."""
+    """From a prior that knows the unit; crps itself is in that unit, and log densities are
+    shifted by it.
+    """
 
     def tune(posterior, unit):
         data = None if objective == "evidence" else (X[::2], Y[::2] * unit)
         return posterior.tune(objective, data=data)
 
     expected = answers(case, 1.0, tune=tune)
-    # A search by a score ends where a step gains less than 1e-9: within about its root of the maximum.
+    # A search by a score ends where a step gains less than 1e-9: within about its root of the
+    # maximum.
     tolerance = 1e-5 if objective == "evidence" else 1e-4
     for c in (1e-12, 1e12):
         assert_same(answers(case, c, tune=tune), expected, tolerance)
@@ -195,7 +226,10 @@ def test_the_evidence_finds_the_same_precision_from_a_prior_that_ignores_the_uni
 
 @pytest.mark.parametrize("case", ["student", "heteroscedastic"])
 def test_refits_of_the_weights_follow_the_unit(case):
-    """log p(c·y) = log p(y) − log c. Beyond what single precision holds, refits are in double precision throughout."""
+    """log p(c·y) = log p(y) − log c.
+
+    Beyond what single precision holds, refits are in double precision throughout.
+    """
     y = torch.linspace(-2.0, 3.0, 5, dtype=torch.float64)
     x = NEW[:1].expand(5, 2)
     expected = ssla.ssla(fit_in(case, 1.0)[0], x, y).total

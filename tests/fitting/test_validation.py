@@ -1,7 +1,8 @@
-"""fit(validation=…): rows that the network has not seen choose dispersion, prior, mode and Gaussian.
+"""fit(validation=…): rows that the network has not seen choose dispersion, prior, mode and
+Gaussian.
 
-Oracles: `ssla.fit` with the setting given explicitly, and `predict`, which share no code with the search; SciPy for Gaussian
-noise; known truths of simulated networks.
+Oracles: `ssla.fit` with the setting given explicitly, and `predict`, which share no code with the
+search; SciPy for Gaussian noise; known truths of simulated networks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ class Problem(NamedTuple):
     new: tuple[Tensor, Tensor]
 
 
-def problem(likelihood: object, outputs: int, confidence: float = 1.0, dtype: torch.dtype = torch.float64) -> Problem:
-    """Targets from a known network, whose outputs are `confidence` times as large in the model that is fitted."""
+def problem(
+    likelihood: object, outputs: int, confidence: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Problem:
+    """Targets from a known network, whose outputs are `confidence` times as large in the model
+    that is fitted.
+    """
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
     with torch.no_grad():
@@ -59,7 +64,15 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
     """The search of a fit, before it has chosen."""
     asked = {"prior": None, "structure": "dense", "mode": None, "gaussian": None} | options
     reader = Reader(open_source(given.train), given.model, "last_layer", DEFAULT_BUDGET)
-    job = checked_job(reader, likelihood, asked["prior"], asked["structure"], asked["mode"], asked["gaussian"], DEFAULT_BUDGET)
+    job = checked_job(
+        reader,
+        likelihood,
+        asked["prior"],
+        asked["structure"],
+        asked["mode"],
+        asked["gaussian"],
+        DEFAULT_BUDGET,
+    )
     job, start = trained_state(job)
     search = Search(job, start, ValidationRows.read(start, open_source(given.unseen)))
     search.run()
@@ -82,7 +95,9 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
     ],
     ids=str,
 )
-def test_scores_are_those_of_an_explicit_fit(likelihood: object, outputs: int, accuracy: float, structure: str) -> None:
+def test_scores_are_those_of_an_explicit_fit(
+    likelihood: object, outputs: int, accuracy: float, structure: str
+) -> None:
     given = problem(likelihood, outputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,9 +123,17 @@ def test_scores_are_those_of_an_explicit_fit(likelihood: object, outputs: int, a
 
 
 def test_the_chosen_gaussian_noise_and_prior_are_those_of_scipy() -> None:
-    """Within the standard error of the rule: SciPy minimises the log density of the same rows over both."""
+    """Within the standard error of the rule: SciPy minimises the log density of the same rows
+    over both.
+    """
     given = problem(L.Gaussian(noise=0.7), 1)
-    posterior = ssla.fit(given.model, given.train, likelihood=L.Gaussian(noise=0.3), validation=given.unseen, mode="tilt")
+    posterior = ssla.fit(
+        given.model,
+        given.train,
+        likelihood=L.Gaussian(noise=0.3),
+        validation=given.unseen,
+        mode="tilt",
+    )
     head = given.model[2]
     phi, unseen = (
         torch.cat([given.model[:2](x), torch.ones(len(x), 1).double()], 1).detach().numpy()
@@ -124,7 +147,9 @@ def test_the_chosen_gaussian_noise_and_prior_are_those_of_scipy() -> None:
         variance = noise**2 + np.einsum("nf,fn->n", unseen, np.linalg.solve(H, unseen.T))
         return float(0.5 * np.mean(np.log(2 * np.pi * variance) + r**2 / variance))
 
-    best = minimize(loss, np.array([-0.5, 0.0]), method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-10})
+    best = minimize(
+        loss, np.array([-0.5, 0.0]), method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-10}
+    )
     precision = float(posterior.bound_prior.precision(posterior.theta)[0])
     own = loss(np.log([posterior.likelihood.noise, precision]))
     assert best.fun <= own <= best.fun + 0.01
@@ -138,9 +163,13 @@ def test_the_chosen_gaussian_noise_and_prior_are_those_of_scipy() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("confidence", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize(("law", "outputs"), [(L.Bernoulli, 1), (L.Categorical, 4)])
-def test_the_temperature_is_what_the_network_is_off_by(law: type, outputs: int, confidence: float, dtype: torch.dtype) -> None:
+def test_the_temperature_is_what_the_network_is_off_by(
+    law: type, outputs: int, confidence: float, dtype: torch.dtype
+) -> None:
     given = problem(law(), outputs, confidence, dtype)
-    posterior = ssla.fit(given.model, given.train, likelihood=law(), validation=given.unseen, mode="tilt")
+    posterior = ssla.fit(
+        given.model, given.train, likelihood=law(), validation=given.unseen, mode="tilt"
+    )
     found = posterior.report.validation
     assert found.network_spread == pytest.approx(confidence, rel=0.3)
     words = {0.4: "under-confident", 1.0: "confidence", 3.0: "over-confident"}[confidence]
@@ -148,11 +177,14 @@ def test_the_temperature_is_what_the_network_is_off_by(law: type, outputs: int, 
     assert words in str(posterior.report)
     x, y = given.new
     f = given.model(x).detach()
-    plug_in, scaled = (-float(law(temperature=t).log_prob(y, f).mean()) for t in (1.0, found.network_spread))
+    plug_in, scaled = (
+        -float(law(temperature=t).log_prob(y, f).mean()) for t in (1.0, found.network_spread)
+    )
     truth = -float(law(temperature=confidence).log_prob(y, f).mean())
     own = -float(posterior.predict(x).log_prob(y).mean())
-    # Where the network is right, a temperature that 400 rows choose can only lose, here as in temperature scaling. Besides there
-    # is what the rule gives for doubt, and what a second parameter loses.
+    # Where the network is right, a temperature that 400 rows choose can only lose, here as in
+    # temperature scaling. Besides there is what the rule gives for doubt, and what a second
+    # parameter loses.
     assert own <= max(plug_in, scaled) + MOST_LOSS + 1 / (2 * UNSEEN)
     assert own <= truth + 0.03
 
@@ -193,7 +225,13 @@ def test_rows_without_an_error_leave_the_temperature_finite(rows: int) -> None:
 
 def test_wrong_noise_is_corrected() -> None:
     given = problem(L.HeteroscedasticGaussian(scale=2.0), 2)
-    posterior = ssla.fit(given.model, given.train, likelihood=L.HeteroscedasticGaussian(), validation=given.unseen, mode="tilt")
+    posterior = ssla.fit(
+        given.model,
+        given.train,
+        likelihood=L.HeteroscedasticGaussian(),
+        validation=given.unseen,
+        mode="tilt",
+    )
     assert posterior.report.validation.network_spread == pytest.approx(2.0, rel=0.1)
     assert posterior.report.validation.coverage["0.9"] == pytest.approx(0.9, abs=0.04)
     assert "residuals" in posterior.report.validation.words
@@ -201,7 +239,9 @@ def test_wrong_noise_is_corrected() -> None:
 
 def test_counts_that_vary_too_much_get_an_overdispersion() -> None:
     given = problem(L.NegativeBinomial(dispersion=1.0), 1)
-    posterior = ssla.fit(given.model, given.train, likelihood=L.Poisson(), validation=given.unseen, mode="tilt")
+    posterior = ssla.fit(
+        given.model, given.train, likelihood=L.Poisson(), validation=given.unseen, mode="tilt"
+    )
     assert isinstance(posterior.likelihood, L.NegativeBinomial)
     assert posterior.likelihood.dispersion == pytest.approx(1.0, abs=0.4)
 
@@ -211,17 +251,23 @@ def test_an_untrained_head_is_polished() -> None:
     with torch.no_grad():
         given.model[2].weight.zero_()
         given.model[2].bias.zero_()
-    posterior = ssla.fit(given.model, given.train, likelihood=L.Gaussian(noise="estimate"), validation=given.unseen)
+    posterior = ssla.fit(
+        given.model, given.train, likelihood=L.Gaussian(noise="estimate"), validation=given.unseen
+    )
     assert posterior.report.mode == POLISH
     assert posterior.likelihood.noise == pytest.approx(0.3, rel=0.1)
 
 
 def test_a_memorised_network_gains() -> None:
-    """A network trained to fit the noise of few rows: its predictive is better than it, and than it rescaled."""
+    """A network trained to fit the noise of few rows: its predictive is better than it, and
+    than it rescaled.
+    """
     torch.manual_seed(0)
     x = torch.randn(1200, 3)
     y = (x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.3 * torch.randn(1200)).float()
-    model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1))
+    model = nn.Sequential(
+        nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1)
+    )
     optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(400):
         optimiser.zero_grad()
@@ -236,8 +282,11 @@ def test_a_memorised_network_gains() -> None:
     assert found.scaled_plug_in < found.plug_in
     with torch.no_grad():
         scale = float((new[1] - model(new[0])[:, 0]).std())
-    rescaled = 0.5 * math.log(2 * math.pi * scale**2) + 0.5  # with the best noise for the new rows themselves
-    own, without = (-float(post.predict(new[0]).log_prob(new[1]).mean()) for post in (posterior, alone))
+    # with the best noise for the new rows themselves
+    rescaled = 0.5 * math.log(2 * math.pi * scale**2) + 0.5
+    own, without = (
+        -float(post.predict(new[0]).log_prob(new[1]).mean()) for post in (posterior, alone)
+    )
     assert own < without - 0.1
     assert own < rescaled - 0.05
     inside = posterior.predict(new[0]).interval(0.9)
@@ -266,7 +315,13 @@ def test_an_explicit_prior_mode_and_gaussian_stay() -> None:
 @pytest.mark.parametrize("gaussian", [LAPLACE, VARIATIONAL])
 def test_the_gaussian_that_is_asked_for_is_the_one_that_is_fitted(gaussian: str) -> None:
     given = problem(L.Categorical(), 3, 2.0)
-    posterior = ssla.fit(given.model, given.train, likelihood=L.Categorical(), gaussian=gaussian, validation=given.unseen)
+    posterior = ssla.fit(
+        given.model,
+        given.train,
+        likelihood=L.Categorical(),
+        gaussian=gaussian,
+        validation=given.unseen,
+    )
     assert posterior.report.gaussian == gaussian
 
 
@@ -293,7 +348,9 @@ def test_a_predictive_worse_than_the_network_warns() -> None:
 
 
 def test_without_validation_a_posterior_that_fails_warns() -> None:
-    """Classes that the network separates: the Gaussian at the mode is almost the prior, which is far too wide."""
+    """Classes that the network separates: the Gaussian at the mode is almost the prior, which
+    is far too wide.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 30, generator=generator, dtype=torch.float64)
     model = nn.Linear(30, 5).double().eval()
@@ -301,7 +358,9 @@ def test_without_validation_a_posterior_that_fails_warns() -> None:
         model.weight.copy_(20 * torch.randn(5, 30, generator=generator))
         y = model(x).argmax(1)
     options = {"likelihood": L.Categorical(), "prior": Gaussian(1e-3), "mode": "tilt"}
-    with pytest.warns(UserWarning, match="training rows the predictive is worse than the network itself"):
+    with pytest.warns(
+        UserWarning, match="training rows the predictive is worse than the network itself"
+    ):
         ssla.fit(model, (x, y), gaussian="laplace", **options)
 
 
@@ -317,9 +376,14 @@ def test_loaders_lists_and_arrays_are_the_same_rows() -> None:
         [(x[:100], y[:100]), (x[100:], y[100:])],
         iter([(x, y)]),
     ]
-    found = [ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=form) for form in forms]
+    found = [
+        ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=form)
+        for form in forms
+    ]
     for other in found[1:]:
-        assert other.likelihood.temperature == pytest.approx(found[0].likelihood.temperature, rel=1e-9)
+        assert other.likelihood.temperature == pytest.approx(
+            found[0].likelihood.temperature, rel=1e-9
+        )
         torch.testing.assert_close(other.predict(x).probs, found[0].predict(x).probs)
 
 
@@ -338,7 +402,9 @@ class Texts(nn.Module):
 
 @pytest.mark.parametrize("weights", ["last_layer", ["embedding.weight"]])
 def test_dicts_of_different_lengths_are_the_same_rows(weights: str | list[str]) -> None:
-    """Batches padded to their own longest text, as Hugging Face has them, and all rows padded at once."""
+    """Batches padded to their own longest text, as Hugging Face has them, and all rows padded
+    at once.
+    """
     model = Texts().double().eval()
     ids = torch.randint(1, 20, (90, 6))
     ids[::2, 4:] = 0
@@ -352,9 +418,16 @@ def test_dicts_of_different_lengths_are_the_same_rows(weights: str | list[str]) 
     order = torch.cat([torch.arange(0, 90, 2), torch.arange(1, 90, 2)])
     whole = ({"ids": ids[order], "mask": mask[order]}, y[order])
     train = ({"ids": ids[:40], "mask": mask[:40]}, y[:40])
-    options = {"likelihood": L.Categorical(), "output": "logits", "weights": weights, "mode": "tilt"}
+    options = {
+        "likelihood": L.Categorical(),
+        "output": "logits",
+        "weights": weights,
+        "mode": "tilt",
+    }
     forms = (whole, batches, iter(batches))
-    fits = [ssla.fit(model, train, validation=form, gaussian="laplace", **options) for form in forms]
+    fits = [
+        ssla.fit(model, train, validation=form, gaussian="laplace", **options) for form in forms
+    ]
     loss = nn.functional.cross_entropy(model(**whole[0])["logits"].detach(), whole[1])
     for fit in fits:
         assert fit.report.validation.rows == 90
@@ -365,9 +438,20 @@ def test_dicts_of_different_lengths_are_the_same_rows(weights: str | list[str]) 
 def test_a_row_of_weight_zero_does_not_count() -> None:
     given = problem(L.Categorical(), 3, 2.0)
     x, y = given.unseen
-    more = (torch.cat([x, -x]), torch.cat([y, (y + 1) % 3]), torch.cat([torch.ones(UNSEEN), torch.zeros(UNSEEN)]))
+    more = (
+        torch.cat([x, -x]),
+        torch.cat([y, (y + 1) % 3]),
+        torch.cat([torch.ones(UNSEEN), torch.zeros(UNSEEN)]),
+    )
     plain, weighted = (
-        ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=form, mode="tilt", gaussian="laplace")
+        ssla.fit(
+            given.model,
+            given.train,
+            likelihood=L.Categorical(),
+            validation=form,
+            mode="tilt",
+            gaussian="laplace",
+        )
         for form in (given.unseen, more)
     )
     assert weighted.report.validation.plug_in == pytest.approx(plain.report.validation.plug_in)
@@ -384,7 +468,9 @@ def test_a_share_of_the_data_is_held_out_and_said() -> None:
     assert "may have seen" in str(posterior.report)
     loader = DataLoader(TensorDataset(*given.train), batch_size=32)
     same = ssla.fit(given.model, loader, likelihood=L.Categorical(), validation=0.3)
-    torch.testing.assert_close(same.predict(given.new[0]).probs, posterior.predict(given.new[0]).probs)
+    torch.testing.assert_close(
+        same.predict(given.new[0]).probs, posterior.predict(given.new[0]).probs
+    )
 
 
 def test_without_validation_the_report_says_what_is_missing() -> None:
@@ -403,10 +489,16 @@ def test_without_validation_the_report_says_what_is_missing() -> None:
         ((torch.zeros(0, 3).double(), torch.zeros(0).long()), ValueError, "has no rows"),
         ((torch.zeros(4, 3).double(), torch.zeros(4).long()), ValueError, "too few"),
         ((torch.zeros(20, 3).double(), torch.full((20,), 9)), ValueError, "9"),
-        ((torch.full((20, 3), math.nan).double(), torch.zeros(20).long()), ValueError, "NaN|finite"),
+        (
+            (torch.full((20, 3), math.nan).double(), torch.zeros(20).long()),
+            ValueError,
+            "NaN|finite",
+        ),
     ],
 )
-def test_bad_validation_rows_are_refused(validation: object, error: type[Exception], words: str) -> None:
+def test_bad_validation_rows_are_refused(
+    validation: object, error: type[Exception], words: str
+) -> None:
     given = problem(L.Categorical(), 3)
     with pytest.raises(error, match=words):
         ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=validation)
@@ -424,7 +516,9 @@ def test_a_share_of_shuffled_data_is_refused() -> None:
 
 def test_the_dispersion_and_the_report_travel(tmp_path: object) -> None:
     given = problem(L.Categorical(), 3, 3.0)
-    posterior = ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=given.unseen, mode="tilt")
+    posterior = ssla.fit(
+        given.model, given.train, likelihood=L.Categorical(), validation=given.unseen, mode="tilt"
+    )
     temperature = posterior.likelihood.temperature
     assert temperature > 1.2
     posterior.save(tmp_path / "posterior")
@@ -442,7 +536,12 @@ def test_the_dispersion_and_the_report_travel(tmp_path: object) -> None:
 
 def test_workers_fit_the_same_posterior() -> None:
     given = problem(L.Categorical(), 3, 3.0)
-    options = {"likelihood": L.Categorical(), "validation": given.unseen, "mode": "tilt", "gaussian": "laplace"}
+    options = {
+        "likelihood": L.Categorical(),
+        "validation": given.unseen,
+        "mode": "tilt",
+        "gaussian": "laplace",
+    }
     x, y = given.train
     shards = [(x[:70], y[:70]), (x[70:], y[70:])]
     with ThreadPoolExecutor(2) as client:
@@ -456,7 +555,9 @@ def test_the_history_lists_the_settings_that_were_scored():
     given = problem(L.Categorical(), 3, confidence=2.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        post = ssla.fit(given.model, given.train, likelihood=L.Categorical(), validation=given.unseen)
+        post = ssla.fit(
+            given.model, given.train, likelihood=L.Categorical(), validation=given.unseen
+        )
     history, report = post.tuning_history, post.report.validation
     assert history.evaluations == report.settings
     assert history.points.shape == (report.settings + 1, 4)

@@ -1,10 +1,12 @@
-"""The bits of every answer: SHA-256 of the float64 bytes for each likelihood, rung, structure and derived posterior.
+"""The bits of every answer: SHA-256 of the float64 bytes for each likelihood, rung, structure and
+derived posterior.
 
     python tests/golden/bits.py write     # after a change that is meant to change numbers
     python tests/golden/bits.py check     # after one that is not: lists what differs
 
-One thread, fixed seeds. The bits depend on the processor and on the versions of torch and numpy, so this is a tool for
-refactoring on one machine and not a test; `tests/golden/test_golden.py` loads the posteriors kept beside it on any machine.
+One thread, fixed seeds. The bits depend on the processor and on the versions of torch and numpy, so
+this is a tool for refactoring on one machine and not a test; `tests/golden/test_golden.py` loads
+the posteriors kept beside it on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def _gamma(y: Tensor, f: Tensor) -> Tensor:
 LIKELIHOODS: dict[str, tuple[Any, int, str]] = {
     "gaussian": (L.Gaussian(noise=0.4), 1, "real"),
     "gaussian estimate": (L.Gaussian(noise="estimate"), 1, "real"),
-    "gaussian vector": (L.Gaussian(noise=torch.tensor([0.4, 0.8], dtype=torch.float64)), 2, "vector"),
+    "gaussian vector": (
+        L.Gaussian(noise=torch.tensor([0.4, 0.8], dtype=torch.float64)),
+        2,
+        "vector",
+    ),
     "heteroscedastic": (L.HeteroscedasticGaussian(), 2, "real"),
     "student": (L.StudentT(df=4.0, scale=0.5), 1, "real"),
     "poisson": (L.Poisson(), 1, "count"),
@@ -73,15 +79,21 @@ def rows(module: nn.Module, kind: str, count: int = ROWS, seed: int = 1) -> tupl
         "vector": f + noise,
         "positive": (f[:, 0] + noise[:, 0]).exp(),
         "count": torch.poisson(f[:, 0].exp(), generator=g),
-        "binary": (torch.rand(count, generator=g, dtype=torch.float64) < torch.sigmoid(f[:, 0])).double(),
-        "class": torch.distributions.utils.probs_to_logits(torch.softmax(f + 3 * noise, 1)).argmax(1),
+        "binary": (
+            torch.rand(count, generator=g, dtype=torch.float64) < torch.sigmoid(f[:, 0])
+        ).double(),
+        "class": torch.distributions.utils.probs_to_logits(torch.softmax(f + 3 * noise, 1)).argmax(
+            1
+        ),
     }[kind]
     return x, y
 
 
 def digest(value: Any) -> str:
     if isinstance(value, Tensor):
-        return hashlib.sha256(value.detach().to("cpu").double().contiguous().numpy().tobytes()).hexdigest()[:8]
+        return hashlib.sha256(
+            value.detach().to("cpu").double().contiguous().numpy().tobytes()
+        ).hexdigest()[:8]
     if isinstance(value, tuple) and not isinstance(value, str):
         return hashlib.sha256("|".join(digest(part) for part in value).encode()).hexdigest()[:8]
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
@@ -89,21 +101,42 @@ def digest(value: Any) -> str:
 
 def answers(p: Any, y: Tensor) -> dict[str, Any]:
     """Everything that a predictive answers."""
-    found = {name: getattr(p, name) for name in ("mean", "variance", "mode", "mass", "epistemic", "aleatoric")}
-    found |= {"log_prob": p.log_prob(y), "interval": p.interval(0.9), "sample": p.sample(3, torch.Generator().manual_seed(2))}
+    found = {
+        name: getattr(p, name)
+        for name in ("mean", "variance", "mode", "mass", "epistemic", "aleatoric")
+    }
+    found |= {
+        "log_prob": p.log_prob(y),
+        "interval": p.interval(0.9),
+        "sample": p.sample(3, torch.Generator().manual_seed(2)),
+    }
     for name, ask in {
         "cdf": lambda: p.cdf(y),
         "icdf": lambda: p.icdf([0.1, 0.5]),
-        "hdr": lambda: (lambda r: r if isinstance(r, Tensor | tuple) else r.contains(y))(p.hdr(0.8)),
+        "hdr": lambda: (lambda r: r if isinstance(r, Tensor | tuple) else r.contains(y))(
+            p.hdr(0.8)
+        ),
         "probs": lambda: p.probs,
-        "increments": lambda: (lambda i: (i.likelihood, i.prior, i.curvature, i.total))(p.increments(y)),
+        "increments": lambda: (lambda i: (i.likelihood, i.prior, i.curvature, i.total))(
+            p.increments(y)
+        ),
     }.items():
         try:
             found[name] = ask()
         except (AttributeError, TypeError):
             found[name] = "none"
     d = p.diagnostics
-    return found | {"flags": (d.fallback, d.unconverged, d.inaccurate, d.refit, d.convention, d.rung or (), d.reason or ())}
+    return found | {
+        "flags": (
+            d.fallback,
+            d.unconverged,
+            d.inaccurate,
+            d.refit,
+            d.convention,
+            d.rung or (),
+            d.reason or (),
+        )
+    }
 
 
 def cases() -> Iterator[tuple[str, Any]]:
@@ -124,10 +157,15 @@ def cases() -> Iterator[tuple[str, Any]]:
                 here = f"{name}, {weights}, {structure}"
                 yield f"{here}: posterior", (post.theta, post.log_evidence(), *post.marginal(x))
                 for rung in RUNGS:
-                    if (rung in ("weights", "auto") and (structure != "dense" or weights == "all")) or kind == "vector" == rung:
+                    if (
+                        rung in ("weights", "auto") and (structure != "dense" or weights == "all")
+                    ) or kind == "vector" == rung:
                         continue
                     try:
-                        yield from ((f"{here}, {rung}: {what}", v) for what, v in answers(post.predict(x, rung), y).items())
+                        yield from (
+                            (f"{here}, {rung}: {what}", v)
+                            for what, v in answers(post.predict(x, rung), y).items()
+                        )
                     except ValueError as error:
                         yield f"{here}, {rung}: error", type(error).__name__
         yield from derived(name, likelihood, module, data, kind, x, y)
@@ -150,12 +188,16 @@ def derived(
     for what, other in others.items():
         predictive = other.predict(x)
         yield f"{name}, {what}: posterior", (other.theta, other.log_evidence())
-        yield from ((f"{name}, {what}: {part}", value) for part, value in answers(predictive, y).items())
+        yield from (
+            (f"{name}, {what}: {part}", value) for part, value in answers(predictive, y).items()
+        )
     mixed = ssla.mixture([post.predict(x), others["prior"].predict(x)], weights=[1, 2])
     yield from ((f"{name}, mixture: {part}", value) for part, value in answers(mixed, y).items())
     if kind in ("real", "vector"):
         scaled = ssla.predictive.affine(post.predict(x), 3.0, 2.0)
-        yield from ((f"{name}, affine: {part}", value) for part, value in answers(scaled, 3 + 2 * y).items())
+        yield from (
+            (f"{name}, affine: {part}", value) for part, value in answers(scaled, 3 + 2 * y).items()
+        )
     s = ssla.sensitivity(post, x, (0.1, 10.0))
     yield f"{name}, sensitivity", (s.mean, s.stddev, s.log_prob(y), s.mean_change)
     if name in ("gaussian", "student"):
@@ -185,7 +227,9 @@ def main(task: str) -> int:
     for case in sorted(kept.keys() | found.keys()):
         parts = set(kept.get(case, "").split()) ^ set(found.get(case, "").split())
         if parts:
-            changed.append(f"{case}: {', '.join(sorted({part.partition('=')[0] for part in parts}))}")
+            changed.append(
+                f"{case}: {', '.join(sorted({part.partition('=')[0] for part in parts}))}"
+            )
     print("\n".join(changed) or f"the answers of all {len(found)} cases have the same bits")
     return bool(changed)
 

@@ -1,4 +1,5 @@
-"""Posteriors saved by the version that wrote them, and what they predicted: a later version must load them and answer the same.
+"""Posteriors saved by the version that wrote them, and what they predicted: a later version must
+load them and answer the same.
 
 python tests/golden/saved.py     # writes tests/golden/saved/; only with a new version of the format
 """
@@ -37,7 +38,9 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
     x, y = rows(module_of(name), kind, TESTS, seed=3)
     p = posterior.predict(x)
     if p.kind == "class":  # the probabilities were the increments' then; they are integrals now
-        logs = torch.stack([p.increments(torch.full_like(y, c)).total for c in range(p.probs.shape[1])], 1).double()
+        logs = torch.stack(
+            [p.increments(torch.full_like(y, c)).total for c in range(p.probs.shape[1])], 1
+        ).double()
         probs = torch.softmax(logs, 1)
         found = {
             "mean": probs,
@@ -47,7 +50,13 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
             "interval": smallest_set(probs, 0.9),
         }
         return {what: value.double().flatten().tolist() for what, value in found.items()}
-    found = {"mean": p.mean, "variance": p.variance, "log_prob": p.log_prob(y), "mass": p.mass, "interval": p.interval(0.9)}
+    found = {
+        "mean": p.mean,
+        "variance": p.variance,
+        "log_prob": p.log_prob(y),
+        "mass": p.mass,
+        "interval": p.interval(0.9),
+    }
     return {what: value.double().flatten().tolist() for what, value in found.items()}
 
 

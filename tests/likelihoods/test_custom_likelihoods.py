@@ -1,4 +1,6 @@
-"""Likelihoods of the user's own against the same distributions from SciPy: nothing is wrong in silence."""
+"""Likelihoods of the user's own against the same distributions from SciPy: nothing is wrong in
+silence.
+"""
 
 import math
 
@@ -38,7 +40,9 @@ def log_normal(sigma):
 
 
 def gamma(shape):
-    return lambda y, f: (shape - 1) * y.log() - y * torch.exp(-f[..., 0]) - shape * f[..., 0] - math.lgamma(shape)
+    return lambda y, f: (
+        (shape - 1) * y.log() - y * torch.exp(-f[..., 0]) - shape * f[..., 0] - math.lgamma(shape)
+    )
 
 
 def lomax(a):
@@ -63,8 +67,13 @@ def agrees(likelihood, f, law, rtol=1e-5):
     assert torch.allclose(p.cdf(quantiles[None])[0], T(LEVELS), rtol=0, atol=1e-5)
     assert torch.allclose(p.icdf(LEVELS)[0], quantiles, rtol=rtol)
     assert torch.allclose(p.interval(0.95)[0], T(law.interval(0.95)), rtol=rtol)
-    assert torch.allclose(p.log_prob(quantiles[None])[0], T(law.logpdf(quantiles.numpy())), rtol=0, atol=1e-5)
-    for mean, variance in ((p.mean, p.variance), (likelihood.mean(T([[f]])), likelihood.variance(T([[f]])))):
+    assert torch.allclose(
+        p.log_prob(quantiles[None])[0], T(law.logpdf(quantiles.numpy())), rtol=0, atol=1e-5
+    )
+    for mean, variance in (
+        (p.mean, p.variance),
+        (likelihood.mean(T([[f]])), likelihood.variance(T([[f]]))),
+    ):
         assert torch.allclose(mean, T([law.mean()]), rtol=rtol)
         assert torch.allclose(variance, T([law.var()]), rtol=rtol)
 
@@ -72,13 +81,19 @@ def agrees(likelihood, f, law, rtol=1e-5):
 @pytest.mark.parametrize("sigma", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("place", [-20.0, 0.0, 20.0])
 def test_log_normal_targets_agree_with_scipy(sigma, place):
-    agrees(L.custom(log_normal(sigma), support="positive"), place, stats.lognorm(sigma, scale=math.exp(place)))
+    agrees(
+        L.custom(log_normal(sigma), support="positive"),
+        place,
+        stats.lognorm(sigma, scale=math.exp(place)),
+    )
 
 
 @pytest.mark.parametrize("shape", [0.1, 0.5, 1.0, 2.0, 50.0])
 @pytest.mark.parametrize("place", [-20.0, 1.0, 20.0])
 def test_gamma_and_exponential_targets_agree_with_scipy(shape, place):
-    agrees(L.custom(gamma(shape), support="positive"), place, stats.gamma(shape, scale=math.exp(place)))
+    agrees(
+        L.custom(gamma(shape), support="positive"), place, stats.gamma(shape, scale=math.exp(place))
+    )
 
 
 @pytest.mark.parametrize("a", [0.5, 1.0, 1.5, 3.0])
@@ -92,8 +107,13 @@ def test_targets_in_the_unit_interval_agree_with_scipy(a, b):
 
 
 def test_mass_at_the_limits_of_float64_is_flagged():
-    """Gamma with shape 0.001 has half of its mass below e^-700, Beta(0.1, 0.1) one part in eighty above 1 − 2e-16."""
-    for likelihood in (L.custom(gamma(0.001), support="positive"), L.custom(beta(0.1, 0.1), support="unit_interval")):
+    """Gamma with shape 0.001 has half of its mass below e^-700, Beta(0.1, 0.1) one part in
+    eighty above 1 − 2e-16.
+    """
+    for likelihood in (
+        L.custom(gamma(0.001), support="positive"),
+        L.custom(beta(0.1, 0.1), support="unit_interval"),
+    ):
         with pytest.warns(UserWarning, match="inaccurate"):
             assert bool(known(likelihood, 0.0).diagnostics.inaccurate)
 
@@ -149,7 +169,9 @@ ZERO_INFLATED = L.custom(zero_inflated, support="counts")
 
 
 def test_moments_and_information_of_zero_inflated_counts_are_exact():
-    """Also for rates of 1e9, which an uncertain log rate reaches: they were refused as not normalised."""
+    """Also for rates of 1e9, which an uncertain log rate reaches: they were refused as not
+    normalised.
+    """
     f = T([-2.0, 0.0, 3.0, 9.0, 11.09, 12.0, 16.0, 21.0])[:, None]
     rate = f[:, 0].exp()
     assert torch.allclose(ZERO_INFLATED.mean(f), 0.7 * rate, rtol=1e-6)
@@ -158,7 +180,9 @@ def test_moments_and_information_of_zero_inflated_counts_are_exact():
     for row in range(3):  # by brute force
         logs, score = zero_inflated(y, f[row]), ZERO_INFLATED.score(y, f[row].expand(400, 1))[:, 0]
         assert float(logs.exp().sum()) == pytest.approx(1, abs=1e-12)
-        assert float(ZERO_INFLATED.fisher(f[row : row + 1])) == pytest.approx(float((logs.exp() * score**2).sum()), rel=1e-9)
+        assert float(ZERO_INFLATED.fisher(f[row : row + 1])) == pytest.approx(
+            float((logs.exp() * score**2).sum()), rel=1e-9
+        )
     assert torch.allclose(ZERO_INFLATED.fisher(f)[3:, 0, 0], 0.7 * rate[3:], rtol=1e-6)
 
 
@@ -206,11 +230,16 @@ def test_log_prob_of_counts_is_asked_for_whole_numbers_only():
 
 def binomial(y, f):
     log = math.lgamma(11) - torch.lgamma(y + 1) - torch.lgamma((10 - y).clamp_min(0) + 1)
-    return torch.where(y <= 10, log + y * f[..., 0] - 10 * torch.nn.functional.softplus(f[..., 0]), -torch.inf)
+    return torch.where(
+        y <= 10, log + y * f[..., 0] - 10 * torch.nn.functional.softplus(f[..., 0]), -torch.inf
+    )
 
 
 def test_counts_with_an_end_agree_with_scipy():
-    law, p = stats.binom(10, 1 / (1 + math.exp(-1))), known(L.custom(binomial, support="counts"), 1.0)
+    law, p = (
+        stats.binom(10, 1 / (1 + math.exp(-1))),
+        known(L.custom(binomial, support="counts"), 1.0),
+    )
     assert p.mass.item() == pytest.approx(1, abs=1e-12)
     assert p.mean.item() == pytest.approx(law.mean())
     assert p.variance.item() == pytest.approx(law.var())
@@ -225,15 +254,25 @@ def test_counts_with_an_end_agree_with_scipy():
 
 def test_a_density_whose_integral_depends_on_f_is_a_warning_with_the_figures():
     with pytest.warns(UserWarning, match=r"integrates to 1\.52 … 2\.507, depending on f"):
-        L.custom(lambda y, f: -0.5 * (y - f[..., 0]) ** 2 * torch.exp(f[..., 0])).fisher(T([[0.0], [1.0]]))
+        L.custom(lambda y, f: -0.5 * (y - f[..., 0]) ** 2 * torch.exp(f[..., 0])).fisher(
+            T([[0.0], [1.0]])
+        )
     constant = L.custom(lambda y, f: -0.5 * (y - f[..., 0]) ** 2)
     assert torch.allclose(constant.fisher(T([[0.0], [1.0]])), T([[[1.0]], [[1.0]]]), atol=1e-6)
     assert known(constant, 0.0).mass.item() == pytest.approx(math.sqrt(2 * math.pi), rel=1e-6)
 
 
 def test_a_log_density_that_is_no_tensor_is_refused():
-    with pytest.raises(TypeError, match=r"must return a tensor with one value for each y, but returned 1\.0"):
-        ssla.fit(linear(), (X, Y), likelihood=L.custom(lambda y, f: 1.0), prior=ssla.priors.Gaussian(), gaussian="laplace")
+    with pytest.raises(
+        TypeError, match=r"must return a tensor with one value for each y, but returned 1\.0"
+    ):
+        ssla.fit(
+            linear(),
+            (X, Y),
+            likelihood=L.custom(lambda y, f: 1.0),
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+        )
 
 
 # --- kinks ---------------------------------------------------------------------------------------
@@ -263,31 +302,61 @@ def linear():
     return torch.nn.Linear(3, 1).double()
 
 
-@pytest.mark.parametrize("log_prob", [laplace, lambda y, f: -(y - f[..., 0]).abs()], ids=["normalised", "not normalised"])
+@pytest.mark.parametrize(
+    "log_prob", [laplace, lambda y, f: -(y - f[..., 0]).abs()], ids=["normalised", "not normalised"]
+)
 def test_a_likelihood_without_curvature_is_tilted_and_says_so(log_prob):
     counted = Counted(log_prob)
-    with pytest.warns(UserWarning, match=r"mode='tilt' was used in place of 'polish': .* no curvature in f .* has kinks"):
-        post = ssla.fit(linear(), (X, Y), likelihood=L.custom(counted), prior=ssla.priors.Gaussian(), gaussian="laplace")
+    with pytest.warns(
+        UserWarning,
+        match=r"mode='tilt' was used in place of 'polish': .* no curvature in f .* has kinks",
+    ):
+        post = ssla.fit(
+            linear(),
+            (X, Y),
+            likelihood=L.custom(counted),
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+        )
     assert counted.calls <= 100  # most of them for the Fisher information
     assert post.report.mode == "tilt"
     assert any("no curvature in f" in note for note in post.report.notes)
     ones = torch.cat([X, torch.ones(40, 1, dtype=torch.float64)], 1)
-    H = ones.mT @ ones + torch.eye(4, dtype=torch.float64)  # the Fisher information of a Laplace distribution is 1
-    assert torch.allclose(post.marginal(X[:2]).covariance[:, 0, 0], (ones[:2] @ H.inverse() * ones[:2]).sum(1), rtol=1e-3)
+    H = ones.mT @ ones + torch.eye(
+        4, dtype=torch.float64
+    )  # the Fisher information of a Laplace distribution is 1
+    assert torch.allclose(
+        post.marginal(X[:2]).covariance[:, 0, 0],
+        (ones[:2] @ H.inverse() * ones[:2]).sum(1),
+        rtol=1e-3,
+    )
 
 
 def test_polish_of_a_likelihood_without_curvature_is_refused():
     with pytest.raises(ValueError, match=r"mode='polish' is not possible: .*Use mode='tilt'"):
-        ssla.fit(linear(), (X, Y), likelihood=L.custom(laplace), prior=ssla.priors.Gaussian(), gaussian="laplace", mode="polish")
+        ssla.fit(
+            linear(),
+            (X, Y),
+            likelihood=L.custom(laplace),
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+            mode="polish",
+        )
 
 
 def test_a_likelihood_with_curvature_in_one_output_alone_is_tilted():
     """The log scale has a curvature, the location has none."""
-    counted = Counted(lambda y, f: laplace(y * torch.exp(-f[..., 1]), f * torch.exp(-f[..., 1:])) - f[..., 1])
+    counted = Counted(
+        lambda y, f: laplace(y * torch.exp(-f[..., 1]), f * torch.exp(-f[..., 1:])) - f[..., 1]
+    )
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="no curvature in f"):
         post = ssla.fit(
-            torch.nn.Linear(3, 2).double(), (X, Y), likelihood=L.custom(counted), prior=ssla.priors.Gaussian(), gaussian="laplace"
+            torch.nn.Linear(3, 2).double(),
+            (X, Y),
+            likelihood=L.custom(counted),
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
         )
     assert counted.calls <= 200
     assert post.report.mode == "tilt"
@@ -298,15 +367,29 @@ def test_polish_over_kinks_with_a_little_curvature_ends_and_warns(most, monkeypa
     monkeypatch.setattr(mode, "MOST_TRIALS", most)
     counted = Counted(lambda y, f: laplace(y, f) - 0.01 * (y - f[..., 0]) ** 2)
     likelihood = L.custom(counted, fisher=lambda f: torch.ones_like(f)[..., None])
-    with pytest.warns(RuntimeWarning, match="polish (did not reach the mode|stopped after .* a log density with kinks)"):
-        post = ssla.fit(linear(), (X, Y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace", mode="polish")
+    with pytest.warns(
+        RuntimeWarning,
+        match="polish (did not reach the mode|stopped after .* a log density with kinks)",
+    ):
+        post = ssla.fit(
+            linear(),
+            (X, Y),
+            likelihood=likelihood,
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+            mode="polish",
+        )
     assert counted.calls <= 4 * (most + 3)
     assert any(note.startswith("polish ") for note in post.report.notes)
 
 
-@pytest.mark.parametrize("known", [None, lambda f: torch.ones_like(f).unsqueeze(-1)], ids=["by scores", "given"])
+@pytest.mark.parametrize(
+    "known", [None, lambda f: torch.ones_like(f).unsqueeze(-1)], ids=["by scores", "given"]
+)
 @pytest.mark.parametrize("K", [0.1, 1.0])
-def test_the_predictive_of_a_likelihood_without_curvature_has_the_fisher_in_its_determinant(K, known):
+def test_the_predictive_of_a_likelihood_without_curvature_has_the_fisher_in_its_determinant(
+    K, known
+):
     """−½ log(1 + K) with it. Without it the mass was 1.05 for K = 0.1 and 1.46 for K = 1."""
     likelihood = L.custom(laplace, fisher=known)
     y = T([[-6.0, -1.5, 0.0, 0.4 * K, 6.0]])
@@ -315,13 +398,19 @@ def test_the_predictive_of_a_likelihood_without_curvature_has_the_fisher_in_its_
     found = on_marginal(resolve("output"), likelihood, T([[0.0]]), T([[[K]]]))(y)
     assert torch.allclose(found.total, exact, atol=1e-6)
     if K < 1:
-        assert from_marginal(likelihood, T([[0.0]]), T([[[K]]])).mass.item() == pytest.approx(1, abs=0.01)
+        assert from_marginal(likelihood, T([[0.0]]), T([[[K]]])).mass.item() == pytest.approx(
+            1, abs=0.01
+        )
 
 
 def test_a_slope_at_one_target_is_not_taken_for_a_kink():
     """log p(0|f) = −f of a Poisson rate is straight in f, log p(y|f) of the other counts is not."""
-    rate = L.custom(lambda y, f: torch.xlogy(y, f[..., 0]) - f[..., 0] - torch.lgamma(y + 1), support="counts")
-    exact = from_marginal(L.Poisson(link="identity"), T([[3.0]]), T([[[0.2]]])).increments(T([[0.0]]))
+    rate = L.custom(
+        lambda y, f: torch.xlogy(y, f[..., 0]) - f[..., 0] - torch.lgamma(y + 1), support="counts"
+    )
+    exact = from_marginal(L.Poisson(link="identity"), T([[3.0]]), T([[[0.2]]])).increments(
+        T([[0.0]])
+    )
     found = on_marginal(resolve("output"), rate, T([[3.0]]), T([[[0.2]]]))(T([[0.0]]))
     assert torch.allclose(found.total, exact.total)
     assert torch.allclose(found.curvature, T([[0.0]]), atol=1e-12)
@@ -341,13 +430,18 @@ def test_angles_agree_with_scipy(kappa, place):
     p, law = known(likelihood, place), stats.vonmises(kappa)  # SciPy's around zero
     d = np.linspace(-1, 1, 200_001) * min(math.pi, 12 / math.sqrt(kappa))
     spread = np.trapezoid(d**2 * law.pdf(d), d)  # SciPy's own variance takes seconds
-    turn = lambda y: (y + math.pi) % (2 * math.pi) - math.pi  # noqa: E731
+    turn = lambda y: (y + math.pi) % (2 * math.pi) - math.pi
     assert not bool(p.diagnostics.inaccurate)
     assert p.mass.item() == pytest.approx(1, abs=1e-10)
     y = np.linspace(-math.pi, math.pi, 9)[:-1]
     assert torch.allclose(p.log_prob(T(y)[None])[0], T(law.logpdf(turn(y - place))), atol=1e-8)
-    assert torch.allclose(p.log_prob(T(y)[None] + 4 * math.pi), p.log_prob(T(y)[None]), atol=1e-8 * max(kappa, 1))
-    for mean, variance in ((p.mean, p.variance), (likelihood.mean(T([[place]])), likelihood.variance(T([[place]])))):
+    assert torch.allclose(
+        p.log_prob(T(y)[None] + 4 * math.pi), p.log_prob(T(y)[None]), atol=1e-8 * max(kappa, 1)
+    )
+    for mean, variance in (
+        (p.mean, p.variance),
+        (likelihood.mean(T([[place]])), likelihood.variance(T([[place]]))),
+    ):
         assert turn(mean.item() - place) == pytest.approx(0, abs=1e-6)
         assert variance.item() == pytest.approx(spread, rel=1e-6)
     assert turn(p.mode.item() - place) == pytest.approx(0, abs=1e-5)
@@ -357,13 +451,21 @@ def test_angles_agree_with_scipy(kappa, place):
     q = T([0.001, 0.3, 0.5, 0.999])
     assert torch.allclose(p.cdf(p.icdf(q))[0], q, atol=1e-9)
     region = p.hdr(0.8)
-    assert float(torch.nan_to_num(region.upper - region.lower).sum()) == pytest.approx(2 * law.ppf(0.9), rel=1e-4)
+    assert float(torch.nan_to_num(region.upper - region.lower).sum()) == pytest.approx(
+        2 * law.ppf(0.9), rel=1e-4
+    )
     assert (region.lower.shape[1] == 2) == (abs(place) + law.ppf(0.9) > math.pi)  # across ±π
 
 
 def test_draws_of_angles_have_their_distribution():
-    likelihood, generator = L.custom(von_mises, support="circular"), torch.Generator().manual_seed(0)
-    for draws in (known(likelihood, 3.0).sample(20_000, generator)[:, 0], likelihood.sample(T([[3.0]]), 20_000, generator)[:, 0]):
+    likelihood, generator = (
+        L.custom(von_mises, support="circular"),
+        torch.Generator().manual_seed(0),
+    )
+    for draws in (
+        known(likelihood, 3.0).sample(20_000, generator)[:, 0],
+        likelihood.sample(T([[3.0]]), 20_000, generator)[:, 0],
+    ):
         assert draws.min() >= -math.pi
         assert draws.max() < math.pi
         off = (draws - 3 + math.pi) % (2 * math.pi) - math.pi
@@ -375,7 +477,9 @@ def test_uncertain_angles_agree_with_integration():
     p = from_marginal(L.custom(lambda y, f: von_mises(y, f, 10.0), support="circular"), f, K)
     x, w = (T(part) for part in np.polynomial.hermite_e.hermegauss(40))
     y = T([-3.0, 2.0, 2.9, 3.1])
-    exact = (von_mises(y[:, None], (2.9 + math.sqrt(0.05) * x)[:, None], 10.0).exp() @ (w / w.sum())).log()
+    exact = (
+        von_mises(y[:, None], (2.9 + math.sqrt(0.05) * x)[:, None], 10.0).exp() @ (w / w.sum())
+    ).log()
     assert torch.allclose(p.log_prob(y[None])[0], exact, atol=5e-3)
     assert p.mass.item() == pytest.approx(1, abs=5e-3)
     assert p.epistemic.item() == pytest.approx(0.05, rel=0.1)
@@ -385,7 +489,14 @@ def test_angles_are_fitted_wherever_they_are_counted_from():
     angles = torch.atan2(X[:, 0], X[:, 1])
     likelihood = L.custom(von_mises, support="circular", outputs=1)
     first, second = (
-        ssla.fit(linear(), (X, y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace", mode="tilt")
+        ssla.fit(
+            linear(),
+            (X, y),
+            likelihood=likelihood,
+            prior=ssla.priors.Gaussian(),
+            gaussian="laplace",
+            mode="tilt",
+        )
         for y in (angles, angles + 6 * math.pi)
     )
     assert torch.allclose(first.predict(X).variance, second.predict(X).variance, atol=1e-9)
@@ -405,6 +516,9 @@ def test_angles_are_fitted_wherever_they_are_counted_from():
 
 
 def test_a_density_on_the_circle_with_a_jump_is_flagged():
-    half = L.custom(lambda y, f: torch.where(y.abs() < 1, -math.log(2), -torch.inf) + 0 * f[..., 0], support="circular")
+    half = L.custom(
+        lambda y, f: torch.where(y.abs() < 1, -math.log(2), -torch.inf) + 0 * f[..., 0],
+        support="circular",
+    )
     with pytest.warns(UserWarning, match="inaccurate"):
         assert known(half, 0.0).mass.item() == pytest.approx(1, abs=1e-3)

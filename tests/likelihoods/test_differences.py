@@ -1,4 +1,6 @@
-"""log p(y|f̃) − log p(y|f̂) against 60 decimal digits, for steps from 1e-12 to 3, in every likelihood."""
+"""log p(y|f̃) − log p(y|f̂) against 60 decimal digits, for steps from 1e-12 to 3, in every
+likelihood.
+"""
 
 import math
 from decimal import Decimal, localcontext
@@ -36,7 +38,9 @@ def _categorical(y, f):
 # log p(y|f) up to what does not depend on f, in Decimal: y and f are lists
 EXACT = {
     "gaussian": lambda y, f: _normal(y[0], f[0], D(0.7) ** 2),
-    "gaussian vector": lambda y, f: _normal(y[0], f[0], D(0.7) ** 2) + _normal(y[1], f[1], D(2.0) ** 2),
+    "gaussian vector": lambda y, f: (
+        _normal(y[0], f[0], D(0.7) ** 2) + _normal(y[1], f[1], D(2.0) ** 2)
+    ),
     "gaussian full": lambda y, f: _quadratic([y[0] - f[0], y[1] - f[1]], SIGMA),
     "heteroscedastic": lambda y, f: _normal(y[0], f[0], f[1].exp()),
     "custom heteroscedastic": lambda y, f: _normal(y[0], f[0], f[1].exp()),
@@ -47,7 +51,8 @@ EXACT = {
     "tempered": lambda y, f: D(0.3) * (y[0] * f[0] - f[0].exp()),
     "poisson identity": lambda y, f: y[0] * f[0].ln() - f[0],
     "negative binomial": lambda y, f: (
-        -D(1 / 0.4) * _softplus(f[0] + D(math.log(0.4))) - y[0] * _softplus(-f[0] - D(math.log(0.4)))
+        -D(1 / 0.4) * _softplus(f[0] + D(math.log(0.4)))
+        - y[0] * _softplus(-f[0] - D(math.log(0.4)))
     ),
     "bernoulli": lambda y, f: -_softplus((1 - 2 * y[0]) * f[0]),
     "custom bernoulli": lambda y, f: -_softplus((1 - 2 * y[0]) * f[0]),
@@ -64,7 +69,9 @@ def exact_difference(name, y, new, old):
     with localcontext() as context:
         context.prec = 60
         rows = []
-        for target, a, b in zip(y.reshape(len(y), -1).tolist(), new.tolist(), old.tolist(), strict=True):
+        for target, a, b in zip(
+            y.reshape(len(y), -1).tolist(), new.tolist(), old.tolist(), strict=True
+        ):
             target, a, b = ([D(v) for v in part] for part in (target, a, b))
             rows.append(float(EXACT[name](target, a) - EXACT[name](target, b)))
     return torch.tensor(rows, dtype=torch.float64)
@@ -83,9 +90,16 @@ def test_differences_keep_the_digits_of_the_step(name, step):
     found = likelihood.log_prob_difference(y, new, f)
     expected = exact_difference(name, y, new, f)
     moved = (new - f).abs().amax(-1)
-    slope = torch.maximum(likelihood.score(y, f).abs().amax(-1), likelihood.score(y, new).abs().amax(-1))
-    bend = torch.maximum(likelihood.precision(y, f).abs().amax((-2, -1)), likelihood.precision(y, new).abs().amax((-2, -1)))
-    size = moved * (1 + slope + bend * (1 + moved) + y.reshape(len(y), -1).abs().amax(-1) + f.abs().amax(-1))
+    slope = torch.maximum(
+        likelihood.score(y, f).abs().amax(-1), likelihood.score(y, new).abs().amax(-1)
+    )
+    bend = torch.maximum(
+        likelihood.precision(y, f).abs().amax((-2, -1)),
+        likelihood.precision(y, new).abs().amax((-2, -1)),
+    )
+    size = moved * (
+        1 + slope + bend * (1 + moved) + y.reshape(len(y), -1).abs().amax(-1) + f.abs().amax(-1)
+    )
     tolerance = 1e-13
     if name.startswith("custom") and step > 0.01:  # the plain difference: rounding of log p itself
         size = size + likelihood.log_prob(y, f).abs() + likelihood.log_prob(y, new).abs() + 100
@@ -97,7 +111,9 @@ def test_differences_are_differences_of_log_prob_and_broadcast(name):
     likelihood, y, f = tasks(name)
     new = f * 1.1
     found = likelihood.log_prob_difference(y, new, f)
-    assert torch.allclose(found, likelihood.log_prob(y, new) - likelihood.log_prob(y, f), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(
+        found, likelihood.log_prob(y, new) - likelihood.log_prob(y, f), rtol=1e-9, atol=1e-9
+    )
     many = likelihood.log_prob_difference(y[:, None], torch.stack([f, new], 1), f[:, None])
     assert torch.equal(many[:, 0], torch.zeros_like(found))
     assert torch.allclose(many[:, 1], found, rtol=1e-12, atol=1e-300)

@@ -1,4 +1,6 @@
-"""Temperatures and scales of likelihoods: a fit with one is the fit of a network whose outputs have it inside."""
+"""Temperatures and scales of likelihoods: a fit with one is the fit of a network whose outputs
+have it inside.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,24 @@ def _cooled(model: nn.Sequential) -> nn.Sequential:
 @pytest.mark.parametrize("gaussian", ["laplace", "variational"])
 @pytest.mark.parametrize("mode", ["tilt", "polish"])
 @pytest.mark.parametrize("structure", ["dense", "kfac"])
-@pytest.mark.parametrize(("law", "outputs"), [(likelihoods.Bernoulli, 1), (likelihoods.Categorical, 3)])
-def test_temperature_is_a_division_of_the_outputs(law: type, outputs: int, structure: str, mode: str, gaussian: str) -> None:
+@pytest.mark.parametrize(
+    ("law", "outputs"), [(likelihoods.Bernoulli, 1), (likelihoods.Categorical, 3)]
+)
+def test_temperature_is_a_division_of_the_outputs(
+    law: type, outputs: int, structure: str, mode: str, gaussian: str
+) -> None:
     model, x, y, new = _problem(outputs)
     how = {"structure": structure, "mode": mode, "gaussian": gaussian}
     hot = ssla.fit(model, (x, y), likelihood=law(temperature=T), prior=Gaussian(1.5), **how)
     cooled = ssla.fit(_cooled(model), (x, y), likelihood=law(), prior=Gaussian(1.5 * T**2), **how)
     for refit in ("output", "newton", "none", "weights"):
-        torch.testing.assert_close(hot.predict(new, refit).probs, cooled.predict(new, refit).probs, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(
+            hot.predict(new, refit).probs, cooled.predict(new, refit).probs, rtol=2e-5, atol=1e-7
+        )
     assert hot.log_evidence() == pytest.approx(cooled.log_evidence(), rel=1e-6)
-    torch.testing.assert_close(hot.predict(new).epistemic, cooled.predict(new).epistemic, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        hot.predict(new).epistemic, cooled.predict(new).epistemic, rtol=1e-5, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("structure", ["dense", "kfac"])
@@ -84,7 +94,9 @@ def test_scale_is_a_shift_of_the_log_variance(structure: str) -> None:
     ],
     ids=repr,
 )
-def test_dispersion_is_a_factor_on_the_standard_deviation(likelihood: Likelihood, variance: float) -> None:
+def test_dispersion_is_a_factor_on_the_standard_deviation(
+    likelihood: Likelihood, variance: float
+) -> None:
     f = torch.tensor([[0.3, -0.4]], dtype=torch.float64)
     f = f[:, :1] if "StudentT" in repr(likelihood) else f
     wide = dispersed(likelihood, 3.0)

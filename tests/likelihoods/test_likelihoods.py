@@ -1,4 +1,6 @@
-"""Every likelihood: normalised, differentiated right, with the right Fisher, and honest at the boundary."""
+"""Every likelihood: normalised, differentiated right, with the right Fisher, and honest at the
+boundary.
+"""
 
 import math
 
@@ -19,10 +21,18 @@ def test_score_and_precision_equal_autograd(name):
     likelihood, y, f = tasks(name)
     free = f.clone().requires_grad_(True)
     (score,) = torch.autograd.grad(likelihood.log_prob(y, free).sum(), free, create_graph=True)
-    rows = [torch.autograd.grad(score[:, c].sum(), free, retain_graph=True)[0] for c in range(f.shape[1])]
+    rows = [
+        torch.autograd.grad(score[:, c].sum(), free, retain_graph=True)[0]
+        for c in range(f.shape[1])
+    ]
     precision = -torch.stack(rows, 1)
     scale = 1 + precision.abs().amax((1, 2), keepdim=True)
-    assert torch.allclose(likelihood.score(y, f), score.detach(), rtol=1e-9, atol=1e-10 * float(score.detach().abs().max() + 1))
+    assert torch.allclose(
+        likelihood.score(y, f),
+        score.detach(),
+        rtol=1e-9,
+        atol=1e-10 * float(score.detach().abs().max() + 1),
+    )
     assert ((likelihood.precision(y, f) - precision) / scale).abs().max() < 1e-9
 
 
@@ -33,7 +43,11 @@ def test_score_and_precision_equal_finite_differences(name):
     size = 1 + score.abs().amax(-1, keepdim=True) + likelihood.log_prob(y, f).abs().unsqueeze(-1)
     assert ((likelihood.score(y, f) - score) / size).abs().max() < 1e-5
     precision = -finite_difference(lambda g: likelihood.score(y, g), f)
-    size = 1 + precision.abs().amax((-2, -1), keepdim=True) + likelihood.score(y, f).abs().amax(-1)[:, None, None]
+    size = (
+        1
+        + precision.abs().amax((-2, -1), keepdim=True)
+        + likelihood.score(y, f).abs().amax(-1)[:, None, None]
+    )
     assert ((likelihood.precision(y, f) - precision) / size).abs().max() < 1e-5
 
 
@@ -47,7 +61,9 @@ def test_derivatives_are_the_three_together(name):
 
 
 def expectation(likelihood, f, function):
-    """E_y function(y) for one f (C,), by summation or adaptive quadrature: an array of function's shape."""
+    """E_y function(y) for one f (C,), by summation or adaptive quadrature: an array of
+    function's shape.
+    """
     support = likelihood.support_for(f.shape[-1])
     if support.kind in ("count", "class"):
         top = support.count if support.kind == "class" else 400
@@ -57,7 +73,9 @@ def expectation(likelihood, f, function):
     assert isinstance(support, Continuous)
     centre, scale = float(likelihood.mean(f)), float(likelihood.variance(f)) ** 0.5
     low, high = (
-        (1e-9, centre + 60 * scale) if type(support).__name__ == "Positive" else (centre - 400 * scale, centre + 400 * scale)
+        (1e-9, centre + 60 * scale)
+        if type(support).__name__ == "Positive"
+        else (centre - 400 * scale, centre + 400 * scale)
     )
 
     def integrand(y):
@@ -67,11 +85,14 @@ def expectation(likelihood, f, function):
     parts = [low, centre - 8 * scale, centre, centre + 8 * scale, high]
     parts = [p for p in parts if p >= low]
     return sum(
-        torch.as_tensor(integrate.quad_vec(integrand, a, b, epsabs=1e-12)[0]) for a, b in zip(parts, parts[1:], strict=False)
+        torch.as_tensor(integrate.quad_vec(integrand, a, b, epsabs=1e-12)[0])
+        for a, b in zip(parts, parts[1:], strict=False)
     )
 
 
-SCALAR = [name for name in NAMES if CASES[name][0].support_for(CASES[name][1].shape[1]).kind != "vector"]
+SCALAR = [
+    name for name in NAMES if CASES[name][0].support_for(CASES[name][1].shape[1]).kind != "vector"
+]
 
 
 @pytest.mark.parametrize("name", [n for n in SCALAR if n != "tempered"])
@@ -80,9 +101,13 @@ def test_density_integrates_to_one_and_fisher_is_the_expected_precision(name):
     for row in f:
         mass = expectation(likelihood, row, lambda y, g: torch.ones_like(y))
         assert abs(float(mass) - 1) < 1e-6
-        expected = expectation(likelihood, row, lambda y, g: likelihood.precision(y, g).flatten(1)).reshape(len(row), -1)
+        expected = expectation(
+            likelihood, row, lambda y, g: likelihood.precision(y, g).flatten(1)
+        ).reshape(len(row), -1)
         fisher = likelihood.fisher(row[None])[0]
-        assert torch.allclose(fisher, expected, rtol=1e-5, atol=1e-6 * float(1 + expected.abs().max()))
+        assert torch.allclose(
+            fisher, expected, rtol=1e-5, atol=1e-6 * float(1 + expected.abs().max())
+        )
         assert torch.linalg.eigvalsh(fisher)[0] >= -1e-12 * (1 + fisher.abs().max())
 
 
@@ -117,14 +142,23 @@ def test_samples_have_the_mean_and_variance(name):
         (L.StudentT(df=4.0, scale=0.8), lambda y: stats.t(4, 1.2, 0.8).logpdf(y)),
         (L.Poisson(), lambda y: stats.poisson(math.exp(1.2)).logpmf(y)),
         (L.Poisson(link="identity"), lambda y: stats.poisson(1.2).logpmf(y)),
-        (L.NegativeBinomial(dispersion=0.4), lambda y: stats.nbinom(2.5, 2.5 / (2.5 + math.exp(1.2))).logpmf(y)),
+        (
+            L.NegativeBinomial(dispersion=0.4),
+            lambda y: stats.nbinom(2.5, 2.5 / (2.5 + math.exp(1.2))).logpmf(y),
+        ),
         (L.Bernoulli(), lambda y: stats.bernoulli(1 / (1 + math.exp(-1.2))).logpmf(y)),
     ],
 )
 def test_log_prob_equals_scipy(likelihood, reference):
-    y = torch.tensor([0.0, 1.0]) if isinstance(likelihood, L.Bernoulli) else torch.tensor([0.0, 1.0, 3.0, 11.0])
+    y = (
+        torch.tensor([0.0, 1.0])
+        if isinstance(likelihood, L.Bernoulli)
+        else torch.tensor([0.0, 1.0, 3.0, 11.0])
+    )
     f = torch.full((len(y), 1), 1.2, dtype=torch.float64)
-    assert torch.allclose(likelihood.log_prob(y.double(), f), torch.from_numpy(reference(y.numpy())), rtol=1e-10)
+    assert torch.allclose(
+        likelihood.log_prob(y.double(), f), torch.from_numpy(reference(y.numpy())), rtol=1e-10
+    )
 
 
 def test_heteroscedastic_forms_agree():
@@ -132,7 +166,9 @@ def test_heteroscedastic_forms_agree():
     y = torch.tensor([1.0, -4.0]).double()
     by_log = L.HeteroscedasticGaussian().log_prob(y, torch.stack([mean, variance.log()], -1))
     natural = torch.stack([mean / variance, -0.5 / variance], -1)
-    assert torch.allclose(by_log, L.HeteroscedasticGaussian(parameters="natural").log_prob(y, natural), rtol=1e-12)
+    assert torch.allclose(
+        by_log, L.HeteroscedasticGaussian(parameters="natural").log_prob(y, natural), rtol=1e-12
+    )
 
 
 def test_observed_precision_determinant_is_what_the_contract_says():
@@ -146,8 +182,15 @@ def test_observed_precision_determinant_is_what_the_contract_says():
 def test_multivariate_gaussian_equals_scipy_and_takes_full_covariance():
     sigma = torch.tensor([[1.0, 0.3], [0.3, 0.5]], dtype=torch.float64)
     f, y = torch.randn(5, 2).double(), torch.randn(5, 2).double()
-    expected = [stats.multivariate_normal(f[i].numpy(), sigma.numpy()).logpdf(y[i].numpy()) for i in range(5)]
-    assert torch.allclose(L.Gaussian(covariance=sigma).log_prob(y, f), torch.tensor(expected, dtype=torch.float64), rtol=1e-10)
+    expected = [
+        stats.multivariate_normal(f[i].numpy(), sigma.numpy()).logpdf(y[i].numpy())
+        for i in range(5)
+    ]
+    assert torch.allclose(
+        L.Gaussian(covariance=sigma).log_prob(y, f),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,6 +226,8 @@ def test_far_outputs_stay_finite():
         likelihood, f, y = CASES[name]
         for dtype in (torch.float32, torch.float64):
             for size in (80.0, 800.0):
-                far = torch.full((2, f.shape[1]), size, dtype=dtype) * torch.tensor([[1.0], [-1.0]], dtype=dtype)
+                far = torch.full((2, f.shape[1]), size, dtype=dtype) * torch.tensor(
+                    [[1.0], [-1.0]], dtype=dtype
+                )
                 for part in likelihood.derivatives(y[:2].to(dtype), far):
                     assert torch.isfinite(part).all(), (name, dtype, size)

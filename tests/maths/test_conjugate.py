@@ -42,4 +42,6 @@ def test_negative_curvature_ends_with_a_direction_of_ascent():
 
 
 def test_nothing_to_solve():
-    assert torch.equal(conjugate_gradients(lambda v: v, torch.zeros(3), lambda v: v), torch.zeros(3))
+    assert torch.equal(
+        conjugate_gradients(lambda v: v, torch.zeros(3), lambda v: v), torch.zeros(3)
+    )

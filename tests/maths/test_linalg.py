@@ -28,14 +28,24 @@ def test_identity_plus_equals_dense_factorisation(size):
     positive = torch.linalg.eigvalsh(A)[:, 0] > 0
     assert torch.equal(factor.positive, positive)
     assert int(positive.sum()) > 0
-    assert torch.allclose(factor.logdet()[positive], torch.logdet(A)[positive], rtol=1e-11, atol=1e-12)
-    assert torch.allclose(factor.solve(b)[positive], torch.linalg.solve(A, b.unsqueeze(-1)).squeeze(-1)[positive], rtol=1e-10)
+    assert torch.allclose(
+        factor.logdet()[positive], torch.logdet(A)[positive], rtol=1e-11, atol=1e-12
+    )
+    assert torch.allclose(
+        factor.solve(b)[positive],
+        torch.linalg.solve(A, b.unsqueeze(-1)).squeeze(-1)[positive],
+        rtol=1e-10,
+    )
 
 
 def test_indefinite_matrices_are_found():
     R = torch.eye(2, dtype=torch.float64)[None]
-    assert not linalg.identity_plus(R, torch.tensor([[[-2.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)).positive
-    assert not linalg.identity_plus(R, torch.tensor([[[1.0, 3.0], [3.0, 1.0]]], dtype=torch.float64)).positive
+    assert not linalg.identity_plus(
+        R, torch.tensor([[[-2.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    ).positive
+    assert not linalg.identity_plus(
+        R, torch.tensor([[[1.0, 3.0], [3.0, 1.0]]], dtype=torch.float64)
+    ).positive
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -44,7 +54,9 @@ def test_tiny_determinants_keep_their_digits(size):
     K = 1e-18 * random_spd(4, size, size, seed=3)
     precision = random_spd(4, size, size, seed=4)
     trace = (K @ precision).diagonal(dim1=-2, dim2=-1).sum(-1)
-    assert torch.allclose(linalg.identity_plus(linalg.root(K), precision).logdet(), trace, rtol=1e-9, atol=0)
+    assert torch.allclose(
+        linalg.identity_plus(linalg.root(K), precision).logdet(), trace, rtol=1e-9, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -52,12 +64,16 @@ def test_products_equal_matmul(size):
     R = linalg.root(random_spd(6, size, size, seed=5))
     v = torch.randn(6, size, dtype=torch.float64)
     assert torch.allclose(linalg.lower_times(R, v), (R @ v.unsqueeze(-1)).squeeze(-1), rtol=1e-13)
-    assert torch.allclose(linalg.upper_times(R, v), (R.mT @ v.unsqueeze(-1)).squeeze(-1), rtol=1e-13)
+    assert torch.allclose(
+        linalg.upper_times(R, v), (R.mT @ v.unsqueeze(-1)).squeeze(-1), rtol=1e-13
+    )
     assert torch.allclose(linalg.dot(v, v), (v * v).sum(-1), rtol=1e-13)
 
 
 def _objective(a):
-    """−a e^x + x·a·e^{t} − ½x² … concave with a known stationarity condition: gradient 3 − a e^x − x."""
+    """−a e^x + x·a·e^{t} − ½x² … concave with a known stationarity condition: gradient 3 − a
+    e^x − x.
+    """
 
     def evaluate(x, rows):
         scale = a if rows is None else a[rows]
@@ -80,6 +96,8 @@ def test_ascent_reaches_every_optimum_from_far_away():
 
 def test_ascent_says_when_it_ran_out_of_rounds():
     a = torch.full((3,), 1e-6, dtype=torch.float64)
-    ascent = linalg.newton_ascent(_objective(a), torch.full((3, 1), 60.0, dtype=torch.float64), max_rounds=2)
+    ascent = linalg.newton_ascent(
+        _objective(a), torch.full((3, 1), 60.0, dtype=torch.float64), max_rounds=2
+    )
     assert not ascent.converged.any()
     assert torch.isfinite(ascent.point).all()

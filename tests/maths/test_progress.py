@@ -1,4 +1,6 @@
-"""Progress: shown by itself after two seconds on a terminal, never elsewhere, always or never on request."""
+"""Progress: shown by itself after two seconds on a terminal, never elsewhere, always or never
+on request.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
 
 
-def test_nothing_is_shown_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.0)
     items = [1, 2]
     assert progress.progress_bar(items, 2, None, "fit", "batch") is items

@@ -42,7 +42,9 @@ def test_mass_and_moments(name):
 @pytest.mark.parametrize("name", CASES)
 def test_cdf_and_its_inverse(name):
     d, grid = CASES[name], grid_of(CASES[name])
-    q = torch.tensor([1e-5, 1e-3, 0.025, 0.3, 0.5, 0.9, 0.999, 1 - 1e-5], dtype=torch.float64).expand(4, -1)
+    q = torch.tensor(
+        [1e-5, 1e-3, 0.025, 0.3, 0.5, 0.9, 0.999, 1 - 1e-5], dtype=torch.float64
+    ).expand(4, -1)
     z = torch.from_numpy(d.ppf(q.numpy()))
     assert (grid.cdf(z) - q).abs().max() < 5e-6
     assert (grid.cdf(grid.icdf(q)) - q).abs().max() < 1e-11
@@ -97,7 +99,9 @@ def test_a_jump_is_flagged_not_smoothed_over():
 
 
 def test_a_density_without_integral_is_cut_at_its_valley_and_flagged():
-    """A normal whose log density turns up again at |z| = 6, as a Newton step far from its point does."""
+    """A normal whose log density turns up again at |z| = 6, as a Newton step far from its point
+    does.
+    """
 
     def log_density(z, rows):
         return -0.5 * z**2 + z**4 / 144
@@ -109,12 +113,16 @@ def test_a_density_without_integral_is_cut_at_its_valley_and_flagged():
     expected = torch.trapezoid(log_density(z, None).exp(), z)
     assert torch.allclose(grid.log_mass.exp(), expected.expand(2), rtol=1e-4)
     assert torch.isfinite(grid.moments[1]).all()
-    assert torch.isfinite(grid.icdf(torch.tensor([[1e-4, 0.5, 0.9999]] * 2, dtype=torch.float64))).all()
+    assert torch.isfinite(
+        grid.icdf(torch.tensor([[1e-4, 0.5, 0.9999]] * 2, dtype=torch.float64))
+    ).all()
 
 
 @pytest.mark.parametrize(("height", "steep", "at"), [(-30.0, 60.0, 3.0), (-60.0, 80.0, 5.0)])
 def test_a_cliff_does_not_make_the_spline_overshoot(height, steep, at):
-    """The trapezoid alone accepts these at a few nodes, where the spline puts mass on the cliff's edge."""
+    """The trapezoid alone accepts these at a few nodes, where the spline puts mass on the
+    cliff's edge.
+    """
 
     def log_density(z, rows):
         return -0.5 * z**2 + height * torch.sigmoid((z - at) * steep)
@@ -129,7 +137,9 @@ def test_a_cliff_does_not_make_the_spline_overshoot(height, steep, at):
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_root_at_an_end_of_its_bracket_is_found_whatever_its_sign_is_by_rounding(end):
-    """0.5 is the distribution function at a fine point of a symmetric density: there it was 0.488, by an error of 1e-17."""
+    """0.5 is the distribution function at a fine point of a symmetric density: there it was
+    0.488, by an error of 1e-17.
+    """
     rounding = torch.tensor([-1e-17, 0.0, 1e-17], dtype=torch.float64)
     low, high = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     found = quadrature.bracketed_root(lambda x: torch.where(x == end, rounding, x - end), low, high)

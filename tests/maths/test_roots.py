@@ -11,12 +11,24 @@ C, F, B = 5, 4, 7
 
 
 def jacobian(dtype=torch.float64, bias=False):
-    return Features(torch.randn(B, F - bias, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype), C, bias)
+    return Features(
+        torch.randn(
+            B, F - bias, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        ).to(dtype),
+        C,
+        bias,
+    )
 
 
 def operator(name, J):
-    p = torch.softmax(torch.randn(B, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64), 1)
-    structure = resolve(name).zero(J.size).add(J.double(), torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2))
+    p = torch.softmax(
+        torch.randn(B, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64), 1
+    )
+    structure = (
+        resolve(name)
+        .zero(J.size)
+        .add(J.double(), torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2))
+    )
     return structure.with_prior(torch.full((J.size,), 0.7, dtype=torch.float64))
 
 
@@ -32,8 +44,11 @@ def test_root_of_a_last_layer_is_that_of_its_covariance(name, bias, dtype):
     assert (R @ R.mT - K).abs().max() < eps
     assert (root.variances().double() - K.diagonal(dim1=1, dim2=2)).abs().max() < eps
     part = slice(2, 5)
-    assert (root.take(part).times(torch.eye(C, dtype=root.dtype)).double() - R[part]).abs().max() < eps
-    assert isinstance(root, ScaledRoot) == (name in ("kfac", "diag"))  # these form nothing of size (B, C, C)
+    assert (
+        root.take(part).times(torch.eye(C, dtype=root.dtype)).double() - R[part]
+    ).abs().max() < eps
+    # these form nothing of size (B, C, C)
+    assert isinstance(root, ScaledRoot) == name in ("kfac", "diag")
 
 
 @pytest.mark.parametrize("name", ["dense", "diag"])

@@ -1,4 +1,6 @@
-"""All weights of real kinds of networks: what each block gets, that kfac is right where it is exact, and that nothing changes."""
+"""All weights of real kinds of networks: what each block gets, that kfac is right where it is
+exact, and that nothing changes.
+"""
 
 import copy
 
@@ -55,7 +57,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.table = nn.Embedding(7, 8, padding_idx=0)
         self.place = nn.Parameter(torch.randn(5, 8))
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=batch_first, activation="gelu")
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 12, dropout=0.1, batch_first=batch_first, activation="gelu"
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(8, CLASSES)
         self.batch_first = batch_first
@@ -153,7 +157,9 @@ def made(name):
 
 def fit(model, x, y, structure="kfac", **options):
     options = {"prior": priors.Gaussian(4.0), "gaussian": "laplace"} | options
-    return ssla.fit(model, (x, y), likelihood=L.Categorical(), weights="all", structure=structure, **options)
+    return ssla.fit(
+        model, (x, y), likelihood=L.Categorical(), weights="all", structure=structure, **options
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -164,7 +170,9 @@ def test_linear_and_convolutional_layers_have_factors_and_the_rest_is_diagonal(n
     assert set(post.report.names) == free
     assert "kfac" in post.report.blocks.values()
     for block, kind in post.report.blocks.items():
-        assert kind == ("diag" if any(part in block for part in WITHOUT_FORM) or not block else "kfac"), block
+        assert kind == (
+            "diag" if any(part in block for part in WITHOUT_FORM) or not block else "kfac"
+        ), block
         assert f"{block or 'network'}: {kind}" in str(post.report)
     p = post.predict(x).probs
     assert torch.allclose(p.sum(1), torch.ones(9, dtype=DOUBLE))
@@ -180,7 +188,9 @@ def test_jacobians_are_those_of_backpropagation(name):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     torch.testing.assert_close(J.dense().values, jacobian(model, x, names), rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(f, model(x).detach(), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(network.evaluate(network.cast(x), network.theta), f, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        network.evaluate(network.cast(x), network.theta), f, rtol=1e-9, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -197,7 +207,10 @@ def test_float32_agrees_with_float64(name):
 def test_the_module_is_bit_identical_after_fit_and_predict(name):
     model, x, y = made(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    modules, free = [type(m) for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    modules, free = (
+        [type(m) for m in model.modules()],
+        [p.requires_grad for p in model.parameters()],
+    )
     outputs = model(x)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     fit(model, x, y).predict(x)
@@ -222,7 +235,9 @@ def test_files_have_the_same_bits(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["batch norm", "group norm", "LoRA", "LSTM"])
 def test_one_row_and_one_place_give_the_blocks_of_the_dense_curvature(name):
-    """With one row and no shared weights a layer's curvature is a Kronecker product; other parameters have its diagonal."""
+    """With one row and no shared weights a layer's curvature is a Kronecker product; other
+    parameters have its diagonal.
+    """
     model, x, y = made(name)
     x = x[:1, :, :1, :1] if "norm" in name else x[:1, :1]
     with pytest.warns(UserWarning, match="one row only"):
@@ -236,7 +251,10 @@ def test_one_row_and_one_place_give_the_blocks_of_the_dense_curvature(name):
     for parameter in names:
         layer = parameter.rpartition(".")[0]
         block = layer + ("of the state" if "_hh" in parameter else "")
-        owner += [block if post.report.blocks[layer] == "kfac" else f"{parameter} {i}" for i in range(sizes[parameter])]
+        owner += [
+            block if post.report.blocks[layer] == "kfac" else f"{parameter} {i}"
+            for i in range(sizes[parameter])
+        ]
     kept |= torch.tensor([[a == b for b in owner] for a in owner])
     exact = torch.where(kept, H, 0.0) + 4.0 * torch.eye(len(H), dtype=DOUBLE)
     new = NETWORKS[name][1][1:]
@@ -253,11 +271,15 @@ def test_predictions_in_chunks_are_those_of_all_rows_at_once():
     budget = 4 * 2 * network.bytes_per_row
     assert network.rows_at_once(budget) == 2
     small = fit(model, x, y, memory_budget=max(budget, 200_000))
-    torch.testing.assert_close(small.marginal(x).covariance, post.marginal(x).covariance, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        small.marginal(x).covariance, post.marginal(x).covariance, rtol=1e-9, atol=1e-12
+    )
 
 
 class TestTheDefaultGaussian:
-    """Variational while the Jacobians of all rows can be kept; the Gaussian at the mode beyond, with a note."""
+    """Variational while the Jacobians of all rows can be kept; the Gaussian at the mode beyond,
+    with a note.
+    """
 
     def fit(self, **options):
         model, x, y = made("group norm")
@@ -273,10 +295,14 @@ class TestTheDefaultGaussian:
         post = self.fit()
         assert post.report.gaussian == "laplace"
         assert post.report.passes == 1
-        assert "gaussian='laplace' was used in place of 'variational', which takes 3 backward passes" in str(post.report)
+        assert (
+            "gaussian='laplace' was used in place of 'variational', which takes 3 backward passes"
+            in str(post.report)
+        )
         asked = self.fit(gaussian="laplace")
         assert torch.equal(
-            asked.marginal(NETWORKS["group norm"][1]).covariance, post.marginal(NETWORKS["group norm"][1]).covariance
+            asked.marginal(NETWORKS["group norm"][1]).covariance,
+            post.marginal(NETWORKS["group norm"][1]).covariance,
         )
         assert self.fit(gaussian="variational").report.gaussian == "variational"
 
@@ -311,7 +337,10 @@ def test_a_large_first_batch_is_opened_with_few_rows():
 def test_the_estimate_of_memory_is_that_of_the_fit(name):
     model, x, y = made(name)
     post = fit(model, x, y)
-    assert ssla.estimate_cost(model, 9, weights="all", structure="kfac").statistics == post.report.memory
+    assert (
+        ssla.estimate_cost(model, 9, weights="all", structure="kfac").statistics
+        == post.report.memory
+    )
 
 
 def test_a_refusal_names_what_works():

@@ -1,4 +1,6 @@
-"""nn.MultiheadAttention in steps: the outputs of torch's own function, and Kronecker factors of its four projections."""
+"""nn.MultiheadAttention in steps: the outputs of torch's own function, and Kronecker factors of
+its four projections.
+"""
 
 import itertools
 import math
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched key_paddi
 
 
 def randn(*shape, seed=0, dtype=DOUBLE):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE).to(
+        dtype
+    )
 
 
 def attention(dtype=DOUBLE, **options):
@@ -61,9 +65,20 @@ def test_the_answer_is_that_of_torch(dtype, mask, batch_first):
     switches = itertools.product([False, True], repeat=6)
     for bias, appended, zeros, other_sizes, need_weights, padded in switches:
         sizes = {"kdim": 5, "vdim": 6} if other_sizes else {}
-        layer = attention(dtype, bias=bias, add_bias_kv=appended, add_zero_attn=zeros, batch_first=batch_first, **sizes)
+        layer = attention(
+            dtype,
+            bias=bias,
+            add_bias_kv=appended,
+            add_zero_attn=zeros,
+            batch_first=batch_first,
+            **sizes,
+        )
         sources = TARGETS if mask == "causal" else SOURCES
-        shapes = [(ROWS, TARGETS, WIDTH), (ROWS, sources, sizes.get("kdim", WIDTH)), (ROWS, sources, sizes.get("vdim", WIDTH))]
+        shapes = [
+            (ROWS, TARGETS, WIDTH),
+            (ROWS, sources, sizes.get("kdim", WIDTH)),
+            (ROWS, sources, sizes.get("vdim", WIDTH)),
+        ]
         parts = [randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
         parts = parts if batch_first else [part.transpose(0, 1) for part in parts]
         padding = None
@@ -71,7 +86,11 @@ def test_the_answer_is_that_of_torch(dtype, mask, batch_first):
             padding = torch.zeros(ROWS, sources, dtype=torch.bool)
             padding[1:, -1] = True
         causal = mask == "causal" and not (appended or zeros)
-        options = {"attn_mask": mask_of(mask, sources, dtype), "key_padding_mask": padding, "is_causal": causal}
+        options = {
+            "attn_mask": mask_of(mask, sources, dtype),
+            "key_padding_mask": padding,
+            "is_causal": causal,
+        }
         expected, found, probe = both(layer, parts, need_weights=need_weights, **options)
         tolerance = 1e-6 if dtype == torch.float32 else 1e-14
         torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
@@ -97,11 +116,16 @@ def test_one_sequence_without_rows_is_left_to_torch():
 
 
 class Encoder(nn.Module):
-    """A transformer of torch's own layers. Rows are the second dimension of its inputs unless `batch_first`."""
+    """A transformer of torch's own layers.
+
+    Rows are the second dimension of its inputs unless `batch_first`.
+    """
 
     def __init__(self, batch_first=True, norm_first=False, depth=1):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=batch_first, dropout=0.0, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 12, batch_first=batch_first, dropout=0.0, norm_first=norm_first
+        )
         self.inside = nn.Linear(3, 8)
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(8, 3)
@@ -179,7 +203,13 @@ def test_factors_of_the_projections_are_sums_of_outer_products(batch_first):
     torch.testing.assert_close(reference(x), model(x), rtol=1e-12, atol=1e-13)
     likelihood = L.Categorical()
     post = ssla.fit(
-        model, (x, y), likelihood=likelihood, weights="all", structure="kfac", prior=priors.Gaussian(3.0), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=likelihood,
+        weights="all",
+        structure="kfac",
+        prior=priors.Gaussian(3.0),
+        gaussian="laplace",
     )
     layer = reference.layer
     layers = [*reference.projections, reference.out, layer.linear1, layer.linear2]
@@ -188,7 +218,10 @@ def test_factors_of_the_projections_are_sums_of_outer_products(batch_first):
     starts = dict(zip(post.report.names, _starts(model, post.report.names), strict=True))
     prefix = "encoder.layers.0."
     firsts = [starts[prefix + "self_attn.in_proj_weight"] + i * 64 for i in range(3)]
-    firsts += [starts[prefix + name] for name in ("self_attn.out_proj.weight", "linear1.weight", "linear2.weight")]
+    firsts += [
+        starts[prefix + name]
+        for name in ("self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    ]
     found = {int(factors.positions[0, 0]): factors for factors in sums.layers}
     for first, (A, G) in zip(firsts, expected, strict=True):
         factors = found[first]
@@ -205,12 +238,20 @@ def _starts(model, names):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_every_linear_layer_of_an_encoder_has_factors(batch_first, norm_first):
-    """Also where rows are the second dimension, and as many as places: their dimension is found by another number of rows."""
+    """Also where rows are the second dimension, and as many as places: their dimension is found
+    by another number of rows.
+    """
     torch.manual_seed(0)
     model = Encoder(batch_first, norm_first, depth=2).double().eval()
     x, y = randn(4, 4, 3), torch.arange(4) % 3
     post = ssla.fit(
-        model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=priors.Gaussian(3.0), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=L.Categorical(),
+        weights="all",
+        structure="kfac",
+        prior=priors.Gaussian(3.0),
+        gaussian="laplace",
     )
     for name, kind in post.report.blocks.items():
         assert kind == ("diag" if "norm" in name else "kfac"), name
@@ -221,7 +262,9 @@ class Appended(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, kdim=3, vdim=3, add_bias_kv=True, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            8, 2, kdim=3, vdim=3, add_bias_kv=True, batch_first=True
+        )
         self.query = nn.Parameter(torch.randn(1, 2, 8))
         self.head = nn.Linear(8, 3)
 
@@ -234,7 +277,13 @@ def test_what_has_no_kronecker_form_is_diagonal_and_said_to_be():
     model = Appended().double().eval()
     x, y = randn(9, 4, 3), torch.arange(9) % 3
     post = ssla.fit(
-        model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=priors.Gaussian(3.0), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=L.Categorical(),
+        weights="all",
+        structure="kfac",
+        prior=priors.Gaussian(3.0),
+        gaussian="laplace",
     )
     assert post.report.blocks == {
         "": "diag",

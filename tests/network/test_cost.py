@@ -14,7 +14,9 @@ from ssla.maths.quadrature.normal import normal_nodes
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)).eval()
+    return nn.Sequential(
+        nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 1)
+    ).eval()
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
@@ -24,7 +26,12 @@ def test_the_estimate_is_what_the_report_says(weights, structure):
     cost = ssla.estimate_cost(mlp(), 100, weights=weights, structure=structure)
     x = torch.randn(100, 8)
     report = ssla.fit(
-        mlp(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.3), prior=ssla.priors.Gaussian(), weights=weights, structure=structure
+        mlp(),
+        (x, x[:, 0]),
+        likelihood=L.Gaussian(noise=0.3),
+        prior=ssla.priors.Gaussian(),
+        weights=weights,
+        structure=structure,
     ).report
     assert cost.parameters == report.parameters == (51 if weights == "last_layer" else 3051)
     if (weights, structure) == ("all", "low_rank"):  # its sketch was doubled, which cost a pass
@@ -37,12 +44,16 @@ def test_the_estimate_is_what_the_report_says(weights, structure):
 def test_kfac_grows_with_widths_and_not_with_parameters():
     wide = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 10))
     cost = ssla.estimate_cost(wide, 10**6, weights="all", structure="kfac")
-    assert cost.statistics == 7 * 8 * (2 * 1001**2 + 1000**2 + 10**2) + 8 * (1001 * 1000 + 1001 * 10)
+    assert cost.statistics == 7 * 8 * (2 * 1001**2 + 1000**2 + 10**2) + 8 * (
+        1001 * 1000 + 1001 * 10
+    )
     assert cost.fits
 
 
 def test_what_cannot_fit_names_the_alternative():
-    big = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    big = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1000, 1000), nn.Linear(1000, 10)
+    )
     cost = ssla.estimate_cost(big, 10**6, weights="all", structure="dense")
     assert not cost.fits
     text = str(cost)
@@ -52,9 +63,16 @@ def test_what_cannot_fit_names_the_alternative():
 
 
 def test_very_many_classes_fit_with_kronecker_factors():
-    cost = ssla.estimate_cost(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 10_000)), 5000, structure="kfac", gaussian=False)
+    cost = ssla.estimate_cost(
+        nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 10_000)),
+        5000,
+        structure="kfac",
+        gaussian=False,
+    )
     assert cost.fits
-    assert not ssla.estimate_cost(nn.Linear(64, 10_000), 5000, structure="kfac").fits  # other targets have the full factor
+    assert not ssla.estimate_cost(
+        nn.Linear(64, 10_000), 5000, structure="kfac"
+    ).fits  # other targets have the full factor
 
 
 def test_mistakes_are_named():
@@ -79,11 +97,17 @@ def test_the_cost_of_refits_is_known_before_the_work():
 def test_a_refusal_names_the_most_accurate_structure_that_fits_first():
     model = nn.Sequential(nn.Linear(600, 10)).eval()
     batches = [(torch.randn(10, 600), torch.arange(10))]  # the number of rows is not announced
-    with pytest.raises(ValueError, match=r"Use structure='kfac' \(.*\) or structure='low_rank' .* or structure='diag'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Use structure='kfac' \(.*\) or structure='low_rank' .* or structure='diag'",
+    ):
         ssla.fit(model, batches, likelihood=L.Categorical(), structure="dense", memory_budget=2**26)
 
 
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(200, 8, 3), (10_000, 512, 10), (50_000, 768, 2), (5000, 512, 1000)])
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs"),
+    [(200, 8, 3), (10_000, 512, 10), (50_000, 768, 2), (5000, 512, 1000)],
+)
 def test_the_default_structure_is_dense_where_it_is_cheap(rows, width, outputs):
     model = nn.Sequential(nn.Identity(), nn.Linear(width, outputs))
     cost = ssla.estimate_cost(model, rows, gaussian=False)
@@ -91,7 +115,10 @@ def test_the_default_structure_is_dense_where_it_is_cheap(rows, width, outputs):
     assert cost.fits
     assert "chosen: " in str(cost)
     assert cost.seconds < 180
-    assert cost.seconds < ssla.estimate_cost(model, rows, gaussian=False, structure="dense").seconds or rows == 200
+    assert (
+        cost.seconds < ssla.estimate_cost(model, rows, gaussian=False, structure="dense").seconds
+        or rows == 200
+    )
     assert math.isnan(ssla.estimate_cost(model, rows, structure="diag").seconds)
 
 
@@ -99,7 +126,9 @@ def test_the_estimate_chooses_what_the_fit_chooses():
     torch.manual_seed(0)
     x, y = torch.randn(5000, 200), torch.arange(5000) % 20
     model = nn.Sequential(nn.Identity(), nn.Linear(200, 20)).eval()
-    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=ssla.priors.Gaussian(10.0), mode="tilt")
+    post = ssla.fit(
+        model, (x, y), likelihood=L.Categorical(), prior=ssla.priors.Gaussian(10.0), mode="tilt"
+    )
     cost = ssla.estimate_cost(model, 5000, gaussian=False)
     assert post.report.structure == cost.structure == "kfac"
     assert f"chosen: {cost.choice}" in str(post.report)
@@ -115,7 +144,9 @@ def test_the_nodes_of_an_estimate_are_those_of_the_fit(rows, classes):
 
 
 def test_the_seconds_of_an_estimate_are_those_that_were_measured():
-    """CPU seconds of benchmarks/head_speed.py on one thread (2026-11-18), within a factor of two."""
+    """CPU seconds of benchmarks/head_speed.py on one thread (2026-11-18), within a factor of
+    two.
+    """
     measured = {
         (10_000, 512, 10): 0.94,
         (50_000, 512, 10): 3.25,

@@ -11,7 +11,12 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.network.watch import Probe
 
-KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
+KINDS = {
+    "LSTM": nn.LSTM,
+    "GRU": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -19,7 +24,13 @@ KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k:
 def test_the_answer_is_that_of_torch(kind, dtype):
     torch.manual_seed(0)
     for layers, bias, both, batch_first, started in itertools.product([1, 2], *[[False, True]] * 4):
-        layer = KINDS[kind](3, 4, num_layers=layers, bias=bias, bidirectional=both, batch_first=batch_first).to(dtype).eval()
+        layer = (
+            KINDS[kind](
+                3, 4, num_layers=layers, bias=bias, bidirectional=both, batch_first=batch_first
+            )
+            .to(dtype)
+            .eval()
+        )
         x = torch.randn(5, 6, 3, dtype=dtype)
         rows = 5 if batch_first else 6
         start = torch.randn(2, layers * (1 + both), rows, 4, dtype=dtype)
@@ -52,7 +63,13 @@ def test_packed_sequences_are_diagonal(dtype):
     torch.manual_seed(0)
     model, x, y = Packed().to(dtype).eval(), torch.randn(8, 4, 2, dtype=dtype), torch.arange(8) % 2
     post = ssla.fit(
-        model, (x, y), likelihood=L.Categorical(), weights="all", structure="kfac", prior=priors.Gaussian(2.0), gaussian="laplace"
+        model,
+        (x, y),
+        likelihood=L.Categorical(),
+        weights="all",
+        structure="kfac",
+        prior=priors.Gaussian(2.0),
+        gaussian="laplace",
     )
     assert post.report.blocks == {"body": "diag", "head": "kfac"}
     assert bool(torch.isfinite(post.predict(x).probs).all())

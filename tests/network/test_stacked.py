@@ -23,7 +23,14 @@ def opened(net, weights="all"):
     law = L.HeteroscedasticGaussian()
     with torch.no_grad():
         assert net(x).shape == (20, 2)
-    post = ssla.fit(net, (x, y), likelihood=law, prior=ssla.priors.Gaussian(), weights=weights, gaussian="laplace").state
+    post = ssla.fit(
+        net,
+        (x, y),
+        likelihood=law,
+        prior=ssla.priors.Gaussian(),
+        weights=weights,
+        gaussian="laplace",
+    ).state
     return post, x
 
 
@@ -37,7 +44,9 @@ def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
     post, x = opened(net, weights)
     chain = stacked(post.network, x, post.theta)
     assert chain is not None
-    thetas = post.theta + 0.3 * torch.randn(4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    thetas = post.theta + 0.3 * torch.randn(
+        4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     f, gradient = chain.outputs_and_gradient(thetas, x, torch.cos)
     for theta, found, slope in zip(thetas, f, gradient, strict=True):
         free = theta.clone().requires_grad_(True)

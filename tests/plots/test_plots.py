@@ -55,7 +55,11 @@ def sensitivity():
 
 @cache
 def credal():
-    return ssla.credal(on_a_line(), LINE[:2], {"weak": ssla.priors.Gaussian(0.1), "strong": ssla.priors.Gaussian(10.0)})
+    return ssla.credal(
+        on_a_line(),
+        LINE[:2],
+        {"weak": ssla.priors.Gaussian(0.1), "strong": ssla.priors.Gaussian(10.0)},
+    )
 
 
 def labels(ax):
@@ -86,7 +90,9 @@ PICTURES = {
     "prior_bands": lambda ax: plots.prior_bands(sensitivity(), LINE, ax=ax),
     "p_box": lambda ax: plots.p_box(credal(), 1, ax=ax),
     "doubt": lambda ax: plots.doubt(posterior().predict(NEW), ax=ax),
-    "out_of_distribution": lambda ax: plots.out_of_distribution(posterior().predict(NEW), posterior().predict(4 * NEW), ax=ax),
+    "out_of_distribution": lambda ax: plots.out_of_distribution(
+        posterior().predict(NEW), posterior().predict(4 * NEW), ax=ax
+    ),
     "influence": lambda ax: plots.influence(ssla.explain(posterior(), NEW[:2]), ax=ax),
 }
 
@@ -117,7 +123,9 @@ def test_text_and_lines_can_be_told_from_the_background_and_text_fits_400_pixels
     inside = figure.bbox
     for artist in texts:
         box = artist.get_window_extent()
-        assert not artist.get_text() or (box.x0 >= inside.x0 - 1 and box.x1 <= inside.x1 + 1), artist
+        assert not artist.get_text() or (box.x0 >= inside.x0 - 1 and box.x1 <= inside.x1 + 1), (
+            artist
+        )
         assert artist.get_fontsize() >= 8
 
 
@@ -151,7 +159,9 @@ def test_bands_have_the_ends_of_the_intervals_and_the_mean_in_the_order_of_x():
 
 def test_a_density_integrates_to_one_and_its_region_is_the_hdr():
     predictive = posterior().predict(NEW)
-    ax = plots.density({"plug-in": posterior().predict(NEW, refit="plug_in"), "output": predictive}, 3, level=0.8)
+    ax = plots.density(
+        {"plug-in": posterior().predict(NEW, refit="plug_in"), "output": predictive}, 3, level=0.8
+    )
     assert labels(ax) == ["plug-in", "output", "80% region"]
     for one in ax.get_lines():
         assert np.trapezoid(one.get_ydata(), one.get_xdata()) == pytest.approx(1, abs=2e-3)
@@ -162,7 +172,9 @@ def test_a_density_integrates_to_one_and_its_region_is_the_hdr():
 
 
 def test_a_region_of_two_parts_is_drawn_in_two_parts():
-    far = [ssla.predictive.from_marginal(L.Gaussian(noise=0.3), [[m]], [[[0.01]]]) for m in (-3.0, 3.0)]
+    far = [
+        ssla.predictive.from_marginal(L.Gaussian(noise=0.3), [[m]], [[[0.01]]]) for m in (-3.0, 3.0)
+    ]
     ax = plots.density(ssla.mixture(far), level=0.9)
     assert len(ax.collections) == 2
     (_, left), (right, _) = (corners(area) for area in ax.collections)
@@ -184,8 +196,12 @@ def test_the_density_of_counts_is_drawn_at_whole_numbers():
 def test_increments_are_zero_at_the_mode_and_add_up():
     predictive = posterior().predict(NEW)
     ax = plots.increments(predictive, 3)
-    parts = {name: line(ax, name).get_ydata() for name in ("likelihood", "prior", "curvature", "sum")}
-    np.testing.assert_allclose(parts["likelihood"] + parts["prior"] + parts["curvature"], parts["sum"], atol=1e-12)
+    parts = {
+        name: line(ax, name).get_ydata() for name in ("likelihood", "prior", "curvature", "sum")
+    }
+    np.testing.assert_allclose(
+        parts["likelihood"] + parts["prior"] + parts["curvature"], parts["sum"], atol=1e-12
+    )
     y = torch.as_tensor(line(ax, "sum").get_xdata())
     log = predictive.log_prob(y.expand(50, -1))[3] - predictive.log_prob(predictive.mode)[3]
     np.testing.assert_allclose(parts["sum"], log, atol=1e-9)
@@ -218,7 +234,9 @@ def test_a_p_box_has_the_bounds_of_the_distribution_function_and_the_interval():
 # --- calibration ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "p"), [(1, 0.5), (30, 0.1), (200, 0.95), (5000, 0.5), (10**7, 0.3), (50, 1.0), (50, 0.0)])
+@pytest.mark.parametrize(
+    ("n", "p"), [(1, 0.5), (30, 0.1), (200, 0.95), (5000, 0.5), (10**7, 0.3), (50, 1.0), (50, 0.0)]
+)
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 def test_the_range_of_a_count_is_that_of_the_binomial_distribution(n, p, confidence):
     low, high = binomial_range(n, p, confidence)
@@ -230,12 +248,20 @@ def test_the_range_of_a_count_is_that_of_the_binomial_distribution(n, p, confide
 @pytest.mark.parametrize("source", ["held-out", "leave-one-out"])
 def test_a_calibration_curve_has_the_coverage_at_each_level(source):
     predictive, loo = posterior().predict(NEW), posterior().loo()
-    ax = plots.calibration(loo) if source == "leave-one-out" else plots.calibration(predictive, TRUTH)
+    ax = (
+        plots.calibration(loo)
+        if source == "leave-one-out"
+        else plots.calibration(predictive, TRUTH)
+    )
     n = 60 if source == "leave-one-out" else 50
     curve = line(ax, f"{source}, {n} rows")
     for level, share in zip(curve.get_xdata()[::6], curve.get_ydata()[::6], strict=True):
         level = float(level)
-        expected = loo.coverage(level) if source == "leave-one-out" else float(ssla.metrics.coverage(predictive, TRUTH, level))
+        expected = (
+            loo.coverage(level)
+            if source == "leave-one-out"
+            else float(ssla.metrics.coverage(predictive, TRUTH, level))
+        )
         assert share == pytest.approx(expected)
     vertices = ax.collections[0].get_paths()[0].vertices
     at = vertices[np.isclose(vertices[:, 0], 0.5)][:, 1]
@@ -260,8 +286,12 @@ def test_the_pit_histogram_has_the_shares_of_the_ranks():
 
 def test_each_of_several_targets_can_be_drawn():
     y = torch.stack([Y, X[:, 1]], 1)
-    predictive = ssla.fit(mlp(outputs=2), (X, y), likelihood=L.Gaussian(noise=[0.3, 0.5]), prior=PRIOR).predict(X)
-    one, two = (plots.calibration(predictive, y, target=t).get_lines()[1].get_ydata() for t in (0, 1))
+    predictive = ssla.fit(
+        mlp(outputs=2), (X, y), likelihood=L.Gaussian(noise=[0.3, 0.5]), prior=PRIOR
+    ).predict(X)
+    one, two = (
+        plots.calibration(predictive, y, target=t).get_lines()[1].get_ydata() for t in (0, 1)
+    )
     assert not np.allclose(one, two)
     with pytest.raises(ValueError, match="target must be from 0 to 1"):
         plots.calibration(predictive, y, target=2)
@@ -275,13 +305,19 @@ def test_reliability_has_accuracy_and_rows_by_bin():
     counts = torch.bincount(bins, minlength=4)
     assert [text.get_text() for text in ax.texts] == [str(int(count)) for count in counts if count]
     curve = line(ax, "accuracy")
-    expected = [float((guess == TRUE_CLASSES)[bins == b].double().mean()) for b in range(4) if counts[b]]
+    expected = [
+        float((guess == TRUE_CLASSES)[bins == b].double().mean()) for b in range(4) if counts[b]
+    ]
     np.testing.assert_allclose(curve.get_ydata(), expected)
-    np.testing.assert_allclose(curve.get_xdata(), [float(sure[bins == b].mean()) for b in range(4) if counts[b]])
+    np.testing.assert_allclose(
+        curve.get_xdata(), [float(sure[bins == b].mean()) for b in range(4) if counts[b]]
+    )
 
 
 def test_intervals_are_sorted_by_width_and_misses_are_marked():
-    spread = ssla.predictive.from_marginal(L.Gaussian(noise=0.3), torch.zeros(50, 1), torch.rand(50, 1, 1))
+    spread = ssla.predictive.from_marginal(
+        L.Gaussian(noise=0.3), torch.zeros(50, 1), torch.rand(50, 1, 1)
+    )
     ax = plots.intervals(spread, TRUTH, level=0.8)
     ends = spread.interval(0.8)
     outside = (ends[:, 0] > TRUTH) | (ends[:, 1] < TRUTH)
@@ -323,10 +359,16 @@ def test_auroc_counts_pairs():
 def test_influence_has_a_bar_for_each_row_with_its_sign():
     explanation = ssla.explain(posterior(), NEW[:2], top=6)
     ax = plots.influence(explanation, 1, most=4)
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == [f"row {i}" for i in explanation.influence.rows[1, :4].tolist()]
-    np.testing.assert_allclose([bar.get_width() for bar in ax.patches], explanation.influence.mean[1, :4, 0])
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == [
+        f"row {i}" for i in explanation.influence.rows[1, :4].tolist()
+    ]
+    np.testing.assert_allclose(
+        [bar.get_width() for bar in ax.patches], explanation.influence.mean[1, :4, 0]
+    )
     ax = plots.influence(explanation, 1, by="variance")
-    np.testing.assert_allclose([bar.get_width() for bar in ax.patches], explanation.influence.variance[1, :, 0])
+    np.testing.assert_allclose(
+        [bar.get_width() for bar in ax.patches], explanation.influence.variance[1, :, 0]
+    )
 
 
 # --- bad input -----------------------------------------------------------------------------
@@ -335,9 +377,17 @@ def test_influence_has_a_bar_for_each_row_with_its_sign():
 def test_bad_input_has_clear_errors_and_draws_nothing():
     predictive, loo = posterior().predict(NEW), posterior().loo()
     for error, match, call in (
-        (TypeError, r"plots.bands is for one ordered target.*'class'", lambda: plots.bands(classes().predict(NEW), NEW[:, 0])),
+        (
+            TypeError,
+            r"plots.bands is for one ordered target.*'class'",
+            lambda: plots.bands(classes().predict(NEW), NEW[:, 0]),
+        ),
         (TypeError, "Use plots.reliability", lambda: plots.pit(classes().loo())),
-        (TypeError, "plots.reliability is for classes", lambda: plots.reliability(predictive, TRUTH)),
+        (
+            TypeError,
+            "plots.reliability is for classes",
+            lambda: plots.reliability(predictive, TRUTH),
+        ),
         (ValueError, "needs y", lambda: plots.calibration(predictive)),
         (ValueError, "takes no y", lambda: plots.calibration(loo, TRUTH)),
         (ValueError, "one number for each of the 50 inputs", lambda: plots.bands(predictive, NEW)),
@@ -345,9 +395,17 @@ def test_bad_input_has_clear_errors_and_draws_nothing():
         (ValueError, "predictives has no entry", lambda: plots.density({})),
         (ValueError, r"y must have shape \(50,\)", lambda: plots.intervals(predictive, TRUTH[:3])),
         (ValueError, "bins must be a whole number from 2", lambda: plots.pit(loo, bins=1)),
-        (ValueError, "level must be strictly between 0 and 1", lambda: plots.intervals(predictive, TRUTH, level=90)),
+        (
+            ValueError,
+            "level must be strictly between 0 and 1",
+            lambda: plots.intervals(predictive, TRUTH, level=90),
+        ),
         (ValueError, "doubt of zero", lambda: plots.doubt(posterior().predict(NEW, refit="none"))),
-        (ValueError, "output must be from 0 to 0", lambda: plots.influence(ssla.explain(posterior(), NEW[:1]), output=1)),
+        (
+            ValueError,
+            "output must be from 0 to 0",
+            lambda: plots.influence(ssla.explain(posterior(), NEW[:1]), output=1),
+        ),
     ):
         plt.close("all")
         with pytest.raises(error, match=match):

@@ -14,7 +14,10 @@ from ssla import likelihoods as L
 from ssla import priors, structures
 
 G = L.Gaussian(noise=0.5)
-X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.randn(20, generator=torch.Generator().manual_seed(1))
+X, Y = (
+    torch.randn(20, 3, generator=torch.Generator().manual_seed(0)),
+    torch.randn(20, generator=torch.Generator().manual_seed(1)),
+)
 
 
 def net(*layers, outputs=1):
@@ -135,10 +138,12 @@ CASES = {
     "random module": (lambda: fit(Noisy()), r"different outputs for the same input.*eval"),
     "rows that interact": (lambda: fit(BatchMean()), "depends on the other rows"),
     "buffers that change": (lambda: fit(Counter()), r"changes its buffers in forward \(seen\)"),
-    "two results": (lambda: fit(Pair()), "must return one tensor.*tuple with the tensors 0, 1.*output=0"),
+    "two results": (lambda: fit(Pair()), "must return one tensor.*tuple with the tensors 0, "
+                                         "1.*output=0"),
     "not a module": (lambda: fit(model="net.pt"), "must be a torch.nn.Module, but is a str"),
     "softmax at the end": (lambda: fit(nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), (X, (Y > 0).long()), L.Categorical()), "something comes after it.*raw outputs of a final nn.Linear"),
-    "no linear layer": (lambda: fit(nn.Bilinear(3, 3, 1), ((X, X), Y)), "no linear layer was called.*weights='all'"),
+    "no linear layer": (lambda: fit(nn.Bilinear(3, 3, 1), ((X, X), Y)), "no linear layer was "
+                                                                        "called.*weights='all'"),
     "weight norm": (lambda: fit(nn.Sequential(nn.Linear(3, 4), weight_norm(nn.Linear(4, 1)))), "computed from other parameters"),
     "tied last layer": (lambda: fit(Tied(), (torch.arange(3).repeat(7)[:20], torch.arange(20) % 3), L.Categorical()), "'table.weight'|'head.weight'.*tied to"),
     "unknown parameter": (lambda: fit(weights=["2.wieght"]), r"Unknown parameter '2.wieght'. Did you mean '2.weight'\?"),
@@ -163,16 +168,20 @@ CASES = {
     "unknown curvature": (lambda: ssla.NoRefit(curvature="observd"), r"Did you mean 'observed'\?"),
     "two steps": (lambda: ssla.OutputRefit(steps=2), "steps must be None"),
     "NaN at predict": (lambda: fit().predict(spoiled(X, (0, 0), math.nan)), "x must be finite"),
-    "level in percent": (lambda: fit().predict(X).interval(95), "level must be strictly between 0 and 1, but is 95. For 95% write 0.95"),
+    "level in percent": (lambda: fit().predict(X).interval(95), "level must be strictly between 0 "
+                                                                "and 1, but is 95. For 95% write "
+                                                                "0.95"),
     "quantile above one": (lambda: fit().predict(X).icdf(1.5), "probabilities between 0 and 1"),
     "y of another length": (lambda: fit().predict(X).log_prob(Y[:7]), r"y must be a number, \(20,\)"),
-    "negative weights": (lambda: fit(data=(X, Y, -torch.ones(20))), "Row weights must be finite and not negative"),
+    "negative weights": (lambda: fit(data=(X, Y, -torch.ones(20))), "Row weights must be finite "
+                                                                    "and not negative"),
     "weights of another length": (lambda: fit(data=(X, Y, torch.ones(3))), r"Row weights must have shape \(20,\)"),
     "all weights zero": (lambda: fit(data=(X, Y, torch.zeros(20))), "All row weights are zero"),
     "a bare tensor": (lambda: fit(data=X), "data is a Tensor.*Give a DataLoader"),
     "batches without targets": (lambda: fit(data=[X, X, X, X]), r"Each batch must be \(x, y\)"),
     "text": (lambda: fit(data=([["a", "b", "c"]] * 20, Y)), "Expected numbers.*Encode text"),
-    "likelihood by name": (lambda: fit(likelihood="gaussian"), "must be an object such as ssla.likelihoods.Gaussian"),
+    "likelihood by name": (lambda: fit(likelihood="gaussian"), "must be an object such as "
+                                                               "ssla.likelihoods.Gaussian"),
     "generator read twice": (lambda: fit(data=((X, Y.abs().round()) for _ in range(1)), likelihood=L.Poisson(), memory_budget=1700), "can be read only once"),
     "everything beyond the budget": (lambda: fit(weights="all", memory_budget=100), r"needs 13.1 KiB, more than the memory budget of 100 B. Use fewer weights"),
     "kfac beyond the budget": (lambda: fit(weights="all", structure="kfac", memory_budget=2500), r"structure='kfac' with 21 free .* Use structure='diag'"),
@@ -183,7 +192,10 @@ CASES = {
     "custom of the wrong shape": (lambda: fit(likelihood=L.custom(lambda y, f: -(f**2))), r"must return one value for each y.*f\[\.\.\., 0\]"),
     "custom support": (lambda: L.custom(lambda y, f: y, support="reals"), r"Did you mean 'real'\?"),
     "tempered estimate": (lambda: fit(likelihood=L.Tempered(L.Gaussian(noise="estimate"), 0.5)), "give the base's noise as a number"),
-    "unresolved noise": (lambda: L.Gaussian(noise="estimate").log_prob(Y, X[:, :1]), "no value yet: ssla.fit estimates it"),
+    "unresolved noise": (lambda: L.Gaussian(noise="estimate").log_prob(Y, X[:, :1]), "no value "
+                                                                                     "yet: "
+                                                                                     "ssla.fit "
+                                                                                     "estimates it"),
     "other columns at predict": (lambda: fit().predict(X[:, :2]), r"x must have shape \(N, 3\) as at fit, but one row of it is \(2,\)"),
     "other parts at predict": (lambda: fit().predict((X, X)), r"parts it had at fit \(x\), but has \(x\[0\], x\[1\]\)"),
     "a likelihood's class": (lambda: fit(likelihood=L.Poisson), r"is the class Poisson. Write Poisson\("),
@@ -192,15 +204,18 @@ CASES = {
     "no refit": (lambda: fit().predict(X, refit=None), "refit must be one of"),
     "a refit's class": (lambda: fit().predict(X, refit=ssla.NoRefit), "refit must be one of"),
     "budget in words": (lambda: fit(memory_budget="1GB"), "memory_budget must be a number of bytes"),
-    "gradients cut off": (lambda: fit(NoGradient(), weights="all"), "free parameters is zero.*no_grad"),
+    "gradients cut off": (lambda: fit(NoGradient(), weights="all"), "free parameters is "
+                                                                    "zero.*no_grad"),
     "Cauchy": (lambda: L.StudentT(df=1.0, scale=1.0), "df must exceed 1"),
     "custom without a function": (lambda: L.custom("gaussian"), "log_prob must be a function"),
     "refit of a generator's data": (lambda: fit(data=((X, Y) for _ in range(1))).predict(X, refit=ssla.WeightRefit(logdet="frozen")).increments(Y), r"came from a generator, which can be read only once. Give all the data of the fit: refit=ssla.WeightRefit\(data="),
     "refit on fewer rows": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X[:9], Y[:9]))), "data to refit on have 9 rows, but the posterior was fitted on 20"),
     "refit on other data": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X, Y + 9))), "not those of the fit: the log likelihood's gradient.*Give the data of the fit"),
     "refit without data": (lambda: ssla.ssla(ssla.Posterior(replace(fit().state, source=None)), X, Y), "does not hold them.*loaded from a file.*WeightRefit"),
-    "refit tolerance": (lambda: ssla.WeightRefit(tolerance=0.0), "tolerance must be a number between 0 and 1"),
-    "refit steps": (lambda: ssla.WeightRefit(max_steps=2.5), "max_steps must be a whole number from 1"),
+    "refit tolerance": (lambda: ssla.WeightRefit(tolerance=0.0), "tolerance must be a number "
+                                                                 "between 0 and 1"),
+    "refit steps": (lambda: ssla.WeightRefit(max_steps=2.5), "max_steps must be a whole number "
+                                                             "from 1"),
     "refit curvature": (lambda: ssla.WeightRefit(curvature="hesian"), r"Did you mean 'hessian'\?"),
     "refit logdet": (lambda: ssla.WeightRefit(logdet="exakt"), r"Did you mean 'exact'\?"),
     "refit failure": (lambda: ssla.WeightRefit(on_failure="rise"), r"Did you mean 'raise'\?"),
@@ -212,7 +227,10 @@ CASES = {
     "ssla of a model": (lambda: ssla.ssla(net(), X, Y), "first argument must be a Posterior"),
     "ssla of other rows": (lambda: ssla.ssla(fit(), X, Y[:7]), r"y must have shape \(20,\) with one value for each input"),
     "ssla outside the support": (lambda: ssla.assla(fit(data=(X, Y.abs().round()), likelihood=L.Poisson()), X, Y), "y must hold counts"),
-    "predict without a posterior": (lambda: ssla.predictive.predict(net(), X), "needs a Posterior, as ssla.fit returns it"),
+    "predict without a posterior": (lambda: ssla.predictive.predict(net(), X), "needs a "
+                                                                               "Posterior, as "
+                                                                               "ssla.fit returns "
+                                                                               "it"),
 }  # fmt: skip
 
 
@@ -261,7 +279,9 @@ def test_an_interrupt_passes_through_and_leaves_the_module_alone():
 
 
 def test_a_prior_too_strong_for_the_targets_is_warned_about():
-    """A network that is right about targets around 50 must not be lost silently to a standard normal prior."""
+    """A network that is right about targets around 50 must not be lost silently to a standard
+    normal prior.
+    """
     x = torch.linspace(-2, 2, 80)[:, None]
     y = 50 + 10 * x[:, 0] + torch.randn(80, generator=torch.Generator().manual_seed(0))
     model = nn.Linear(1, 1)
@@ -269,13 +289,22 @@ def test_a_prior_too_strong_for_the_targets_is_warned_about():
         model.weight.fill_(10.0)
         model.bias.fill_(50.0)
     for likelihood in (L.Gaussian(noise="estimate"), L.Gaussian(noise=10.0)):
-        with pytest.warns(UserWarning, match=r"polish moved the network away.*residuals grew by a factor of.*mode='tilt'"):
+        with pytest.warns(
+            UserWarning,
+            match=r"polish moved the network away.*residuals grew by a factor of.*mode='tilt'",
+        ):
             ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian(), mode="polish")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # far from the mode of this prior
             kept = ssla.fit(model, (x, y), likelihood=likelihood, prior=priors.Gaussian())
         assert kept.report.mode == "tilt"
-    weak = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(precision=1e-4), mode="polish")
+    weak = ssla.fit(
+        model,
+        (x, y),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=priors.Gaussian(precision=1e-4),
+        mode="polish",
+    )
     assert abs(weak.likelihood.noise - 1) < 0.3
 
 
@@ -283,11 +312,18 @@ def test_a_prior_too_strong_for_the_targets_is_warned_about():
 def test_targets_of_any_scale(scale):
     """With a prior that fits the scale of the weights the answer scales with the targets."""
     x = torch.randn(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = x[:, 0] + 0.3 * torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = x[:, 0] + 0.3 * torch.randn(
+        60, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     model = nn.Linear(2, 1).double()
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
     one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian())
-    scaled = ssla.fit(model, (x, scale * y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian(1 / scale**2))
+    scaled = ssla.fit(
+        model,
+        (x, scale * y),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=priors.Gaussian(1 / scale**2),
+    )
     assert torch.allclose(scaled.predict(x).stddev / scale, one.predict(x).stddev, rtol=1e-6)

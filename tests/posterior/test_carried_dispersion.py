@@ -1,4 +1,6 @@
-"""The dispersion of a posterior, given or chosen by validation rows, is kept by whatever is made of it."""
+"""The dispersion of a posterior, given or chosen by validation rows, is kept by whatever is
+made of it.
+"""
 
 import warnings
 
@@ -31,7 +33,9 @@ def fitted(likelihood, outputs, data=X, **options):
     model = net(outputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ssla.fit(model, (data, targets(model, likelihood, data)), likelihood=likelihood, **options)
+        return ssla.fit(
+            model, (data, targets(model, likelihood, data)), likelihood=likelihood, **options
+        )
 
 
 # Dispersions that a default would not have: each is the likelihood of a fit with a factor on it
@@ -62,7 +66,10 @@ def chosen_by_rows(structure="dense"):
 
 
 def posteriors():
-    found = {name: lambda given=given: fitted(*given, prior=PRIOR, mode="tilt") for name, given in GIVEN.items()}
+    found = {
+        name: lambda given=given: fitted(*given, prior=PRIOR, mode="tilt")
+        for name, given in GIVEN.items()
+    }
     return {**found, "chosen": chosen_by_rows, "chosen, kfac": lambda: chosen_by_rows("kfac")}
 
 
@@ -103,7 +110,10 @@ def test_more_data_and_merged_posteriors(post):
         more = post.update(rows)
         options = {"gaussian": "laplace", "structure": post.report.structure, "mode": "tilt"}
         parts = [(X, targets(model, post.likelihood, X)), rows]
-        shards = [ssla.fit(model, part, likelihood=post.likelihood, prior=PRIOR, **options) for part in parts]
+        shards = [
+            ssla.fit(model, part, likelihood=post.likelihood, prior=PRIOR, **options)
+            for part in parts
+        ]
         both = [torch.cat(pair) for pair in zip(*parts, strict=True)]
         whole = ssla.fit(model, tuple(both), likelihood=post.likelihood, prior=PRIOR, **options)
     merged = shards[0].merge(shards[1])
@@ -120,11 +130,16 @@ def test_posteriors_of_other_temperatures_do_not_merge():
 
 
 def test_an_exported_graph(post, tmp_path):
-    """`export` compares the file with `predict` on the example. Sums over counts are cut at 1e-6."""
+    """`export` compares the file with `predict` on the example.
+
+    Sums over counts are cut at 1e-6.
+    """
     made = post.export(tmp_path / "model.pt2", (0.05, 0.5, 0.95), NEW)
     assert max(value for own in made.differences.values() for value in own.values()) < 1e-5
     graph = torch.export.load(tmp_path / "model.pt2").module()
     found = graph(NEW)
     first = next(iter(found.values())) if isinstance(found, dict) else found[0]
     expected = post.predict(NEW)
-    assert torch.allclose(first, expected.probs if expected.kind == "class" else expected.mean, atol=1e-5)
+    assert torch.allclose(
+        first, expected.probs if expected.kind == "class" else expected.mean, atol=1e-5
+    )

@@ -1,6 +1,7 @@
 """Answers do not depend on the torch contexts that the caller has entered.
 
-Every question is asked outside any context first: these answers are the reference, and they are compared bit by bit.
+Every question is asked outside any context first: these answers are the reference, and they are
+compared bit by bit.
 """
 
 import contextlib
@@ -66,12 +67,18 @@ def trained(name):
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs)).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+            parameter.copy_(
+                0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
+    optimiser = torch.optim.LBFGS(
+        model.parameters(), max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
 
     def loss():
         optimiser.zero_grad()
-        total = -likelihood().log_prob(y if kind == "class" else y.double(), model(x.double())).sum()
+        total = (
+            -likelihood().log_prob(y if kind == "class" else y.double(), model(x.double())).sum()
+        )
         total = total + 0.5 * sum((parameter**2).sum() for parameter in model.parameters())
         total.backward()
         return total
@@ -126,7 +133,10 @@ CONTEXTS = {
 
 def answers_of(predictive, y):
     """Every question that a predictive of this kind answers."""
-    found = {name: getattr(predictive, name) for name in ("mean", "variance", "stddev", "mode", "mass", "epistemic", "aleatoric")}
+    found = {
+        name: getattr(predictive, name)
+        for name in ("mean", "variance", "stddev", "mode", "mass", "epistemic", "aleatoric")
+    }
     found["log_prob"] = predictive.log_prob(y)
     found["interval"] = predictive.interval(0.9)
     found["hdr"] = predictive.hdr(0.9)
@@ -144,7 +154,9 @@ def fitted(name, weights, data=None, **options):
     model, rows = CASES[name]
     likelihood = LIKELIHOODS[name][2]()
     rows = rows if data is None else data
-    return ssla.fit(model, rows, likelihood=likelihood, prior=priors.Gaussian(1.0), weights=weights, **options)
+    return ssla.fit(
+        model, rows, likelihood=likelihood, prior=priors.Gaussian(1.0), weights=weights, **options
+    )
 
 
 def surface(name, weights):
@@ -154,7 +166,11 @@ def surface(name, weights):
     post = fitted(name, weights)
     found = {f"predict {key}": value for key, value in answers_of(post.predict(new), at).items()}
     found |= {"theta": post.theta, "mean": post.mean, "evidence": post.log_evidence()}
-    found |= {"marginal": post.marginal(new), "joint": post.joint(new), "assla": ssla.assla(post, new, at).total}
+    found |= {
+        "marginal": post.marginal(new),
+        "joint": post.joint(new),
+        "assla": ssla.assla(post, new, at).total,
+    }
     draws = post.draw_functions(2, torch.Generator().manual_seed(2))
     found |= {"functions": draws(new), "function": draws[1](new)}
     other = priors.custom(lambda theta: -(theta**2), independent=True)
@@ -182,10 +198,18 @@ def choices():
     """What the data choose: prior, noise, the mode of shards."""
     model, (x, y) = CASES["gaussian"]
     post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"))
-    found = {"chosen": post.predict(x[:NEW]).variance, "tuned": post.tune().predict(x[:NEW]).variance}
-    parts = [fitted("poisson", "all", [part[rows] for part in CASES["poisson"][1]]) for rows in (slice(12), slice(12, 24))]
+    found = {
+        "chosen": post.predict(x[:NEW]).variance,
+        "tuned": post.tune().predict(x[:NEW]).variance,
+    }
+    parts = [
+        fitted("poisson", "all", [part[rows] for part in CASES["poisson"][1]])
+        for rows in (slice(12), slice(12, 24))
+    ]
     found["merged"] = parts[0].merge(parts[1]).marginal(x[:NEW])
-    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     return found | {"loader": fitted("gaussian", "last_layer", loader).marginal(x[:NEW])}
 
 
@@ -194,8 +218,15 @@ def prior_sets():
     post = fitted("gaussian", "last_layer")
     many = ssla.sensitivity(post, x[:NEW], (0.5, 2.0, 3))
     box = ssla.credal(post, x[:1], priors.Box(mean=(-0.5, 0.5), precision=(0.5, 2.0)))
-    found = {"mean": many.mean, "quantiles": many.quantiles([0.1, 0.5]), "probability": many.probability((0.0, 1.0))}
-    found |= {"conflict": ssla.conflict(post), "local": ssla.local_sensitivity(post, x[:NEW], y[:NEW])}
+    found = {
+        "mean": many.mean,
+        "quantiles": many.quantiles([0.1, 0.5]),
+        "probability": many.probability((0.0, 1.0)),
+    }
+    found |= {
+        "conflict": ssla.conflict(post),
+        "local": ssla.local_sensitivity(post, x[:NEW], y[:NEW]),
+    }
     return found | {"bounds": box.mean}
 
 
@@ -206,7 +237,9 @@ def metrics():
         predictive = fitted(name, "last_layer").predict(x[:8])
         found[name] = tuple(ssla.metrics.summary(predictive, y[:8]).scores.values())
         if name != "categorical":
-            found[f"{name} pit"] = ssla.metrics.pit(predictive, y[:8], torch.Generator().manual_seed(0))
+            found[f"{name} pit"] = ssla.metrics.pit(
+                predictive, y[:8], torch.Generator().manual_seed(0)
+            )
     return found
 
 
@@ -225,23 +258,38 @@ def estimators(folder):
     generator = np.random.default_rng(0)
     X = generator.normal(size=(40, 2))
     y = np.tanh(1.5 * X[:, 0]) + 0.3 * generator.normal(size=40)
-    quick = {"members": 2, "hidden": (4,), "max_epochs": 3, "random_state": 0, "batch_size": 16, "trees": 0}
+    quick = {
+        "members": 2,
+        "hidden": (4,),
+        "max_epochs": 3,
+        "random_state": 0,
+        "batch_size": 16,
+        "trees": 0,
+    }
     number = tables.SSLARegressor(**quick).fit(X, y)
     found = {"set": number.predictive_set(X[:3], 0.8), "interval": number.predict_interval(X[:3])}
     number.partial_fit(X[:5], y[:5]).save(folder / "estimator")
     found["loaded"] = tables.load(folder / "estimator").predict(X[:3])
     found["probs"] = tables.SSLAClassifier(**quick).fit(X, y > 0.3).predict_proba(X[:3])
-    wrapped = tables.PredictiveRegressor(trees.DecisionTreeRegressor(max_depth=2, random_state=0), cv=2, random_state=0)
+    wrapped = tables.PredictiveRegressor(
+        trees.DecisionTreeRegressor(max_depth=2, random_state=0), cv=2, random_state=0
+    )
     return found | {"wrapped": wrapped.fit(X, y).predict_quantiles(X[:3])}
 
 
 def report():
-    return {"scores": str(ssla.html_report(fitted("student", "last_layer"), *CASES["student"][1]).facts["scores"])}
+    return {
+        "scores": str(
+            ssla.html_report(fitted("student", "last_layer"), *CASES["student"][1]).facts["scores"]
+        )
+    }
 
 
 def own_model():
     rows = torch.tensor([1.0, 2.0], dtype=torch.float64, device="cpu")
-    model = ssla.ExplicitModel(lambda y, t: -0.25 * (y - t[0]) ** 2, rows, [4.0], priors.Gaussian(3.0, mean=1.0))
+    model = ssla.ExplicitModel(
+        lambda y, t: -0.25 * (y - t[0]) ** 2, rows, [4.0], priors.Gaussian(3.0, mean=1.0)
+    )
     return {"mode": model.mode, "increments": model.increments([1.5]).total}
 
 
@@ -322,7 +370,9 @@ def test_tensors_of_inference_mode_are_accepted(weights):
     size = 4 if weights == "last_layer" else 13
 
     def settings():
-        return torch.full((1,), 0.4, dtype=torch.float64), torch.full((size,), 1.0, dtype=torch.float64)
+        return torch.full((1,), 0.4, dtype=torch.float64), torch.full(
+            (size,), 1.0, dtype=torch.float64
+        )
 
     x, y = (part[:NEW] for part in CASES["gaussian"][1])
     expected = quadratic(weights, *settings())
@@ -341,7 +391,9 @@ def test_tensors_of_inference_mode_are_accepted(weights):
     for start in (x, new):
         free = start.clone().requires_grad_(True)
         post = expected if start is x else found
-        gradients += torch.autograd.grad(post.predict(free, differentiable=True).variance.sum(), free)
+        gradients += torch.autograd.grad(
+            post.predict(free, differentiable=True).variance.sum(), free
+        )
     assert torch.equal(*gradients)
 
 
@@ -351,7 +403,8 @@ def test_a_network_of_inference_mode_is_accepted():
         copied = copy.deepcopy(model)
     assert all(parameter.is_inference() for parameter in copied.parameters())
     found, expected = (
-        ssla.fit(one, rows, likelihood=L.Poisson(), prior=priors.Gaussian(), weights="all") for one in (copied, model)
+        ssla.fit(one, rows, likelihood=L.Poisson(), prior=priors.Gaussian(), weights="all")
+        for one in (copied, model)
     )
     assert torch.equal(found.predict(rows[0]).mean, expected.predict(rows[0]).mean)
 
@@ -365,10 +418,14 @@ def test_a_function_with_a_tensor_of_inference_mode_is_refused_with_its_name():
         return log_prob(y, f * scale)
 
     likelihood = L.custom(density, fisher=fisher, mean=mean, variance=variance)
-    with pytest.raises(ValueError, match=r"log_prob of the likelihood uses a tensor .*inference_mode.*clone"):
+    with pytest.raises(
+        ValueError, match=r"log_prob of the likelihood uses a tensor .*inference_mode.*clone"
+    ):
         ssla.fit(CASES["gaussian"][0], (x, y), likelihood=likelihood, prior=priors.Gaussian())
     prior = priors.custom(lambda theta: -((theta * scale) ** 2), independent=True)
-    with pytest.raises(ValueError, match=r"log_prob of the prior uses a tensor .*inference_mode.*clone"):
+    with pytest.raises(
+        ValueError, match=r"log_prob of the prior uses a tensor .*inference_mode.*clone"
+    ):
         fitted("gaussian", "last_layer").with_prior(prior)
 
 
@@ -377,22 +434,32 @@ def test_a_function_with_a_tensor_of_inference_mode_is_refused_with_its_name():
 
 def test_derivatives_of_a_custom_density_in_inference_mode():
     """The oracle: the logistic density has score tanh(z/2)/s and precision (1 − tanh²(z/2))/2s²."""
-    y, f = torch.tensor([0.3, -2.0], dtype=torch.float64), torch.tensor([[0.1], [0.4]], dtype=torch.float64)
+    y, f = (
+        torch.tensor([0.3, -2.0], dtype=torch.float64),
+        torch.tensor([[0.1], [0.4]], dtype=torch.float64),
+    )
     half = ((y - f[:, 0]) / SCALE / 2).tanh()
-    bound = priors.custom(lambda theta: -(theta**2), independent=True).bind(fitted("gaussian", "last_layer").network.layout)
+    bound = priors.custom(lambda theta: -(theta**2), independent=True).bind(
+        fitted("gaussian", "last_layer").network.layout
+    )
     theta = torch.arange(4.0, dtype=torch.float64)
     for context in LEFT:
         with CONTEXTS[context]():
             found = L.custom(log_prob).derivatives(y, f)
             slopes = bound.gradient(theta), bound.precision(theta)
         torch.testing.assert_close(found.score[:, 0], half / SCALE, rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.precision[:, 0, 0], (1 - half**2) / (2 * SCALE**2), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            found.precision[:, 0, 0], (1 - half**2) / (2 * SCALE**2), rtol=1e-12, atol=0
+        )
         assert torch.equal(slopes[0], -2 * theta)
         assert torch.equal(slopes[1], torch.full_like(theta, 2.0))
 
 
 def test_differentiable_answers():
-    """As under no_grad: the numbers, without a graph. Under automatic casts with the gradient of the reference."""
+    """As under no_grad: the numbers, without a graph.
+
+    Under automatic casts with the gradient of the reference.
+    """
     post = fitted("student", "all")
     x = CASES["student"][1][0][:NEW].clone().requires_grad_(True)
 
@@ -417,7 +484,13 @@ def test_differentiable_answers():
 def state():
     casts = tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    return *casts, *mode, torch.get_default_device(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    return (
+        *casts,
+        *mode,
+        torch.get_default_device(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -450,9 +523,14 @@ class Recording(nn.Module):
         return Recording(self.seen)
 
 
-@pytest.mark.parametrize(("given", "expected"), [("cuda:0", "cuda:0"), ("meta", "cpu"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("cuda:0", "cuda:0"), ("meta", "cpu"), ("cpu", "cpu")]
+)
 def test_the_callers_code_has_the_callers_default_device(given, expected):
-    """A forward that makes positions, and a sampler with a generator, may rely on it. On "meta" neither could work."""
+    """A forward that makes positions, and a sampler with a generator, may rely on it.
+
+    On "meta" neither could work.
+    """
     seen = []
     x, y = CASES["gaussian"][1]
 
@@ -463,7 +541,9 @@ def test_the_callers_code_has_the_callers_default_device(given, expected):
 
     model = Recording(seen).eval()
     with torch.device(given):
-        ssla.fit(model, Batches(), likelihood=L.Gaussian(noise=0.4), prior=priors.Gaussian()).predict(x)
+        ssla.fit(
+            model, Batches(), likelihood=L.Gaussian(noise=0.4), prior=priors.Gaussian()
+        ).predict(x)
     assert {str(device) for device in seen} == {expected}
 
 
@@ -475,12 +555,19 @@ def test_tensors_without_values_are_refused():
     with pytest.raises(ValueError, match=r"device 'meta'.* no values"):
         post.predict(x).log_prob(y.to("meta"))
     with pytest.raises(ValueError, match=r"'0.weight' is on the device 'meta'.* no values"):
-        ssla.fit(copy.deepcopy(CASES["gaussian"][0]).to("meta"), (x, y), likelihood=L.Gaussian(noise=0.4))
+        ssla.fit(
+            copy.deepcopy(CASES["gaussian"][0]).to("meta"), (x, y), likelihood=L.Gaussian(noise=0.4)
+        )
 
 
 def test_signatures_and_documentation_are_those_of_the_functions():
     assert list(inspect.signature(ssla.fit).parameters)[:3] == ["model", "data", "likelihood"]
-    assert list(inspect.signature(ssla.Posterior.predict).parameters) == ["self", "x", "refit", "differentiable"]
+    assert list(inspect.signature(ssla.Posterior.predict).parameters) == [
+        "self",
+        "x",
+        "refit",
+        "differentiable",
+    ]
     assert "predictive distribution of y at x" in ssla.Posterior.predict.__doc__
     assert "epistemic + aleatoric" in ssla.Predictive.variance.__doc__
     assert ssla.Posterior.report.fget.__name__ == "report"

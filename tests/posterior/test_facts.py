@@ -32,7 +32,9 @@ def normal_normal(**options):
 def line(prior=None, **options):
     model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     noise = likelihoods.Gaussian(noise=math.sqrt(1.5))
-    return ssla.fit(model, (X, Y), likelihood=noise, prior=prior or priors.Gaussian(precision=1.0), **options)
+    return ssla.fit(
+        model, (X, Y), likelihood=noise, prior=prior or priors.Gaussian(precision=1.0), **options
+    )
 
 
 @pytest.mark.parametrize("refit", EXACT)
@@ -54,21 +56,30 @@ def test_linear_regression_has_the_stated_values(refit):
 @pytest.mark.parametrize("refit", EXACT)
 @pytest.mark.parametrize("outputs", [1, 2, 4])
 def test_fact_1_gaussian_linear_is_exact_before_normalisation(refit, outputs):
-    """newton and output equal N(f̂, σ² + K) un-normalised, to machine precision, for any number of outputs."""
+    """newton and output equal N(f̂, σ² + K) un-normalised, to machine precision, for any number
+    of outputs.
+    """
     generator = torch.Generator().manual_seed(outputs)
     x = torch.randn(30, 3, dtype=torch.float64, generator=generator)
     W = torch.randn(3, outputs, dtype=torch.float64, generator=generator)
     y = x @ W + 0.5 * torch.randn(30, outputs, dtype=torch.float64, generator=generator)
     noise = torch.linspace(0.4, 0.9, outputs, dtype=torch.float64)
     model = nn.Linear(3, outputs, dtype=torch.float64)
-    post = ssla.fit(model, (x, y), likelihood=likelihoods.Gaussian(noise=noise), prior=priors.Gaussian(0.7, mean=0.2))
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=likelihoods.Gaussian(noise=noise),
+        prior=priors.Gaussian(0.7, mean=0.2),
+    )
     new = torch.randn(6, 3, dtype=torch.float64, generator=generator)
     target = 2 * torch.randn(6, outputs, dtype=torch.float64, generator=generator)
     p = post.predict(new, refit=refit)
     design, new_design = (torch.cat([a, torch.ones(len(a), 1)], 1).numpy() for a in (x, new))
     expected = np.zeros(6)
     for d in range(outputs):
-        mean, variance = linear_predictive(design, y[:, d], float(noise[d]) ** 2, 0.7, 0.2, new_design)
+        mean, variance = linear_predictive(
+            design, y[:, d], float(noise[d]) ** 2, 0.7, 0.2, new_design
+        )
         expected += stats.norm(mean, np.sqrt(variance)).logpdf(target[:, d])
     asked = target.squeeze(1) if outputs == 1 else target
     assert (p.increments(asked).total - torch.from_numpy(expected)).abs().max() < 1e-10
@@ -97,16 +108,19 @@ def test_fact_3_the_empirical_curvature_is_tighter_than_the_plug_in():
     # un-normalised: log N(y; f̂, σ²) − ½ log(1 + K r²/σ⁴)
     f, K = (part.flatten() for part in post.marginal(x))
     y = torch.tensor([3.0, 1.0], dtype=torch.float64)
-    expected = torch.from_numpy(stats.norm(f.numpy(), math.sqrt(1.5)).logpdf(y.numpy())) - 0.5 * torch.log1p(
-        K * (y - f) ** 2 / 1.5**2
-    )
+    expected = torch.from_numpy(
+        stats.norm(f.numpy(), math.sqrt(1.5)).logpdf(y.numpy())
+    ) - 0.5 * torch.log1p(K * (y - f) ** 2 / 1.5**2)
     assert (empirical.increments(y).total - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("refit", ["none", "newton", "output"])
 def test_fact_4_mass_is_the_integral_of_the_increments(refit):
     """Against SciPy's quadrature of exp(total), for a likelihood without closed form."""
-    f, K = torch.tensor([[0.3, -0.5]], dtype=torch.float64), torch.tensor([[[0.2, 0.05], [0.05, 0.3]]], dtype=torch.float64)
+    f, K = (
+        torch.tensor([[0.3, -0.5]], dtype=torch.float64),
+        torch.tensor([[[0.2, 0.05], [0.05, 0.3]]], dtype=torch.float64),
+    )
     p = ssla.predictive.from_marginal(likelihoods.HeteroscedasticGaussian(), f, K, refit=refit)
     y = torch.linspace(-60, 60, 48_001, dtype=torch.float64)
     integral = torch.trapezoid(p.increments(y[None]).total.exp(), y)
@@ -131,11 +145,13 @@ def test_increments_split_into_likelihood_prior_and_curvature_exactly():
         return np.linalg.solve(A.T @ A / 1.5 + 2 * np.eye(2), A.T @ b / 1.5 + 2 * 0.5)
 
     theta, tilde = mode(A, b), mode(np.vstack([A, x.numpy()]), np.append(b, y.numpy()))
-    log_lik = lambda t: stats.norm(A @ t, math.sqrt(1.5)).logpdf(b).sum()  # noqa: E731
-    log_prior = lambda t: stats.norm(0.5, math.sqrt(0.5)).logpdf(t).sum()  # noqa: E731
+    log_lik = lambda t: stats.norm(A @ t, math.sqrt(1.5)).logpdf(b).sum()
+    log_prior = lambda t: stats.norm(0.5, math.sqrt(0.5)).logpdf(t).sum()
     new = stats.norm(x.numpy() @ tilde, math.sqrt(1.5)).logpdf(y.numpy())[0]
     H = A.T @ A / 1.5 + 2 * np.eye(2)
-    curvature = -0.5 * (np.linalg.slogdet(H + x.numpy().T @ x.numpy() / 1.5)[1] - np.linalg.slogdet(H)[1])
+    curvature = -0.5 * (
+        np.linalg.slogdet(H + x.numpy().T @ x.numpy() / 1.5)[1] - np.linalg.slogdet(H)[1]
+    )
     assert abs(float(parts.likelihood) - (log_lik(tilde) - log_lik(theta) + new)) < 1e-10
     assert abs(float(parts.prior) - (log_prior(tilde) - log_prior(theta))) < 1e-10
     assert abs(float(parts.curvature) - curvature) < 1e-10
@@ -162,4 +178,6 @@ def test_float32_streams_stay_within_1e_5_of_the_analytic_predictive(n):
         p = post.predict(torch.ones(1, 1), refit=refit)
         assert p.mean.dtype == torch.float32
         assert (p.log_prob(y[None]).double() - torch.from_numpy(expected)).abs().max() < 1e-5
-        assert (p.increments(y[None]).total.double() - torch.from_numpy(expected)).abs().max() < 1e-5
+        assert (
+            p.increments(y[None]).total.double() - torch.from_numpy(expected)
+        ).abs().max() < 1e-5

@@ -1,4 +1,6 @@
-"""Arrays whose memory is not the data: masked, sparse, nested and quantised ones are refused at every door."""
+"""Arrays whose memory is not the data: masked, sparse, nested and quantised ones are refused at
+every door.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ MASK = np.arange(len(Y)) % 3 == 0
 
 
 def fit(x, y, *weights):
-    return ssla.fit(mlp().double(), (x, y, *weights), likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian())
+    return ssla.fit(
+        mlp().double(), (x, y, *weights), likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,15 @@ def test_masked_arrays_are_refused_everywhere(post):
         lambda: fit(X, y),
         lambda: fit(x, Y),
         lambda: fit(X, Y, one),
-        lambda: ssla.fit(mlp().double(), [(X, y)], likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian()),
-        lambda: ssla.fit(mlp().double(), [{"x": X, "y": y}], likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian()),
+        lambda: ssla.fit(
+            mlp().double(), [(X, y)], likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian()
+        ),
+        lambda: ssla.fit(
+            mlp().double(),
+            [{"x": X, "y": y}],
+            likelihood=L.Gaussian(noise=0.3),
+            prior=priors.Gaussian(),
+        ),
         lambda: post.predict(x),
         lambda: post.predict(X).log_prob(y),
         lambda: post.predict(X).cdf(y),
@@ -44,7 +55,9 @@ def test_masked_arrays_are_refused_everywhere(post):
         lambda: post.update((X, y)),
     ]
     for ask in questions:
-        with pytest.raises(ValueError, match=r"must not have masked values, but (20 of 60|60 of 180) are masked"):
+        with pytest.raises(
+            ValueError, match=r"must not have masked values, but (20 of 60|60 of 180) are masked"
+        ):
             ask()
 
 

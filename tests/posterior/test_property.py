@@ -1,4 +1,6 @@
-"""Nothing non-finite: random K (zero, singular, 1e±8), outputs and targets in the far tails, both precisions."""
+"""Nothing non-finite: random K (zero, singular, 1e±8), outputs and targets in the far tails,
+both precisions.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")  # flagged, which is what is asked for
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*predictives are inaccurate"
+)  # flagged, which is what is asked for
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
 SCALES = st.sampled_from([0.0, 1e-8, 1e-3, 0.3, 1.0, 30.0, 1e4, 1e8])
@@ -34,7 +38,11 @@ REAL = {
     "gaussian": (L.Gaussian(noise=1e-3), 1),
 }
 COUNT = {"poisson": (L.Poisson(), 1), "negative binomial": (L.NegativeBinomial(0.5), 1)}
-CLASS = {"bernoulli": (L.Bernoulli(), 1), "categorical": (L.Categorical(), 4), "three": (L.Categorical(), 3)}
+CLASS = {
+    "bernoulli": (L.Bernoulli(), 1),
+    "categorical": (L.Categorical(), 4),
+    "three": (L.Categorical(), 3),
+}
 
 
 def increments(likelihood, size, scale, shape, seed, dtype, refit, location, y):
@@ -69,7 +77,16 @@ def test_counts(name, scale, shape, seed, dtype, refit, location, y):
 
 
 @SETTINGS
-@given(st.sampled_from(list(CLASS)), SCALES, SHAPES, st.integers(0, 99), DTYPES, REFITS, st.floats(-300, 300), st.integers(0, 1))
+@given(
+    st.sampled_from(list(CLASS)),
+    SCALES,
+    SHAPES,
+    st.integers(0, 99),
+    DTYPES,
+    REFITS,
+    st.floats(-300, 300),
+    st.integers(0, 1),
+)
 def test_classes(name, scale, shape, seed, dtype, refit, location, y):
     check_finite(increments(*CLASS[name], scale, shape, seed, dtype, refit, location, float(y)))
 
@@ -78,11 +95,19 @@ def test_classes(name, scale, shape, seed, dtype, refit, location, y):
 @given(st.sampled_from([0.0, 1e-8, 1e-3, 0.3, 2.0, 30.0]), SHAPES, st.integers(0, 99), DTYPES,
        st.sampled_from(["plug_in", "none", "newton", "output"]), st.floats(-15, 15))  # fmt: skip
 def test_whole_predictives(scale, shape, seed, dtype, refit, location):
-    """Mass, moments and quantiles of the two-output Gaussian are finite for any K; what is doubtful is flagged."""
+    """Mass, moments and quantiles of the two-output Gaussian are finite for any K; what is
+    doubtful is flagged.
+    """
     f = torch.full((3, 2), location, dtype=dtype)
-    p = from_marginal(L.HeteroscedasticGaussian(), f, covariance(2, scale, shape, seed, dtype), refit=refit)
+    p = from_marginal(
+        L.HeteroscedasticGaussian(), f, covariance(2, scale, shape, seed, dtype), refit=refit
+    )
     assert p.mean.dtype == dtype
-    if refit != "newton":  # far from its point a Newton step promises any mass: overflow to infinity is the honest meter
+    if (
+        refit != "newton"
+        # far from its point a Newton step promises any mass: overflow to infinity is the honest
+        # meter
+    ):
         assert torch.isfinite(p.mass.double().log()).all()
     for value in (p.mean, p.icdf(0.5), p.interval(0.9), p.log_prob(p.icdf(0.3)), p.cdf(p.mean)):
         assert torch.isfinite(value).all()

@@ -1,4 +1,6 @@
-"""What used to end in an error of torch's own: integers, lengths, no rows, parallel and compiled modules, answers in parts."""
+"""What used to end in an error of torch's own: integers, lengths, no rows, parallel and
+compiled modules, answers in parts.
+"""
 
 import subprocess
 import sys
@@ -39,7 +41,9 @@ def net(outputs=1):
 
 
 class Tokens(nn.Module):
-    """Mean of embeddings of ids (N, T), then a hidden layer used at every place: a Kronecker form with T places."""
+    """Mean of embeddings of ids (N, T), then a hidden layer used at every place: a Kronecker
+    form with T places.
+    """
 
     def __init__(self):
         super().__init__()
@@ -80,7 +84,9 @@ def test_integers_at_predict_are_cast_to_the_models_dtype(weights):
     expected = post.predict(whole.double())
     for x in (whole, whole.int(), whole.tolist(), whole.numpy()):
         assert torch.equal(post.predict(x).variance, expected.variance)
-    assert torch.equal(post.predict(whole % 2 == 0).mean, post.predict((whole % 2 == 0).double()).mean)
+    assert torch.equal(
+        post.predict(whole % 2 == 0).mean, post.predict((whole % 2 == 0).double()).mean
+    )
 
 
 def test_integers_stay_integers_where_they_were_at_fit():
@@ -89,13 +95,21 @@ def test_integers_stay_integers_where_they_were_at_fit():
     expected = post.predict(ids[:5]).mean
     for x in (ids[:5].int(), ids[:5].double(), ids[:5].float()):
         assert torch.equal(post.predict(x).mean, expected)
-    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 4\) of torch.float64.*indices are whole numbers"):
+    with pytest.raises(
+        ValueError,
+        match=r"failed on the inputs x \(N, 4\) of torch.float64.*indices are whole numbers",
+    ):
         post.predict(ids[:5] + 0.5)
-    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 4\) of torch.int64: index out of range.*their emb"):
+    with pytest.raises(
+        ValueError,
+        match=r"failed on the inputs x \(N, 4\) of torch.int64: index out of range.*their emb",
+    ):
         post.predict(ids[:5] + 3)
     both = ssla.fit(IdsAndNumbers(), ((ids[:, 0], X), Y), **FIT)
     mixed = both.predict((ids[:2, 0], torch.ones(2, 3, dtype=torch.long))).mean
-    assert torch.equal(mixed, both.predict((ids[:2, 0], torch.ones(2, 3, dtype=torch.float64))).mean)
+    assert torch.equal(
+        mixed, both.predict((ids[:2, 0], torch.ones(2, 3, dtype=torch.float64))).mean
+    )
 
 
 def test_fractions_are_kept_where_the_module_took_integers_at_fit_and_takes_both():
@@ -111,7 +125,9 @@ def test_fractions_are_kept_where_the_module_took_integers_at_fit_and_takes_both
 def test_sequences_of_several_lengths_are_summed_and_predicted(structure, weights):
     long, short = torch.arange(96).reshape(12, 8) % 6, torch.arange(54).reshape(18, 3) % 6
     batches = [(long, Y[:12]), (short, Y[12:])]
-    fit = lambda data: ssla.fit(Tokens(), data, weights=weights, structure=structure, mode="tilt", **FIT)  # noqa: E731
+    fit = lambda data: ssla.fit(
+        Tokens(), data, weights=weights, structure=structure, mode="tilt", **FIT
+    )
     post = fit(batches)
     apart = fit(batches[:1]).merge(fit(batches[1:]))  # each length by itself
     assert torch.allclose(post.statistics.gradient, apart.statistics.gradient, atol=1e-12)
@@ -124,10 +140,19 @@ def test_sequences_of_several_lengths_are_summed_and_predicted(structure, weight
 
 
 def test_kfac_over_several_lengths_counts_every_place_once():
-    """A and G by hand: sums over rows and places, divided by the number of places of all rows together."""
+    """A and G by hand: sums over rows and places, divided by the number of places of all rows
+    together.
+    """
     long, short = torch.arange(96).reshape(12, 8) % 6, torch.arange(54).reshape(18, 3) % 6
     model = Tokens()
-    post = ssla.fit(model, [(long, Y[:12]), (short, Y[12:])], weights="all", structure="kfac", mode="tilt", **FIT)
+    post = ssla.fit(
+        model,
+        [(long, Y[:12]), (short, Y[12:])],
+        weights="all",
+        structure="kfac",
+        mode="tilt",
+        **FIT,
+    )
     a, d = [], []
     for ids in (long, short):
         for row in ids:
@@ -155,7 +180,10 @@ class Signal(nn.Module):
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_signals_of_several_lengths_are_fitted_predicted_and_refitted(weights):
-    likelihood, data = L.StudentT(df=4.0, scale=0.5), [(numbers(20, 2, 9), Y[:20]), (numbers(10, 2, 6), Y[20:])]
+    likelihood, data = (
+        L.StudentT(df=4.0, scale=0.5),
+        [(numbers(20, 2, 9), Y[:20]), (numbers(10, 2, 6), Y[20:])],
+    )
     post = ssla.fit(
         Signal(),
         data,
@@ -167,16 +195,23 @@ def test_signals_of_several_lengths_are_fitted_predicted_and_refitted(weights):
     )
     x = numbers(2, 2, 12, seed=4)
     assert post.predict(x, refit="weights").diagnostics.rung == ("weights", "weights")
-    with pytest.raises(ValueError, match=r"failed on the inputs x \(N, 2, 2\).*At fit they were x \(N, 2, 9\)"):
+    with pytest.raises(
+        ValueError, match=r"failed on the inputs x \(N, 2, 2\).*At fit they were x \(N, 2, 9\)"
+    ):
         post.predict(numbers(2, 2, 2))
 
 
 def test_columns_are_no_length():
     post = ssla.fit(net(), (X, Y), **FIT)
     for columns in (1, 2, 4):
-        with pytest.raises(ValueError, match=r"x must have shape \(N, 3\) as at fit, but one row of it is \(\d,\)"):
+        with pytest.raises(
+            ValueError, match=r"x must have shape \(N, 3\) as at fit, but one row of it is \(\d,\)"
+        ):
             post.predict(numbers(2, columns))
-    with pytest.raises(ValueError, match=r"must have shape \(N, 3\) as at fit.*\(N, 1, length\), the length may vary"):
+    with pytest.raises(
+        ValueError,
+        match=r"must have shape \(N, 3\) as at fit.*\(N, 1, length\), the length may vary",
+    ):
         ssla.fit(net(), [(X, Y), (X[:, :1], Y)], **FIT)
 
 
@@ -211,7 +246,9 @@ def fitted(name, weights):
 
 
 def answers(predictive, kind, outputs):
-    """Everything that a predictive can be asked -> the shape of the answer, and the shape that it must have for no rows."""
+    """Everything that a predictive can be asked -> the shape of the answer, and the shape that
+    it must have for no rows.
+    """
     vector, probs = kind == "vector", kind == "class"
     y = torch.empty(0, outputs) if vector else torch.empty(0)
     each = (0, outputs) if vector else (0,)
@@ -221,7 +258,11 @@ def answers(predictive, kind, outputs):
     yield "mode", predictive.mode.shape, each
     yield "mass", predictive.mass.shape, (0,)
     yield "log_prob", predictive.log_prob(y).shape, (0,)
-    yield "log_prob of two", predictive.log_prob(y.unsqueeze(1).expand(0, 2, *y.shape[1:])).shape, (0, 2)
+    yield (
+        "log_prob of two",
+        predictive.log_prob(y.unsqueeze(1).expand(0, 2, *y.shape[1:])).shape,
+        (0, 2),
+    )
     yield "sample", predictive.sample(5, torch.Generator().manual_seed(0)).shape, (5, *each)
     if probs:
         yield "probs", predictive.probs.shape, (0, predictive.probs.shape[1])
@@ -251,7 +292,9 @@ def test_no_rows_have_an_empty_answer(name):
         mean, K = post.marginal(X[:0])
         assert mean.shape == (0, outputs)
         assert K.shape == (0, outputs, outputs)
-        assert ssla.ssla(post, X[:0], y).total.shape == ssla.assla(post, X[:0], y).total.shape == (0,)
+        assert (
+            ssla.ssla(post, X[:0], y).total.shape == ssla.assla(post, X[:0], y).total.shape == (0,)
+        )
         for refit in RUNGS:
             if weights == "all" and kind == "vector" and refit in ("weights", "auto"):
                 continue  # refused for any rows
@@ -261,7 +304,11 @@ def test_no_rows_have_an_empty_answer(name):
             for what, found, expected in answers(predictive, kind, outputs):
                 assert tuple(found) == tuple(expected), (weights, refit, what)
     both = ssla.mixture([predictive, predictive])
-    derived = [both] if kind in ("class", "count") else [both, affine(predictive, 1.0, 2.0), affine(both, 1.0, 2.0)]
+    derived = (
+        [both]
+        if kind in ("class", "count")
+        else [both, affine(predictive, 1.0, 2.0), affine(both, 1.0, 2.0)]
+    )
     for part in derived:
         for what, found, expected in answers(part, kind, outputs):
             assert tuple(found) == tuple(expected), (type(part.law).__name__, what)
@@ -304,7 +351,9 @@ class Encoder(nn.Module):
 def trained(model, x, y, precision, noise=0.5):
     """At its mode under Gaussian noise and prior, by L-BFGS."""
     model.requires_grad_(True)
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+    optimiser = torch.optim.LBFGS(
+        model.parameters(), max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
 
     def loss():
         optimiser.zero_grad()
@@ -320,7 +369,13 @@ def trained(model, x, y, precision, noise=0.5):
 def test_all_weights_of_a_transformer_are_refitted():
     x, y, enabled = numbers(30, 3, 4), Y, torch.backends.mha.get_fastpath_enabled()
     model = trained(Encoder().train(), x, y, 30.0)
-    post = ssla.fit(model, (x, y), weights="all", likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian(precision=30.0))
+    post = ssla.fit(
+        model,
+        (x, y),
+        weights="all",
+        likelihood=L.Gaussian(noise=0.5),
+        prior=priors.Gaussian(precision=30.0),
+    )
     increments = ssla.ssla(post, x[:1], y[:1], ssla.WeightRefit(on_failure="raise"))
     log_density = ssla.WeightRefit()(post.state, x[:1])
     theta = log_density.modes(y[:1])[0]
@@ -330,7 +385,9 @@ def test_all_weights_of_a_transformer_are_refitted():
     twin.requires_grad_(True)
     whole, target = torch.cat([x, x[:1]]), torch.cat([y, y[:1]])
     with torch.enable_grad():
-        value = -((twin(whole)[:, 0] - target) ** 2).sum() / 0.5 - 15 * sum((p**2).sum() for p in twin.parameters())
+        value = -((twin(whole)[:, 0] - target) ** 2).sum() / 0.5 - 15 * sum(
+            (p**2).sum() for p in twin.parameters()
+        )
     value.backward()
     gradient = post.network.layout.pack({name: p.grad for name, p in twin.named_parameters()})
     tilt = post.statistics.gradient + post.bound_prior.gradient(post.theta)
@@ -339,7 +396,9 @@ def test_all_weights_of_a_transformer_are_refitted():
     assert torch.backends.mha.get_fastpath_enabled() == enabled
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda inner: nn.Sequential(nn.DataParallel(inner[:2]), inner[2])])
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda inner: nn.Sequential(nn.DataParallel(inner[:2]), inner[2])]
+)
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_data_parallel_modules_answer_as_the_module_inside(wrap, weights, tmp_path):
     options = {
@@ -352,14 +411,22 @@ def test_data_parallel_modules_answer_as_the_module_inside(wrap, weights, tmp_pa
     model = wrap(net())
     post, plain = ssla.fit(model, (X, Y), **options), ssla.fit(net(), (X, Y), **options)
     for refit in ("output", "weights"):
-        assert torch.allclose(post.predict(X[:2], refit=refit).mean, plain.predict(X[:2], refit=refit).mean, atol=1e-10)
-    assert all("module." in name for name in post.report.names) or not isinstance(model, nn.DataParallel)
+        assert torch.allclose(
+            post.predict(X[:2], refit=refit).mean,
+            plain.predict(X[:2], refit=refit).mean,
+            atol=1e-10,
+        )
+    assert all("module." in name for name in post.report.names) or not isinstance(
+        model, nn.DataParallel
+    )
     post.save(tmp_path / "p")
     assert torch.equal(ssla.load(tmp_path / "p", model).predict(X).mean, post.predict(X).mean)
     if isinstance(model, nn.DataParallel):
         named = ssla.fit(model, (X, Y), **{**options, "weights": ["module.2.weight"]})
         assert named.report.names == ("module.2.weight",)
-    assert isinstance(model, nn.DataParallel) or isinstance(model[0], nn.DataParallel)  # not changed
+    assert isinstance(model, nn.DataParallel) or isinstance(
+        model[0], nn.DataParallel
+    )  # not changed
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
@@ -369,9 +436,14 @@ def test_compiled_modules_are_refused_in_words(weights):
         whole = [torch.jit.script(net()), torch.jit.trace(net(), X[:2])]
         part = nn.Sequential(torch.jit.script(net()), nn.Linear(1, 1).double())
     for model in whole:
-        with pytest.raises(ValueError, match=r"The network is a torch.jit module.*Give the nn.Module that was scripted"):
+        with pytest.raises(
+            ValueError,
+            match=r"The network is a torch.jit module.*Give the nn.Module that was scripted",
+        ):
             ssla.fit(model, (X, Y), weights=weights, **FIT)
-    with pytest.raises(ValueError, match=r"The network's part '0' is a torch.jit module.*compute its outputs once"):
+    with pytest.raises(
+        ValueError, match=r"The network's part '0' is a torch.jit module.*compute its outputs once"
+    ):
         ssla.fit(part, (X, Y), weights=weights, **FIT)
 
 
@@ -398,10 +470,16 @@ FORMS = {
     "named": (Named, "logits"),
     "named by index": (Named, 1),
     "dict": (lambda hidden, logits: {"hidden": hidden, "logits": logits}, "logits"),
-    "object": (lambda hidden, logits: types.SimpleNamespace(hidden=hidden, logits=logits), "logits"),
+    "object": (
+        lambda hidden, logits: types.SimpleNamespace(hidden=hidden, logits=logits),
+        "logits",
+    ),
     "tuple": (lambda hidden, logits: (hidden, logits), 1),
     "list": (lambda hidden, logits: [hidden, logits], -1),
-    "function": (lambda hidden, logits: (hidden, {"logits": logits}), lambda answer: answer[1]["logits"]),
+    "function": (
+        lambda hidden, logits: (hidden, {"logits": logits}),
+        lambda answer: answer[1]["logits"],
+    ),
 }
 
 
@@ -433,9 +511,14 @@ def in_parts(form, weights, structure="dense", **more):
     if weights == "all":
         weights = ["inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"]
     plain = ssla.fit(
-        net(2), (X, CLASSES), weights=[name[6:] for name in weights] if type(weights) is list else weights, **options
+        net(2),
+        (X, CLASSES),
+        weights=[name[6:] for name in weights] if type(weights) is list else weights,
+        **options,
     )
-    return ssla.fit(Parts(form), (X, CLASSES), weights=weights, output=FORMS[form][1], **options), plain
+    return ssla.fit(
+        Parts(form), (X, CLASSES), weights=weights, output=FORMS[form][1], **options
+    ), plain
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all", ["inner.0.weight", "inner.2.weight"]])
@@ -443,12 +526,20 @@ def in_parts(form, weights, structure="dense", **more):
 def test_a_part_of_the_answer_is_the_output(form, weights, tmp_path):
     post, plain = in_parts(form, weights, mode="polish")
     for refit in ("output", "weights"):
-        assert torch.allclose(post.predict(X[:3], refit=refit).probs, plain.predict(X[:3], refit=refit).probs, atol=1e-9)
+        assert torch.allclose(
+            post.predict(X[:3], refit=refit).probs,
+            plain.predict(X[:3], refit=refit).probs,
+            atol=1e-9,
+        )
     assert ("logits" in post.report.output) == (FORMS[form][1] == "logits")
-    assert all(name.startswith("inner.") for name in post.report.names)  # and not the linear layer that comes last
+    assert all(
+        name.startswith("inner.") for name in post.report.names
+    )  # and not the linear layer that comes last
     post.save(tmp_path / "p")
     again = {"output": FORMS[form][1]} if form == "function" else {}
-    assert torch.equal(ssla.load(tmp_path / "p", Parts(form), **again).predict(X).probs, post.predict(X).probs)
+    assert torch.equal(
+        ssla.load(tmp_path / "p", Parts(form), **again).predict(X).probs, post.predict(X).probs
+    )
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diag", "low_rank"])
@@ -462,11 +553,15 @@ def test_the_part_of_an_answer_is_kept_in_a_file_and_must_match(tmp_path):
     post, _ = in_parts("dict", "all")
     post.save(tmp_path / "p")
     assert ssla.load(tmp_path / "p", Parts("dict"), output="logits").report.output == "'logits'"
-    with pytest.raises(ssla.FileError, match=r"saved with output='logits', but output= is 'hidden'"):
+    with pytest.raises(
+        ssla.FileError, match=r"saved with output='logits', but output= is 'hidden'"
+    ):
         ssla.load(tmp_path / "p", Parts("dict"), output="hidden")
     own, _ = in_parts("function", "all")
     own.save(tmp_path / "own")
-    with pytest.raises(ssla.FileError, match=r"output of .* is custom code .*function.*Give it as output="):
+    with pytest.raises(
+        ssla.FileError, match=r"output of .* is custom code .*function.*Give it as output="
+    ):
         ssla.load(tmp_path / "own", Parts("function"))
     with pytest.raises(ssla.FileError, match=r"output of .* was a function, but output= is a str"):
         ssla.load(tmp_path / "own", Parts("function"), output="logits")
@@ -508,27 +603,44 @@ def test_a_saved_part_is_the_same_in_a_fresh_process(tmp_path):
 
 def test_answers_in_parts_name_their_parts():
     options = {"likelihood": L.Categorical(), "prior": priors.Gaussian(), "gaussian": "laplace"}
-    fit = lambda form, **more: ssla.fit(Parts(form), (X, CLASSES), **options, **more)  # noqa: E731
-    with pytest.raises(TypeError, match=r"returned a Answer with the tensors 'hidden', 'logits'. Name the part.*output='hidden'"):
+    fit = lambda form, **more: ssla.fit(Parts(form), (X, CLASSES), **options, **more)
+    with pytest.raises(
+        TypeError,
+        match=r"returned a Answer with the tensors 'hidden', 'logits'. Name the part.*output='hidden'",
+    ):
         fit("dataclass")
     with pytest.raises(TypeError, match=r"returned a tuple with the tensors 0, 1.*output=0"):
         fit("tuple")
-    with pytest.raises(ValueError, match=r"no part 'logit': it is a dict with the tensors 'hidden', 'logits'\. Name one"):
+    with pytest.raises(
+        ValueError,
+        match=r"no part 'logit': it is a dict with the tensors 'hidden', 'logits'\. Name one",
+    ):
         fit("dict", output="logit")
     for index in (2, -3):
-        with pytest.raises(ValueError, match=f"no part {index}: it is a tuple with the tensors 0, 1"):
+        with pytest.raises(
+            ValueError, match=f"no part {index}: it is a tuple with the tensors 0, 1"
+        ):
             fit("tuple", output=index)
     with pytest.raises(ValueError, match=r"no part 0: it is a dict"):
         fit("dict", output=0)
-    with pytest.raises(ValueError, match=r"function output= failed on the network's result, a dict .*KeyError"):
+    with pytest.raises(
+        ValueError, match=r"function output= failed on the network's result, a dict .*KeyError"
+    ):
         fit("dict", output=lambda answer: answer["logit"])
-    with pytest.raises(TypeError, match=r"one tensor of outputs, but returned a float without tensors.*output=lambda"):
+    with pytest.raises(
+        TypeError,
+        match=r"one tensor of outputs, but returned a float without tensors.*output=lambda",
+    ):
         fit("dict", output=lambda answer: 1.0)
     for output in (0, "logits"):  # an index would be one row of a tensor
-        with pytest.raises(ValueError, match=r"returns one tensor, which has no part .*Omit output="):
+        with pytest.raises(
+            ValueError, match=r"returns one tensor, which has no part .*Omit output="
+        ):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
     for output in (True, 1.5, ["logits"]):
-        with pytest.raises(TypeError, match=r"output must name the part of the network's result.*'logits'"):
+        with pytest.raises(
+            TypeError, match=r"output must name the part of the network's result.*'logits'"
+        ):
             ssla.fit(net(2), (X, CLASSES), output=output, **options)
         with pytest.raises(TypeError, match=r"output must name the part"):
             ssla.estimate_cost(net(2), 10, output=output)
@@ -543,7 +655,9 @@ def test_a_part_of_the_answer_on_workers():
         "output": "logits",
     }
     with ThreadPoolExecutor(2) as pool:
-        found = ssla.distributed.fit(Parts("dict"), [(X[:12], CLASSES[:12]), (X[12:], CLASSES[12:])], client=pool, **options)
+        found = ssla.distributed.fit(
+            Parts("dict"), [(X[:12], CLASSES[:12]), (X[12:], CLASSES[12:])], client=pool, **options
+        )
     alone = ssla.fit(Parts("dict"), (X, CLASSES), **options)
     assert torch.allclose(found.predict(X).probs, alone.predict(X).probs, atol=1e-10)
 
@@ -555,7 +669,9 @@ def test_a_part_of_the_answer_on_workers():
 def test_a_proper_prior_is_not_the_remedy_for_itself(precision):
     data = (X * torch.tensor([1.0, 1.0, 1e9]), numbers(30, 4))
     options = {"likelihood": L.Gaussian(noise=0.5), "structure": "kfac", "mode": "tilt"}
-    with pytest.raises(ValueError, match=rf"proper \(at least {precision:g}\).*standardise the inputs") as caught:
+    with pytest.raises(
+        ValueError, match=rf"proper \(at least {precision:g}\).*standardise the inputs"
+    ) as caught:
         ssla.fit(net()[0], data, prior=priors.Gaussian(precision=precision), **options)
     assert "priors.Gaussian" not in str(caught.value)
     with pytest.raises(ValueError, match=r"not positive definite.*give a proper prior"):

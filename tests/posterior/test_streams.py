@@ -38,10 +38,18 @@ def test_update_equals_one_fit_of_all_data():
 
 @pytest.mark.filterwarnings("ignore:The network is")
 @pytest.mark.parametrize("structure", ["dense", "diag", "kfac", LowRank(rank=40)])
-@pytest.mark.parametrize(("likelihood", "options"), [(GAUSSIAN, {"weights": "all"}), (L.Poisson(), {"mode": "tilt"})])
+@pytest.mark.parametrize(
+    ("likelihood", "options"), [(GAUSSIAN, {"weights": "all"}), (L.Poisson(), {"mode": "tilt"})]
+)
 def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelihood, options):
     target = Y.abs().round() if isinstance(likelihood, L.Poisson) else Y
-    options = {"likelihood": likelihood, "prior": priors.Gaussian(), "gaussian": "laplace", "structure": structure, **options}
+    options = {
+        "likelihood": likelihood,
+        "prior": priors.Gaussian(),
+        "gaussian": "laplace",
+        "structure": structure,
+        **options,
+    }
     a, b, c = (
         ssla.fit(mlp(), (x, target[: len(X)][s]), **options)
         for (x, _), s in zip(PARTS, (slice(0, 40), slice(40, 55), slice(55, 90)), strict=True)
@@ -53,7 +61,9 @@ def test_merge_is_associative_order_free_and_equal_to_one_fit(structure, likelih
 
 
 def test_polished_gaussian_shards_merge_exactly():
-    a, b, c = (ssla.fit(mlp(), part, likelihood=GAUSSIAN, prior=priors.Gaussian()) for part in PARTS)
+    a, b, c = (
+        ssla.fit(mlp(), part, likelihood=GAUSSIAN, prior=priors.Gaussian()) for part in PARTS
+    )
     whole = ssla.fit(mlp(), (X, Y), likelihood=GAUSSIAN, prior=priors.Gaussian())
     for merged in (a.merge(b).merge(c), c.merge(b).merge(a)):
         assert_same(merged, whole)
@@ -72,15 +82,35 @@ def test_a_stream_of_unknown_length():
 def test_what_does_not_fit_together_is_refused():
     one = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, prior=priors.Gaussian())
     for other, message in (
-        (ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()), "likelihoods differ"),
-        (ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian()), "weights differ"),
-        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(), structure="diag"), "structure differ"),
-        (ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(2.0)), "priors differ"),
+        (
+            ssla.fit(mlp(), PARTS[1], likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()),
+            "likelihoods differ",
+        ),
+        (
+            ssla.fit(mlp(seed=1), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian()),
+            "weights differ",
+        ),
+        (
+            ssla.fit(
+                mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(), structure="diag"
+            ),
+            "structure differ",
+        ),
+        (
+            ssla.fit(mlp(), PARTS[1], likelihood=GAUSSIAN, prior=priors.Gaussian(2.0)),
+            "priors differ",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             one.merge(other)
     counts = [
-        ssla.fit(mlp(), (x, y.abs().round()), likelihood=L.Poisson(), prior=priors.Gaussian(), gaussian="laplace")
+        ssla.fit(
+            mlp(),
+            (x, y.abs().round()),
+            likelihood=L.Poisson(),
+            prior=priors.Gaussian(),
+            gaussian="laplace",
+        )
         for x, y in PARTS[:2]
     ]
     with pytest.raises(ValueError, match=r"different modes.*mode='tilt'"):
@@ -95,34 +125,64 @@ def changed(what):
 
 
 def own(width):
-    return L.custom(lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - math.log(width) - 0.919, support="real")
+    return L.custom(
+        lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - math.log(width) - 0.919, support="real"
+    )
 
 
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        ({"net": changed("body")}, {}, "networks differ: the layers are equal, but the values of buffers or weights differ"),
+        (
+            {"net": changed("body")},
+            {},
+            "networks differ: the layers are equal, but the values of buffers or weights differ",
+        ),
         ({"net": changed("head")}, {}, "weights differ"),
-        ({"net": nn.Sequential(mlp(), nn.Identity()).eval()}, {}, "parameters or buffers differ|names differ"),
-        ({}, {"likelihood": L.Gaussian(noise=0.3 + 1e-12)}, "likelihoods differ, if only in digits that are not shown"),
-        ({"likelihood": L.Tempered(GAUSSIAN, 0.5)}, {"likelihood": L.Tempered(GAUSSIAN, 0.6)}, "likelihoods differ"),
+        (
+            {"net": nn.Sequential(mlp(), nn.Identity()).eval()},
+            {},
+            "parameters or buffers differ|names differ",
+        ),
+        (
+            {},
+            {"likelihood": L.Gaussian(noise=0.3 + 1e-12)},
+            "likelihoods differ, if only in digits that are not shown",
+        ),
+        (
+            {"likelihood": L.Tempered(GAUSSIAN, 0.5)},
+            {"likelihood": L.Tempered(GAUSSIAN, 0.6)},
+            "likelihoods differ",
+        ),
         ({"likelihood": own(0.3)}, {"likelihood": own(0.4)}, "likelihoods differ"),
         ({}, {"prior": priors.Gaussian(1 + 1e-12)}, "priors differ"),
         ({"prior": priors.StudentT(3.0)}, {"prior": priors.StudentT(3.1)}, "priors differ"),
         ({"mode": "tilt"}, {"mode": "as_is"}, "mode differ"),
-        ({"structure": LowRank(3, columns=6)}, {"structure": LowRank(4, columns=6)}, "rank=4, tail=0.1"),
+        (
+            {"structure": LowRank(3, columns=6)},
+            {"structure": LowRank(4, columns=6)},
+            "rank=4, tail=0.1",
+        ),
         ({}, {"convention": "paper"}, "convention differ"),
     ],
 )
 def test_merge_refuses_what_differs_in_the_last_digit(one, other, message):
     posts = []
     for part, options in zip(PARTS[:2], (one, other), strict=True):
-        settings = {"likelihood": GAUSSIAN, "prior": priors.Gaussian(), "gaussian": "laplace", "mode": "tilt", **options}
+        settings = {
+            "likelihood": GAUSSIAN,
+            "prior": priors.Gaussian(),
+            "gaussian": "laplace",
+            "mode": "tilt",
+            **options,
+        }
         net, convention = settings.pop("net", None), settings.pop("convention", "exact")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The network is not at the mode")
             post = ssla.fit(mlp() if net is None else net, part, **settings)
-        posts.append(post if convention == "exact" else post.with_prior(priors.Gaussian(1.0), convention))
+        posts.append(
+            post if convention == "exact" else post.with_prior(priors.Gaussian(1.0), convention)
+        )
     for a, b in (posts, posts[::-1]):
         with pytest.raises(ValueError, match=message):
             a.merge(b)
@@ -132,9 +192,16 @@ def test_merge_takes_the_same_settings_written_in_another_way():
     """Two functions with the same code, and one prior by number and by layer."""
     options = [
         {"likelihood": own(0.3), "mode": "tilt", "gaussian": "laplace", "prior": priors.Gaussian()},
-        {"likelihood": own(0.3), "mode": "tilt", "gaussian": "laplace", "prior": priors.Gaussian({"2": 1})},
+        {
+            "likelihood": own(0.3),
+            "mode": "tilt",
+            "gaussian": "laplace",
+            "prior": priors.Gaussian({"2": 1}),
+        },
     ]
-    a, b = (ssla.fit(mlp(), part, **settings) for part, settings in zip(PARTS[:2], options, strict=True))
+    a, b = (
+        ssla.fit(mlp(), part, **settings) for part, settings in zip(PARTS[:2], options, strict=True)
+    )
     assert a.merge(b).report.n == 55
 
 
@@ -159,9 +226,13 @@ def test_ten_million_float32_rows_stream_in_flat_memory_to_six_digits():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).eval()
     new = torch.randn(50, 2)
-    ssla.fit(net, Rows(200_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())  # warm up: the libraries' own memory
+    ssla.fit(
+        net, Rows(200_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()
+    )  # warm up: the libraries' own memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    post = ssla.fit(net, Rows(10_000_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
+    post = ssla.fit(
+        net, Rows(10_000_000), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()
+    )
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert post.report.n == 10_000_000
     assert grown < 64  # MiB; the rows alone are 114
@@ -179,7 +250,9 @@ def test_ten_million_float32_rows_stream_in_flat_memory_to_six_digits():
     exact = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y)
     found = post.predict(new)
     assert found.log_prob(y).dtype == torch.float32
-    unrounded = ssla.predictive.from_marginal(post.likelihood, *post.state.outputs_at(new)).log_prob(y)
+    unrounded = ssla.predictive.from_marginal(
+        post.likelihood, *post.state.outputs_at(new)
+    ).log_prob(y)
     assert (unrounded - exact).abs().max() < 1e-6
     assert (found.log_prob(y) - exact).abs().max() < 2e-6  # the answer itself is float32
 
@@ -193,7 +266,12 @@ def features(net, x):
 # --- what the report says afterwards --------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:The network is", "ignore:The data hold one row", "ignore:low_rank", "ignore:polish moved")
+@pytest.mark.filterwarnings(
+    "ignore:The network is",
+    "ignore:The data hold one row",
+    "ignore:low_rank",
+    "ignore:polish moved",
+)
 def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
     fixed = X[:40].clone()
     fixed[:, 1] = 0.5
@@ -212,7 +290,14 @@ def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
         assert grown.report.n == grown.report.weight == grown.statistics.n
     assert sum("data were added" in note for note in both.update(PARTS[2]).report.notes) == 2
 
-    wide = ssla.fit(mlp(), PARTS[0], likelihood=GAUSSIAN, prior=priors.Gaussian(), weights="all", structure=LowRank(rank=2))
+    wide = ssla.fit(
+        mlp(),
+        PARTS[0],
+        likelihood=GAUSSIAN,
+        prior=priors.Gaussian(),
+        weights="all",
+        structure=LowRank(rank=2),
+    )
     for other in (wide.with_prior(priors.Gaussian(0.01)), wide.update(PARTS[2])):
         (note,) = [note for note in other.report.notes if note.startswith("low_rank")]
         least = float(other.bound_prior.precision(other.theta).min())
@@ -220,6 +305,14 @@ def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
         assert note not in wide.report.notes
 
     right = mlp()(X).squeeze(1).detach() + 0.01 * Y
-    strong = ssla.fit(mlp(), (X, right), likelihood=L.Gaussian(noise=0.05), prior=priors.Gaussian(1e6), mode="polish")
+    strong = ssla.fit(
+        mlp(),
+        (X, right),
+        likelihood=L.Gaussian(noise=0.05),
+        prior=priors.Gaussian(1e6),
+        mode="polish",
+    )
     assert any(note.startswith("polish moved") for note in strong.report.notes)
-    assert not any("polish moved" in note for note in strong.with_prior(priors.Gaussian(1e-3)).report.notes)
+    assert not any(
+        "polish moved" in note for note in strong.with_prior(priors.Gaussian(1e-3)).report.notes
+    )

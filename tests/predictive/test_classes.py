@@ -32,10 +32,20 @@ def kl(p, q):
 
 def posterior(classes, structure="dense", features=3, dtype=torch.float64, rows=40, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, features), nn.Tanh(), nn.Linear(features, classes)).to(dtype).eval()
+    model = (
+        nn.Sequential(nn.Linear(2, features), nn.Tanh(), nn.Linear(features, classes))
+        .to(dtype)
+        .eval()
+    )
     data = torch.randn(rows, 2, dtype=dtype), torch.arange(rows) % classes
     return ssla.fit(
-        model, data, likelihood=L.Categorical(), prior=priors.Gaussian(1.0), structure=structure, mode="tilt", **options
+        model,
+        data,
+        likelihood=L.Categorical(),
+        prior=priors.Gaussian(1.0),
+        structure=structure,
+        mode="tilt",
+        **options,
     )
 
 
@@ -46,10 +56,19 @@ def test_sigmoid_equals_quadrature(mean, variance):
     found = logistic_normal(torch.tensor([mean], **T), torch.tensor([sd], **T))
     z = np.linspace(-40, 40, 400_001)
     log_weights = special.log_softmax(-0.5 * z**2)
-    one, zero = (special.logsumexp(log_weights + special.log_expit(sign * (mean + sd * z))) for sign in (1, -1))
+    one, zero = (
+        special.logsumexp(log_weights + special.log_expit(sign * (mean + sd * z)))
+        for sign in (1, -1)
+    )
     for value, truth in ((found.log_one, one), (found.log_zero, zero)):
         assert abs(float(value) - truth) < (1e-7 if truth > -40 else 0.03)  # far out only about
-    assert abs(float(found.spread) - np.exp(log_weights) @ (special.expit(mean + sd * z) - np.exp(one)) ** 2) < 1e-7
+    assert (
+        abs(
+            float(found.spread)
+            - np.exp(log_weights) @ (special.expit(mean + sd * z) - np.exp(one)) ** 2
+        )
+        < 1e-7
+    )
 
 
 def test_two_classes_equal_bernoulli_on_the_difference():
@@ -70,14 +89,18 @@ def test_three_classes_equal_scipy():
     z = np.stack(np.meshgrid(line, line, line), -1)
     density = np.exp(-0.5 * (z**2).sum(-1)) / (2 * np.pi) ** 1.5
     for row in range(6):
-        values = special.softmax(f[row].numpy() + z @ np.linalg.cholesky(K[row].numpy()).T, -1) * density[..., None]
+        values = (
+            special.softmax(f[row].numpy() + z @ np.linalg.cholesky(K[row].numpy()).T, -1)
+            * density[..., None]
+        )
         for _ in range(3):
             values = integrate.trapezoid(values, line, axis=0)
         assert np.abs(p.probs[row].numpy() - values).max() < 5e-4
 
 
 @pytest.mark.parametrize(
-    ("classes", "variance", "error"), [(3, 25.0, 1e-4), (10, 1.0, 3e-5), (10, 4.0, 5e-4), (100, 1.0, 2e-4), (600, 0.3, 3e-4)]
+    ("classes", "variance", "error"),
+    [(3, 25.0, 1e-4), (10, 1.0, 3e-5), (10, 4.0, 5e-4), (100, 1.0, 2e-4), (600, 0.3, 3e-4)],
 )
 def test_probabilities_equal_monte_carlo(classes, variance, error):
     f, K = problem(classes, rows=3, variance=variance)
@@ -86,7 +109,9 @@ def test_probabilities_equal_monte_carlo(classes, variance, error):
     total, count = torch.zeros_like(f), 0
     for _ in range(20):
         draws = torch.softmax(
-            f.unsqueeze(1) + torch.randn(3, 20_000 // (1 + classes // 10), classes, generator=g, **T) @ R.mT, -1
+            f.unsqueeze(1)
+            + torch.randn(3, 20_000 // (1 + classes // 10), classes, generator=g, **T) @ R.mT,
+            -1,
         )
         total, count = total + draws.sum(1), count + draws.shape[1]
     truth = total / count
@@ -106,7 +131,10 @@ def test_no_uncertainty_gives_the_plug_in():
 def test_order_of_the_classes_matters_only_by_the_error_of_the_integral():
     f, K = problem(6)
     order = torch.tensor([4, 0, 5, 1, 3, 2])
-    p, q = from_marginal(L.Categorical(), f, K), from_marginal(L.Categorical(), f[:, order], K[:, order][:, :, order])
+    p, q = (
+        from_marginal(L.Categorical(), f, K),
+        from_marginal(L.Categorical(), f[:, order], K[:, order][:, :, order]),
+    )
     assert kl(p.probs[:, order], q.probs).max() < 1e-4
 
 
@@ -129,11 +157,15 @@ def test_predict_equals_the_marginal_given_as_tensors(structure, classes):
     assert kl(q.probs, p.probs).max() < 1e-4  # kfac and diag take another root of K
     assert (p.epistemic - q.epistemic).abs().max() < 2e-3
     y = torch.arange(9) % classes
-    assert torch.allclose(p.increments(y).total, post.predict(x, refit=ssla.OutputRefit()).increments(y).total)
+    assert torch.allclose(
+        p.increments(y).total, post.predict(x, refit=ssla.OutputRefit()).increments(y).total
+    )
     assert torch.allclose(p.increments(y).total, q.increments(y).total)
     assert torch.allclose(p.increments(y).total, p.log_prob(y), atol=0.1)
     every = torch.arange(classes).expand(9, -1)
-    assert torch.allclose(p.increments(every).total.gather(1, y[:, None])[:, 0], p.increments(y).total)
+    assert torch.allclose(
+        p.increments(every).total.gather(1, y[:, None])[:, 0], p.increments(y).total
+    )
     assert p.sample(4).shape == (4, 9)
     assert torch.equal(p.hdr(0.9), p.interval(0.9))
     mixed = ssla.mixture([p, q])
@@ -144,7 +176,9 @@ def test_a_row_does_not_depend_on_the_others():
     post = posterior(12)
     x = torch.randn(30, 2, **T)
     whole, some = post.predict(x), post.predict(x[5:18])
-    assert (whole.log_prob(torch.zeros(30))[5:18] - some.log_prob(torch.zeros(13))).abs().max() < 1e-12
+    assert (
+        whole.log_prob(torch.zeros(30))[5:18] - some.log_prob(torch.zeros(13))
+    ).abs().max() < 1e-12
     assert post.predict(x[:0]).probs.shape == (0, 12)
 
 
@@ -159,7 +193,9 @@ def test_other_rungs_and_conventions_evaluate_every_class():
 
 @pytest.mark.parametrize("rows", [2, 20])  # too few for shared products, and enough
 def test_memory_is_bounded(monkeypatch, rows):
-    """300 classes under a budget of a few rows: no array is larger than one row's, or than the budget."""
+    """300 classes under a budget of a few rows: no array is larger than one row's, or than the
+    budget.
+    """
     budget = 6 << 20  # eight copies of the factors
     post = posterior(300, "kfac", rows=10, memory_budget=budget)
     sizes = []

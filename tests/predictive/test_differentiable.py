@@ -1,4 +1,6 @@
-"""Gradients in x and y: against finite differences (gradcheck, float64), with the values of the plain answers."""
+"""Gradients in x and y: against finite differences (gradcheck, float64), with the values of the
+plain answers.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -35,7 +37,13 @@ TARGETS = {
     "noise by x": (L.HeteroscedasticGaussian(), Y),
     "own": (L.custom(lambda y, f: -((y - f[..., 0]) ** 2)), Y),
 }
-OUTPUTS = {"noise by x": 2, "two targets": 2, "two classes": 2, "three classes": 3, "five classes": 5}
+OUTPUTS = {
+    "noise by x": 2,
+    "two targets": 2,
+    "two classes": 2,
+    "three classes": 3,
+    "five classes": 5,
+}
 CLASSES = ["bernoulli", "two classes", "three classes", "five classes"]
 
 
@@ -55,7 +63,9 @@ def at():
 def test_marginals_have_gradients_in_x(scope, structure, gaussian):
     post = fitted("three classes", scope, structure, gaussian)
     assert gradcheck(lambda x: tuple(post.marginal(x, differentiable=True)), at())
-    for found, plain in zip(post.marginal(at(), differentiable=True), post.marginal(AT), strict=True):
+    for found, plain in zip(
+        post.marginal(at(), differentiable=True), post.marginal(AT), strict=True
+    ):
         assert found.requires_grad
         assert torch.allclose(found, plain, rtol=1e-12)
 
@@ -71,8 +81,20 @@ def test_joint_gaussians_and_draws_have_gradients_in_x(scope, structure):
 
 
 def gaussian_answers(predictive, y):
-    answers = [predictive.mean, predictive.variance, predictive.stddev, predictive.epistemic, predictive.aleatoric]
-    answers += [predictive.log_prob(y), predictive.cdf(y), predictive.icdf([0.1, 0.7]), predictive.interval(0.9), predictive.mass]
+    answers = [
+        predictive.mean,
+        predictive.variance,
+        predictive.stddev,
+        predictive.epistemic,
+        predictive.aleatoric,
+    ]
+    answers += [
+        predictive.log_prob(y),
+        predictive.cdf(y),
+        predictive.icdf([0.1, 0.7]),
+        predictive.interval(0.9),
+        predictive.mass,
+    ]
     return (*answers, predictive.covariance, predictive.sample(2, torch.Generator().manual_seed(0)))
 
 
@@ -82,14 +104,24 @@ def gaussian_answers(predictive, y):
 def test_gaussian_predictives_have_gradients_in_x_and_y(target, scope, refit):
     post = fitted(target, scope)
     y = TARGETS[target][1][:3].clone().requires_grad_(True)
-    ask = lambda x, y: gaussian_answers(post.predict(x, refit, differentiable=True), y)  # noqa: E731
-    assert gradcheck(lambda x, y: tuple(part for part in ask(x, y) if part.requires_grad), (at(), y))
-    for found, plain in zip(ask(at(), y), gaussian_answers(post.predict(AT, refit), y.detach()), strict=True):
+    ask = lambda x, y: gaussian_answers(post.predict(x, refit, differentiable=True), y)
+    assert gradcheck(
+        lambda x, y: tuple(part for part in ask(x, y) if part.requires_grad), (at(), y)
+    )
+    for found, plain in zip(
+        ask(at(), y), gaussian_answers(post.predict(AT, refit), y.detach()), strict=True
+    ):
         assert torch.allclose(found, plain, rtol=1e-12)
 
 
 def class_answers(predictive):
-    parts = (predictive.probs, predictive.mean, predictive.variance, predictive.epistemic, predictive.aleatoric)
+    parts = (
+        predictive.probs,
+        predictive.mean,
+        predictive.variance,
+        predictive.epistemic,
+        predictive.aleatoric,
+    )
     return (*parts, predictive.log_prob([0, 1, 1]))
 
 
@@ -98,7 +130,11 @@ def class_answers(predictive):
 def test_probabilities_of_classes_have_gradients_in_x(target, structure):
     post = fitted(target, structure=structure)
     assert gradcheck(lambda x: class_answers(post.predict(x, differentiable=True)), at())
-    for found, plain in zip(class_answers(post.predict(at(), differentiable=True)), class_answers(post.predict(AT)), strict=True):
+    for found, plain in zip(
+        class_answers(post.predict(at(), differentiable=True)),
+        class_answers(post.predict(AT)),
+        strict=True,
+    ):
         assert torch.allclose(found, plain, rtol=1e-9, atol=1e-12)
 
 
@@ -109,7 +145,13 @@ def test_probabilities_have_gradients_through_all_weights(target):
 
 
 def pointwise_answers(predictive, y):
-    parts = [predictive.mean, predictive.variance, predictive.stddev, predictive.log_prob(y), predictive.mass]
+    parts = [
+        predictive.mean,
+        predictive.variance,
+        predictive.stddev,
+        predictive.log_prob(y),
+        predictive.mass,
+    ]
     parts += [predictive.epistemic, predictive.aleatoric]
     if predictive.kind == "count":
         return parts
@@ -122,17 +164,23 @@ def test_other_predictives_have_gradients_in_x(target, scope):
     """Implicit differentiation of the refit, and through the quadrature."""
     post = fitted(target, scope, gaussian="laplace" if scope == "all" else None)
     y = TARGETS[target][1][:3]
-    ask = lambda x: pointwise_answers(post.predict(x, differentiable=True), y)  # noqa: E731
-    plain = lambda x: pointwise_answers(post.predict(x.detach()), y)  # noqa: E731
+    ask = lambda x: pointwise_answers(post.predict(x, differentiable=True), y)
+    plain = lambda x: pointwise_answers(post.predict(x.detach()), y)
     for found, value in zip(ask(at()), plain(AT), strict=True):
         assert torch.allclose(found, value, rtol=1e-12)
     # central differences of the plain answers
-    step, direction = 1e-4, torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    step, direction = (
+        1e-4,
+        torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
     up, down = plain(AT + step * direction), plain(AT - step * direction)
     x = at()
     for found, a, b in zip(ask(x), up, down, strict=True):
-        slopes = torch.stack([(torch.autograd.grad(one, x, retain_graph=True)[0] * direction).sum() for one in found])
-        # nodes move with x in the differences: the error of the quadrature, and with it of its slope, is about 1e-4
+        slopes = torch.stack(
+            [(torch.autograd.grad(one, x, retain_graph=True)[0] * direction).sum() for one in found]
+        )
+        # nodes move with x in the differences: the error of the quadrature, and with it of its
+        # slope, is about 1e-4
         rtol, atol = (1e-4, 1e-6) if "counts" in target else (1e-3, 5e-5)
         assert torch.allclose(slopes, (a - b) / (2 * step), rtol=rtol, atol=atol)
 
@@ -151,14 +199,19 @@ def test_the_log_density_of_the_refit_has_the_derivative_of_its_mode(name):
     """No quadrature: gradcheck of the refit itself, in f̂, K and (where it is continuous) y."""
     likelihood, size = LIKELIHOODS[name]
     generator = torch.Generator().manual_seed(2)
-    f, A = (0.3 * torch.randn(2, *shape, size, dtype=torch.float64, generator=generator) for shape in ((), (size,)))
+    f, A = (
+        0.3 * torch.randn(2, *shape, size, dtype=torch.float64, generator=generator)
+        for shape in ((), (size,))
+    )
     f = f - 2.0 * torch.tensor([0.0, 1.0], dtype=torch.float64) if name == "natural" else f
     y = torch.tensor([[0.0, 2.0, 5.0], [1.0, 3.0, 4.0]], dtype=torch.float64)
     y = y if likelihood.support.kind == "count" else y / 4 - 0.5
-    spd = lambda A: A @ A.mT + 0.1 * torch.eye(size, dtype=torch.float64)  # noqa: E731
+    spd = lambda A: A @ A.mT + 0.1 * torch.eye(size, dtype=torch.float64)
     spread = (part.repeat_interleave(3, 0) for part in (f, linalg.root(spd(A))))
     found = log_density_with_graph(likelihood, y, f, spd(A))
-    assert torch.allclose(found.flatten(), at_mode(likelihood, y.flatten(), *spread).total, atol=1e-7)  # of the ascent
+    assert torch.allclose(
+        found.flatten(), at_mode(likelihood, y.flatten(), *spread).total, atol=1e-7
+    )  # of the ascent
     free = [part.clone().requires_grad_(True) for part in (f, A)]
     assert gradcheck(lambda f, A: log_density_with_graph(likelihood, y, f, spd(A)), free)
     if likelihood.support.kind != "count":
@@ -192,12 +245,15 @@ def test_log_densities_have_gradients_in_y(target):
 
 
 def masses_of_wide_doubt(K, likelihood, top=60.0):
-    """∫ p dy and ∫ y² p dy of an output refit at f̂ = 0, in two pieces: the density jumps where the refit changes its mode.
+    """∫ p dy and ∫ y² p dy of an output refit at f̂ = 0, in two pieces: the density jumps where the
+    refit changes its mode.
 
     K (1, 1, 1). The jump is where the pull jumps, the pieces are integrated by 400 nodes each.
     """
     root = K.sqrt()
-    refit = lambda y: at_mode(likelihood, y, torch.zeros(len(y), 1).double(), root.expand(len(y), 1, 1))  # noqa: E731
+    refit = lambda y: at_mode(
+        likelihood, y, torch.zeros(len(y), 1).double(), root.expand(len(y), 1, 1)
+    )
     low, high = 0.0, top
     for _ in range(3):
         y = torch.linspace(low, high, 1001, dtype=torch.float64)
@@ -215,7 +271,9 @@ def masses_of_wide_doubt(K, likelihood, top=60.0):
 
 @pytest.mark.parametrize("K", [1.5, 3.0])
 def test_gradients_follow_the_jump_where_the_refit_changes_its_mode(K):
-    """Student's t with a doubt that is wider than the noise: the slope of the mass was 1.9% off at K = 1.5."""
+    """Student's t with a doubt that is wider than the noise: the slope of the mass was 1.9% off
+    at K = 1.5.
+    """
     likelihood, step = L.StudentT(4.0, 0.3), 1e-4
     f, wide = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), K, dtype=torch.float64)
     up, down = (masses_of_wide_doubt(wide + e, likelihood) for e in (step, -step))
@@ -224,13 +282,21 @@ def test_gradients_follow_the_jump_where_the_refit_changes_its_mode(K):
     wide.requires_grad_(True)
     found = with_graph(plain, GraphDensity(plain.law.log_density, Marginal(f, wide)))
     slopes = torch.stack(
-        [torch.autograd.grad(one.sum(), wide, retain_graph=True)[0].sum() for one in (found.mass, found.variance)]
+        [
+            torch.autograd.grad(one.sum(), wide, retain_graph=True)[0].sum()
+            for one in (found.mass, found.variance)
+        ]
     )
-    assert torch.allclose(slopes, expected, rtol=1.5e-3)  # of the 41 nodes: a derivative jumps between two of them
+    assert torch.allclose(
+        slopes, expected, rtol=1.5e-3
+    )  # of the 41 nodes: a derivative jumps between two of them
 
 
 def test_gradients_in_x_follow_the_jump_over_all_weights_with_kfac():
-    """d mass/dx = d mass/dK · dK/dx, from the integral above and the gradient of the marginal. It was 1.6% off."""
+    """d mass/dx = d mass/dK · dK/dx, from the integral above and the gradient of the marginal.
+
+    It was 1.6% off.
+    """
     likelihood = L.StudentT(4.0, 0.3)
     post = ssla.fit(
         mlp(),
@@ -252,12 +318,20 @@ def test_gradients_in_x_follow_the_jump_over_all_weights_with_kfac():
 
 
 class Pictures(nn.Module):
-    """Convolution, norm and a strided window: positions that share weights, and parameters without a Kronecker form."""
+    """Convolution, norm and a strided window: positions that share weights, and parameters
+    without a Kronecker form.
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 2))
+        self.body = nn.Sequential(
+            nn.Conv1d(1, 2, 3, padding=1),
+            nn.GroupNorm(1, 2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x):
         return self.body(x[:, None])
@@ -300,8 +374,14 @@ def test_inputs_without_a_gradient_give_the_plain_answer():
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_one_part_of_the_inputs_may_require_a_gradient(weights):
     rows = {"a": X[:, :1], "b": X[:, 1:]}
-    post = ssla.fit(TwoInputs(), [(rows, Y)], likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights)
-    ask = lambda b: post.predict({"a": AT[:, :1], "b": b}, differentiable=True).variance  # noqa: E731
+    post = ssla.fit(
+        TwoInputs(),
+        [(rows, Y)],
+        likelihood=L.Gaussian(0.3),
+        prior=priors.Gaussian(2.0),
+        weights=weights,
+    )
+    ask = lambda b: post.predict({"a": AT[:, :1], "b": b}, differentiable=True).variance
     assert gradcheck(ask, AT[:, 1:].clone().requires_grad_(True))
 
 
@@ -310,10 +390,16 @@ def test_single_precision_has_nearly_the_same_gradient(weights):
     slopes = []
     for dtype in (torch.float32, torch.float64):
         post = ssla.fit(
-            mlp().to(dtype), (X.to(dtype), Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights
+            mlp().to(dtype),
+            (X.to(dtype), Y),
+            likelihood=L.Gaussian(0.3),
+            prior=priors.Gaussian(2.0),
+            weights=weights,
         )
         x = AT.to(dtype).requires_grad_(True)
-        slopes.append(torch.autograd.grad(post.predict(x, differentiable=True).variance.sum(), x)[0])
+        slopes.append(
+            torch.autograd.grad(post.predict(x, differentiable=True).variance.sum(), x)[0]
+        )
     assert slopes[0].dtype == torch.float32
     assert torch.allclose(slopes[0].double(), slopes[1], rtol=1e-3, atol=1e-5)
 
@@ -324,18 +410,24 @@ def test_chunks_of_rows_give_the_same_gradient():
     slopes = []
     for one in (post, small):
         x = at()
-        slopes.append(torch.autograd.grad(one.predict(x, differentiable=True).probs[:, 0].sum(), x)[0])
+        slopes.append(
+            torch.autograd.grad(one.predict(x, differentiable=True).probs[:, 0].sum(), x)[0]
+        )
     assert torch.allclose(*slopes, atol=1e-12)
 
 
 def test_another_unit_keeps_the_gradient():
     post = fitted()
-    assert gradcheck(lambda x: affine(post.predict(x, differentiable=True), 1.0, 2.0).log_prob(Y[:3]), at())
+    assert gradcheck(
+        lambda x: affine(post.predict(x, differentiable=True), 1.0, 2.0).log_prob(Y[:3]), at()
+    )
 
 
 def test_the_model_collects_no_gradient():
     model = mlp()
-    post = ssla.fit(model, (X, Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights="all")
+    post = ssla.fit(
+        model, (X, Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights="all"
+    )
     post.predict(at(), differentiable=True).variance.sum().backward()
     assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is None for p in post.network.frozen.module.parameters())
@@ -353,9 +445,13 @@ class Detached(nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of torch.func.jacfwd itself
 def test_what_has_no_gradient_is_refused():
     counts, gaussian = fitted("counts"), fitted()
-    with pytest.raises(ValueError, match=r"not yet for Custom\(\) with refit='output'. posterior.marginal"):
+    with pytest.raises(
+        ValueError, match=r"not yet for Custom\(\) with refit='output'. posterior.marginal"
+    ):
         fitted("own").predict(at(), differentiable=True)
-    with pytest.raises(ValueError, match=r"not yet for Poisson\(\) with refit='newton'. Use refit='output'"):
+    with pytest.raises(
+        ValueError, match=r"not yet for Poisson\(\) with refit='newton'. Use refit='output'"
+    ):
         counts.predict(at(), "newton", differentiable=True)
     free = counts.predict(at(), differentiable=True)
     for ask in (
@@ -370,12 +466,16 @@ def test_what_has_no_gradient_is_refused():
     for refit in ("weights", "auto"):
         with pytest.raises(ValueError, match=rf"not yet for refit='{refit}'. Use refit='output'"):
             gaussian.predict(at(), refit, differentiable=True)
-    with pytest.raises(ValueError, match=r"not yet for Categorical\(\) with refit='none'. Use refit='output'"):
+    with pytest.raises(
+        ValueError, match=r"not yet for Categorical\(\) with refit='none'. Use refit='output'"
+    ):
         fitted("three classes").predict(at(), "none", differentiable=True)
     with pytest.raises(ValueError, match=r"not yet for Gaussian\(\) with refit='none'"):
         gaussian.predict(at(), ssla.NoRefit(curvature="empirical"), differentiable=True)
     with pytest.raises(ValueError, match="not yet for convention='paper'"):
-        gaussian.with_prior(priors.Gaussian(1.0), convention="paper").predict(at(), differentiable=True)
+        gaussian.with_prior(priors.Gaussian(1.0), convention="paper").predict(
+            at(), differentiable=True
+        )
     free = gaussian.predict(at(), differentiable=True)
     with pytest.raises(ValueError, match="Increments carry no gradient"):
         free.increments(Y[:3])
@@ -383,13 +483,17 @@ def test_what_has_no_gradient_is_refused():
         mixture([free, free])
     with pytest.raises(ValueError, match=r"forward-mode tangent"):
         torch.func.jacfwd(lambda x: gaussian.marginal(x, differentiable=True).mean)(AT)
-    with pytest.raises(ValueError, match=r"gradient would be zero here. Gradients need differentiable=True"):
+    with pytest.raises(
+        ValueError, match=r"gradient would be zero here. Gradients need differentiable=True"
+    ):
         gaussian.draw_functions(2)(at())
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_a_network_without_a_derivative_is_refused(weights):
-    post = ssla.fit(Detached(), (X, Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights)
+    post = ssla.fit(
+        Detached(), (X, Y), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights=weights
+    )
     with pytest.raises(ValueError, match=r"outputs have no derivative in x. Likely causes"):
         post.marginal(at(), differentiable=True)
 
@@ -403,7 +507,9 @@ def test_a_singular_covariance_of_classes_is_refused():
         weights=["0.bias"],
         gaussian="laplace",
     )
-    zero = torch.full((1, 3), 300.0, dtype=torch.float64)  # saturated units: no output depends on the first layer
+    zero = torch.full(
+        (1, 3), 300.0, dtype=torch.float64
+    )  # saturated units: no output depends on the first layer
     with pytest.raises(ValueError, match="covariance of the outputs is singular at 1 of 1 inputs"):
         post.predict(zero.requires_grad_(True), differentiable=True)
 
@@ -419,8 +525,12 @@ def test_transforms_of_torch_func_give_the_same_gradients(target):
     x = at()
     plain = torch.stack([torch.autograd.grad(answer(row), x)[0][i] for i, row in enumerate(x)])
     for transform in (torch.func.grad, torch.func.jacrev):
-        assert torch.allclose(torch.stack([transform(answer)(row) for row in AT]), plain, atol=1e-12)
-    variance = torch.func.vmap(torch.func.grad(lambda row: post.marginal(row[None], differentiable=True).covariance.sum()))
+        assert torch.allclose(
+            torch.stack([transform(answer)(row) for row in AT]), plain, atol=1e-12
+        )
+    variance = torch.func.vmap(
+        torch.func.grad(lambda row: post.marginal(row[None], differentiable=True).covariance.sum())
+    )
     (expected,) = torch.autograd.grad(post.marginal(x, differentiable=True).covariance.sum(), x)
     assert torch.allclose(variance(AT), expected, atol=1e-12)
     if target in ("three classes", "five classes"):
@@ -449,6 +559,11 @@ def test_nodes_that_are_first_needed_inside_a_transform_are_kept_for_all(target)
 
 
 def test_vmap_over_inputs_of_all_weights_is_refused_in_words():
-    post = ssla.fit(mlp(), (X, X[:, 0]), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights="all")
-    with pytest.raises(ValueError, match=r"vmap over inputs is for posteriors of a last layer.*give all rows in one call"):
+    post = ssla.fit(
+        mlp(), (X, X[:, 0]), likelihood=L.Gaussian(0.3), prior=priors.Gaussian(2.0), weights="all"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"vmap over inputs is for posteriors of a last layer.*give all rows in one call",
+    ):
         torch.func.vmap(lambda row: post.predict(row[None], differentiable=True).mean[0])(AT)

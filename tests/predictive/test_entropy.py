@@ -1,4 +1,6 @@
-"""Entropy and mutual information of classes: against Monte Carlo and quadrature, their bounds and limits."""
+"""Entropy and mutual information of classes: against Monte Carlo and quadrature, their bounds
+and limits.
+"""
 
 import math
 from functools import cache
@@ -28,11 +30,19 @@ def problem(classes, rows=6, variance=1.0, seed=0):
 def posterior(classes, dtype=torch.float64, structure="dense", bernoulli=False):
     torch.manual_seed(0)
     outputs = 1 if bernoulli else classes
-    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype).eval()  # of float32 weights
+    # of float32 weights
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype).eval()
     x = torch.randn(60, 2, generator=torch.Generator().manual_seed(1), **T)
     data = x.to(dtype), torch.arange(60) % classes
     likelihood = L.Bernoulli() if bernoulli else L.Categorical()
-    return ssla.fit(model, data, likelihood=likelihood, prior=priors.Gaussian(0.3), structure=structure, mode="tilt")
+    return ssla.fit(
+        model,
+        data,
+        likelihood=likelihood,
+        prior=priors.Gaussian(0.3),
+        structure=structure,
+        mode="tilt",
+    )
 
 
 def entropy(p):
@@ -58,15 +68,25 @@ def test_expected_entropy_of_a_coin_equals_quadrature(mean, sd):
     assert abs(float(found) - special.softmax(-0.5 * z**2) @ h) < 2e-8
 
 
-@pytest.mark.parametrize("classes", [2, 3, 10, 40, 200])  # binary, small, and many with and without whitened nodes
+@pytest.mark.parametrize(
+    "classes", [2, 3, 10, 40, 200]
+)  # binary, small, and many with and without whitened nodes
 @pytest.mark.parametrize("variance", [0.1, 1.0, 9.0])
 def test_mutual_information_equals_monte_carlo(classes, variance):
     f, K = problem(classes, rows=3, variance=variance)
     p = from_marginal(L.Categorical(), f, K)
     g, R = torch.Generator().manual_seed(5), torch.linalg.cholesky(K)
-    draws = torch.softmax(f.unsqueeze(1) + torch.randn(3, 40_000 // (1 + classes // 20), classes, generator=g, **T) @ R.mT, -1)
+    draws = torch.softmax(
+        f.unsqueeze(1)
+        + torch.randn(3, 40_000 // (1 + classes // 20), classes, generator=g, **T) @ R.mT,
+        -1,
+    )
     noise, spread = entropy(draws).mean(1), entropy(draws).std(1)
-    error = 5 * spread / math.sqrt(draws.shape[1]) + classes / draws.shape[1] + (2e-2 if variance > 1 else 2e-3)
+    error = (
+        5 * spread / math.sqrt(draws.shape[1])
+        + classes / draws.shape[1]
+        + (2e-2 if variance > 1 else 2e-3)
+    )
     assert ((p.entropy - p.mutual_information - noise).abs() < error).all()
     assert ((p.mutual_information - (entropy(draws.mean(1)) - noise)).abs() < error).all()
     assert torch.allclose(p.entropy, entropy(p.probs))
@@ -76,7 +96,10 @@ def test_mutual_information_equals_monte_carlo(classes, variance):
 def test_bernoulli_equals_two_classes():
     f, K = problem(2, variance=20.0)
     a = torch.tensor([-1.0, 1.0], **T)
-    two, one = from_marginal(L.Categorical(), f, K), from_marginal(L.Bernoulli(), (f @ a)[:, None], (K @ a @ a)[:, None, None])
+    two, one = (
+        from_marginal(L.Categorical(), f, K),
+        from_marginal(L.Bernoulli(), (f @ a)[:, None], (K @ a @ a)[:, None, None]),
+    )
     assert torch.allclose(two.entropy, one.entropy)
     assert torch.allclose(two.mutual_information, one.mutual_information)
 
@@ -92,8 +115,12 @@ def test_no_doubt_has_no_mutual_information(classes, dtype):
 
 @pytest.mark.parametrize("classes", [3, 40])
 def test_much_doubt_is_all_mutual_information(classes):
-    """f̂ = 0 and K = v I, v → ∞: every draw of f names one class for certain, and each class is as likely."""
-    p = from_marginal(L.Categorical(), torch.zeros(1, classes, **T), 1e8 * torch.eye(classes, **T)[None])
+    """f̂ = 0 and K = v I, v → ∞: every draw of f names one class for certain, and each class is
+    as likely.
+    """
+    p = from_marginal(
+        L.Categorical(), torch.zeros(1, classes, **T), 1e8 * torch.eye(classes, **T)[None]
+    )
     assert abs(float(p.entropy) - math.log(classes)) < 0.1
     assert abs(float(p.mutual_information / p.entropy) - 1) < 1e-2
 
@@ -110,7 +137,10 @@ def test_temperature_divides_the_outputs(temperature):
 @pytest.mark.parametrize("classes", [3, 40])
 def test_float32_is_near_float64(structure, classes):
     x = torch.randn(50, 2, **T)
-    double, single = posterior(classes, torch.float64, structure), posterior(classes, torch.float32, structure)
+    double, single = (
+        posterior(classes, torch.float64, structure),
+        posterior(classes, torch.float32, structure),
+    )
     p, q = double.predict(x), single.predict(x.float())
     assert q.mutual_information.dtype == torch.float32
     assert (p.mutual_information - q.mutual_information).abs().max() < 1e-4
@@ -135,7 +165,11 @@ def test_every_rung_has_both(bernoulli):
 
 
 def test_own_likelihoods_of_classes_equal_the_library_s():
-    own = L.custom(lambda y, f: -torch.nn.functional.softplus((1 - 2 * y) * f[..., 0]), support="classes", classes=2)
+    own = L.custom(
+        lambda y, f: -torch.nn.functional.softplus((1 - 2 * y) * f[..., 0]),
+        support="classes",
+        classes=2,
+    )
     f, K = problem(1, variance=3.0)
     p, q = from_marginal(own, f, K), from_marginal(L.Bernoulli(), f, K, refit="newton")
     assert (p.mutual_information / p.entropy - q.mutual_information / q.entropy).abs().max() < 1e-6
@@ -154,7 +188,9 @@ def test_a_mixture_adds_the_disagreement_of_its_members():
     assert p.mutual_information[1] < 1e-12
     g, K = problem(3, rows=2)
     same = ssla.mixture([from_marginal(L.Categorical(), g, K)] * 2, [0.3, 0.7])
-    assert torch.allclose(same.mutual_information, from_marginal(L.Categorical(), g, K).mutual_information)
+    assert torch.allclose(
+        same.mutual_information, from_marginal(L.Categorical(), g, K).mutual_information
+    )
     check_bounds(same)
 
 
@@ -176,7 +212,9 @@ def test_gradients_in_x():
         post, x = posterior(classes), torch.randn(4, 2, **T, requires_grad=True)
         p = post.predict(x, differentiable=True)
         assert torch.allclose(p.mutual_information, post.predict(x.detach()).mutual_information)
-        assert torch.autograd.gradcheck(lambda z: post.predict(z, differentiable=True).mutual_information, x)  # noqa: B023
+        assert torch.autograd.gradcheck(
+            lambda z: post.predict(z, differentiable=True).mutual_information, x
+        )
 
 
 def test_rows_without_an_answer_are_nan():

@@ -1,4 +1,6 @@
-"""Inputs very far from the training rows: probabilities reach a limit along a ray, nothing overflows, and rows are flagged."""
+"""Inputs very far from the training rows: probabilities reach a limit along a ray, nothing
+overflows, and rows are flagged.
+"""
 
 import mpmath
 import numpy as np
@@ -34,10 +36,19 @@ def posterior(outputs, dtype, structure="dense", weights="last_layer"):
     with torch.no_grad():
         f = module(x).double()
     draws = torch.rand(150, generator=generator)
-    y = (draws < torch.sigmoid(f[:, 0])).long() if outputs == 1 else torch.softmax(f, 1).cumsum(1).lt(draws[:, None]).sum(1)
+    y = (
+        (draws < torch.sigmoid(f[:, 0])).long()
+        if outputs == 1
+        else torch.softmax(f, 1).cumsum(1).lt(draws[:, None]).sum(1)
+    )
     likelihood = L.Bernoulli() if outputs == 1 else L.Categorical()
     mode = "polish" if weights == "last_layer" else None
-    given = {"structure": structure, "weights": weights, "prior": priors.Gaussian(1.0), "mode": mode}
+    given = {
+        "structure": structure,
+        "weights": weights,
+        "prior": priors.Gaussian(1.0),
+        "mode": mode,
+    }
     return ssla.fit(module, (x, y.clamp_max(max(outputs, 2) - 1)), likelihood=likelihood, **given)
 
 
@@ -51,7 +62,9 @@ def ray(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("outputs", [1, 2, 3, 5])
 def test_probabilities_reach_their_limit_along_a_ray(outputs, dtype, structure):
-    """The limit is the same integral with f and √K of the ray's direction alone, a million times as large."""
+    """The limit is the same integral with f and √K of the ray's direction alone, a million
+    times as large.
+    """
     post = posterior(outputs, dtype, structure)
     _, x = ray(dtype)
     p = post.predict(x)
@@ -60,7 +73,9 @@ def test_probabilities_reach_their_limit_along_a_ray(outputs, dtype, structure):
     assert float((probs - probs[-1]).abs().max()) < 1e-4
     if outputs == 1:
         f, K = post.state.outputs_at(x[:1].double() if dtype == torch.float64 else x[:1])
-        limit = stats.norm.cdf(float(f[0, 0]) / float(K[0, 0, 0]) ** 0.5)  # a step in place of the sigmoid
+        limit = stats.norm.cdf(
+            float(f[0, 0]) / float(K[0, 0, 0]) ** 0.5
+        )  # a step in place of the sigmoid
         assert float(probs[-1, 1]) == pytest.approx(limit, abs=2e-4)
     flagged = p.diagnostics.extreme_rows
     assert not bool(flagged[:20].any())
@@ -85,9 +100,20 @@ def test_the_logistic_integral_at_every_scale():
             m = ratio * s
             exact = mpmath.quad(
                 lambda t, m=m, s=s: mpmath.npdf(t) / (1 + mpmath.exp(-(m + s * t))),
-                [-12, *sorted({max(min(-ratio + k / s, 11.9), -11.9) for k in (-60, -20, -5, 0, 5, 20, 60)}), 12],
+                [
+                    -12,
+                    *sorted(
+                        {
+                            max(min(-ratio + k / s, 11.9), -11.9)
+                            for k in (-60, -20, -5, 0, 5, 20, 60)
+                        }
+                    ),
+                    12,
+                ],
             )
-            found = logistic_normal(torch.tensor([m], dtype=torch.float64), torch.tensor([s], dtype=torch.float64))
+            found = logistic_normal(
+                torch.tensor([m], dtype=torch.float64), torch.tensor([s], dtype=torch.float64)
+            )
             assert float(found.log_one[0]) == pytest.approx(float(mpmath.log(exact)), abs=1e-7)
     ratios = torch.linspace(-5, 5, 21, dtype=torch.float64)
     for power in range(6, 155, 4):
@@ -100,19 +126,27 @@ def test_the_logistic_integral_at_every_scale():
 def test_rows_are_moved_along_their_ray():
     phi = torch.tensor([[1.0, -2.0], [1e70, -2e70], [torch.inf, 1.0]], dtype=torch.float64)
     factors = shrink_factors(phi)
-    assert torch.allclose(shrunk(phi, factors)[1], torch.tensor([0.5, -1.0], dtype=torch.float64) * LARGEST)
+    assert torch.allclose(
+        shrunk(phi, factors)[1], torch.tensor([0.5, -1.0], dtype=torch.float64) * LARGEST
+    )
     assert torch.equal(shrunk(phi, factors)[0], phi[0])
     assert bool(torch.isfinite(shrunk(phi, factors)).all())
     assert shrink_factors(phi[:1]) is None
     assert shrink_factors(phi[:1].float()) is None
-    assert torch.equal(shrink_factors(torch.tensor([[1e20], [1.0]])), torch.ones(2, dtype=torch.float64))
+    assert torch.equal(
+        shrink_factors(torch.tensor([[1e20], [1.0]])), torch.ones(2, dtype=torch.float64)
+    )
 
 
 def test_a_network_without_an_answer_says_so():
     module = nn.Sequential(nn.Linear(3, 4), nn.Softplus(), nn.LayerNorm(4), nn.Linear(4, 1))
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
-    post = ssla.fit(module.eval(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian())
-    with pytest.raises(ValueError, match=r"network's output must be finite, but 1 of 2 .* layers overflow"):
+    post = ssla.fit(
+        module.eval(), (x, x[:, 0]), likelihood=L.Gaussian(noise=0.5), prior=priors.Gaussian()
+    )
+    with pytest.raises(
+        ValueError, match=r"network's output must be finite, but 1 of 2 .* layers overflow"
+    ):
         post.predict(torch.tensor([[1.0, 1.0, 1.0], [3e38, -3e38, 3e38]]))
 
 
@@ -131,7 +165,9 @@ def test_numbers_stay_finite_and_are_flagged(likelihood):
 def test_classes_of_tables_stay_finite_and_are_flagged():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(100, 2))
-    model = SSLAClassifier(members=2, max_epochs=10, random_state=0).fit(X, X[:, 0] + 0.5 * rng.normal(size=100) > 0)
+    model = SSLAClassifier(members=2, max_epochs=10, random_state=0).fit(
+        X, X[:, 0] + 0.5 * rng.normal(size=100) > 0
+    )
     scales = 10.0 ** np.array([0, 4, 8, 9, 12, 16, 20, 60, 160, 300])
     p = model.predict_dist(np.array([[0.4, -0.9]]) * scales[:, None])
     assert bool(torch.isfinite(p.probs).all())

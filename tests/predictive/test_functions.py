@@ -1,4 +1,6 @@
-"""The joint Gaussian of f over several inputs, and draws of functions: against a dense P×P inverse and autograd's Jacobian."""
+"""The joint Gaussian of f over several inputs, and draws of functions: against a dense P×P
+inverse and autograd's Jacobian.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -36,10 +38,12 @@ def everywhere(test):
 
 
 def brute_force(post, x):
-    """The mean (N·C,), and J S Jᵀ with autograd's J and the inverse of the P×P matrix that the sums and the prior make."""
+    """The mean (N·C,), and J S Jᵀ with autograd's J and the inverse of the P×P matrix that the
+    sums and the prior make.
+    """
     outputs, layout = post.network.outputs, post.network.layout
     model = mlp(outputs=outputs)
-    f = lambda theta: functional_call(model, layout.unpack(theta), x).flatten()  # noqa: E731
+    f = lambda theta: functional_call(model, layout.unpack(theta), x).flatten()
     J = torch.autograd.functional.jacobian(f, post.theta)
     eye = torch.eye(layout.size, dtype=torch.float64)
     S = torch.stack([post.state.sums.curvature.push(column) for column in eye], 1)
@@ -70,17 +74,24 @@ def test_its_diagonal_blocks_are_those_of_the_marginals(structure, scope, gaussi
 @pytest.mark.parametrize("structure", ["dense", "diag"])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_joint_gaussian_equals_the_one_of_autograds_curvature(structure, scope):
-    """The Fisher information of a Poisson likelihood, summed over the rows by autograd: nothing is taken from the fit but θ̂."""
+    """The Fisher information of a Poisson likelihood, summed over the rows by autograd: nothing
+    is taken from the fit but θ̂.
+    """
     post = fitted(structure, scope, outputs=1)
     x, _ = data(40)
     model, layout = mlp(), post.network.layout
-    jacobian = lambda at: torch.autograd.functional.jacobian(  # noqa: E731
+    jacobian = lambda at: torch.autograd.functional.jacobian(
         lambda theta: functional_call(model, layout.unpack(theta), at).flatten(), post.theta
     )
     rate = functional_call(model, layout.unpack(post.theta), x).flatten().exp()
     H = jacobian(x).mT @ (rate[:, None] * jacobian(x))
     H = (torch.diag(H.diagonal()) if structure == "diag" else H) + 2.0 * torch.eye(len(H))
-    assert torch.allclose(post.joint(AT).covariance, jacobian(AT) @ torch.linalg.solve(H, jacobian(AT).mT), rtol=1e-8, atol=1e-11)
+    assert torch.allclose(
+        post.joint(AT).covariance,
+        jacobian(AT) @ torch.linalg.solve(H, jacobian(AT).mT),
+        rtol=1e-8,
+        atol=1e-11,
+    )
 
 
 @everywhere
@@ -97,7 +108,9 @@ def test_draws_have_the_moments_of_the_joint_gaussian(structure, scope, gaussian
 
 
 def test_draws_are_functions():
-    """A draw is the same function in every call, whatever else is asked for, and the same for the same generator."""
+    """A draw is the same function in every call, whatever else is asked for, and the same for
+    the same generator.
+    """
     post = fitted("kfac", "all", "variational")
     draws = post.draw_functions(4, torch.Generator().manual_seed(0))
     values = draws(AT)
@@ -123,7 +136,9 @@ def test_draws_of_a_last_layer_are_the_network_with_other_weights():
 def test_pieces_of_rows_give_the_same_matrix(scope):
     post = fitted("kfac", scope)
     whole, size = post.joint(AT), post.network.layout.size
-    small = ssla.Posterior(replace(post.state, memory_budget=4 * 8 * 3 * size * 2))  # two rows of the Jacobian
+    small = ssla.Posterior(
+        replace(post.state, memory_budget=4 * 8 * 3 * size * 2)
+    )  # two rows of the Jacobian
     assert torch.allclose(small.joint(AT).covariance, whole.covariance, rtol=1e-10, atol=1e-13)
 
 
@@ -146,16 +161,29 @@ def test_groups_are_blocks_of_the_joint_gaussian(structure, scope, rows):
 def test_a_single_precision_model_answers_in_its_dtype():
     x, y = data(40, dtype=torch.float32)
     post = ssla.fit(
-        mlp(dtype=torch.float32), (x, y), likelihood=likelihoods.Gaussian(0.3), prior=priors.Gaussian(1.0), weights="all"
+        mlp(dtype=torch.float32),
+        (x, y),
+        likelihood=likelihoods.Gaussian(0.3),
+        prior=priors.Gaussian(1.0),
+        weights="all",
     )
     found = post.joint(x[:4])
-    assert found.covariance.dtype == found.mean.dtype == post.draw_functions(2)(x[:4]).dtype == torch.float32
-    assert torch.allclose(found.covariance.diagonal(), post.marginal(x[:4]).covariance.flatten(), rtol=1e-4)
+    assert (
+        found.covariance.dtype
+        == found.mean.dtype
+        == post.draw_functions(2)(x[:4]).dtype
+        == torch.float32
+    )
+    assert torch.allclose(
+        found.covariance.diagonal(), post.marginal(x[:4]).covariance.flatten(), rtol=1e-4
+    )
 
 
 def test_layers_without_a_kronecker_form_and_no_rows():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    model = (
+        nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    )
     x, y = data(40)
     post = ssla.fit(
         model,
@@ -174,13 +202,16 @@ def test_layers_without_a_kronecker_form_and_no_rows():
 def test_what_is_beyond_the_budget_is_refused():
     post = ssla.Posterior(replace(fitted("kfac").state, memory_budget=3000))
     with pytest.raises(
-        ValueError, match=r"5 inputs with 3 outputs is a matrix of 15 × 15. It needs 3.52 KiB, .* at most 4 inputs"
+        ValueError,
+        match=r"5 inputs with 3 outputs is a matrix of 15 × 15. It needs 3.52 KiB, .* at most 4 inputs",
     ):
         post.joint(AT)
     post = ssla.Posterior(replace(post.state, memory_budget=1900))
     with pytest.raises(ValueError, match=r"Jacobian of one input takes 1.97 KiB, .*draw_functions"):
         post.joint(AT[:1])
-    with pytest.raises(ValueError, match=r"100 draws of 21 weights need 32.8 KiB, .* Draw at most 5 at a time"):
+    with pytest.raises(
+        ValueError, match=r"100 draws of 21 weights need 32.8 KiB, .* Draw at most 5 at a time"
+    ):
         post.draw_functions(100)
     for n in (0, 2.0, True):
         with pytest.raises(ValueError, match="n must be a whole number of functions, at least 1"):

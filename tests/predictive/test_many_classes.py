@@ -1,4 +1,6 @@
-"""Many classes by slabs of nodes: equal to the plain sum over the nodes, however the products are made."""
+"""Many classes by slabs of nodes: equal to the plain sum over the nodes, however the products
+are made.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.maths.roots import FullRoot, ScaledRoot
 from ssla.predictive import class_integrals, many_classes
-from ssla.predictive.class_integrals import ClassIntegrals, deviations, integrate_classes, softmax_nodes
+from ssla.predictive.class_integrals import (
+    ClassIntegrals,
+    deviations,
+    integrate_classes,
+    softmax_nodes,
+)
 
 T = {"dtype": torch.float64}
 
@@ -25,7 +32,9 @@ def reference(f, root):
 
 def close(found, expected, tolerance):
     assert (found.log_probs.exp() - expected.log_probs.exp()).abs().max() < tolerance
-    assert ((found.log_probs - expected.log_probs) / expected.log_probs.abs().clamp_min(1)).abs().max() < 10 * tolerance
+    assert (
+        (found.log_probs - expected.log_probs) / expected.log_probs.abs().clamp_min(1)
+    ).abs().max() < 10 * tolerance
     assert (found.spread - expected.spread).abs().max() < tolerance
     assert (found.entropy - expected.entropy).abs().max() < 10 * tolerance
 
@@ -36,8 +45,12 @@ def scaled_root(classes, rows, dtype=torch.float64, profiles=2):
     basis = torch.linalg.qr(torch.randn(classes, classes, generator=g, **T))[0].to(dtype)
     span = torch.linalg.qr(torch.rand(classes, profiles, generator=g, **T) + 1)[0].mT.contiguous()
     span = span * span[:, :1].sign()
-    weights = torch.tensor([[8.0] + [0.1] * (profiles - 1)], **T) * (0.5 + torch.rand(rows, profiles, generator=g, **T))
-    return ScaledRoot((weights @ span).abs().to(dtype), basis, lambda: span), 3 * torch.randn(rows, classes, generator=g, **T)
+    weights = torch.tensor([[8.0] + [0.1] * (profiles - 1)], **T) * (
+        0.5 + torch.rand(rows, profiles, generator=g, **T)
+    )
+    return ScaledRoot((weights @ span).abs().to(dtype), basis, lambda: span), 3 * torch.randn(
+        rows, classes, generator=g, **T
+    )
 
 
 def fitted(classes, structure="kfac", dtype=torch.float32, seed=0, **options):
@@ -48,7 +61,13 @@ def fitted(classes, structure="kfac", dtype=torch.float32, seed=0, **options):
         x = torch.randn(400, 8, dtype=dtype)
         y = torch.distributions.Categorical(logits=model(x)).sample()
     return ssla.fit(
-        model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(1.0), structure=structure, mode="tilt", **options
+        model,
+        (x, y),
+        likelihood=L.Categorical(),
+        prior=priors.Gaussian(1.0),
+        structure=structure,
+        mode="tilt",
+        **options,
     )
 
 
@@ -70,7 +89,9 @@ def test_shared_products_are_taken_where_they_are_worth_it(monkeypatch):
     root, f = scaled_root(40, 30)
     calls = []
     product = ScaledRoot.at_nodes
-    monkeypatch.setattr(ScaledRoot, "at_nodes", lambda self, z: calls.append(len(self.scale)) or product(self, z))
+    monkeypatch.setattr(
+        ScaledRoot, "at_nodes", lambda self, z: calls.append(len(self.scale)) or product(self, z)
+    )
     whole = integrate_classes([(f, root)], 40, 1 << 30)
     assert not calls
     few = integrate_classes([(f[:3], root.take(slice(3)))], 40, 1 << 30)
@@ -144,10 +165,14 @@ def test_tiny_probabilities_are_summed_in_logarithms(dtype):
 
 
 def test_a_class_that_is_likely_at_the_mean_and_nowhere_else():
-    """The likeliest class of f̂ has no probability at some nodes: the entropy is then found from another class."""
+    """The likeliest class of f̂ has no probability at some nodes: the entropy is then found
+    from another class.
+    """
     root, f = scaled_root(40, 12, torch.float32)
     wide = ScaledRoot(200 * root.scale, root.basis, root.profiles)
-    close(integrate_classes([(f, wide)], 40, 1 << 30), reference(f, wide), 1e-3)  # float32 products of size 1,000
+    close(
+        integrate_classes([(f, wide)], 40, 1 << 30), reference(f, wide), 1e-3
+    )  # float32 products of size 1,000
 
 
 def test_nan_stays_in_its_row():
@@ -169,7 +194,15 @@ def test_very_many_answers_are_held_in_float32(monkeypatch):
     held = post.predict(x)
     assert whole.law.log_weights.dtype == torch.float64
     assert held.law.log_weights.dtype == held.law.integrals.spread.dtype == torch.float32
-    for name in ("probs", "variance", "epistemic", "aleatoric", "entropy", "mutual_information", "mass"):
+    for name in (
+        "probs",
+        "variance",
+        "epistemic",
+        "aleatoric",
+        "entropy",
+        "mutual_information",
+        "mass",
+    ):
         assert (getattr(held, name) - getattr(whole, name)).abs().max() < 1e-6
     assert (held.log_prob(y) - whole.log_prob(y)).abs().max() < 1e-5
     assert torch.equal(held.mode, whole.mode)

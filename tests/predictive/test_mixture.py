@@ -1,4 +1,6 @@
-"""Mixtures and changes of unit: against scipy, scoringrules, brute sums, and the identities between the names."""
+"""Mixtures and changes of unit: against scipy, scoringrules, brute sums, and the identities
+between the names.
+"""
 
 import math
 import warnings
@@ -27,14 +29,18 @@ def rows(values, dtype=F64):
 
 def gaussian(mean, sd_f, noise=0.5, dtype=F64):
     f = rows(mean, dtype)
-    return from_marginal(L.Gaussian(noise=noise), f, torch.full((len(f), 1, 1), sd_f**2, dtype=dtype))
+    return from_marginal(
+        L.Gaussian(noise=noise), f, torch.full((len(f), 1, 1), sd_f**2, dtype=dtype)
+    )
 
 
 def members(kind, dtype=F64):
     f = torch.linspace(-1, 1, N, dtype=dtype)[:, None]
     K = torch.full((N, 1, 1), 0.09, dtype=dtype)
     if kind == "gaussian":
-        return [gaussian([0.0, 1.0, 2.0, 3.0], s, dtype=dtype) for s in (0.1, 0.4)] + [gaussian([4.0, 1.0, 2.1, -3.0], 0.2)]
+        return [gaussian([0.0, 1.0, 2.0, 3.0], s, dtype=dtype) for s in (0.1, 0.4)] + [
+            gaussian([4.0, 1.0, 2.1, -3.0], 0.2)
+        ]
     if kind == "student":
         return [from_marginal(L.StudentT(df=4.0, scale=0.5), f + shift, K) for shift in (0.0, 1.0)]
     if kind == "poisson":
@@ -43,10 +49,18 @@ def members(kind, dtype=F64):
         return [from_marginal(L.Bernoulli(), f + shift, K) for shift in (0.0, 2.0)]
     if kind == "categorical":
         g = torch.randn(2, N, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        return [from_marginal(L.Categorical(), part, 0.1 * torch.eye(3, dtype=dtype).expand(N, 3, 3)) for part in g]
+        return [
+            from_marginal(L.Categorical(), part, 0.1 * torch.eye(3, dtype=dtype).expand(N, 3, 3))
+            for part in g
+        ]
     g = torch.randn(2, N, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
     noise = torch.tensor([0.5, 1.0], dtype=dtype)
-    return [from_marginal(L.Gaussian(noise=noise), part, 0.1 * torch.eye(2, dtype=dtype).expand(N, 2, 2)) for part in g]
+    return [
+        from_marginal(
+            L.Gaussian(noise=noise), part, 0.1 * torch.eye(2, dtype=dtype).expand(N, 2, 2)
+        )
+        for part in g
+    ]
 
 
 KINDS = ["gaussian", "student", "poisson", "bernoulli", "categorical", "vector"]
@@ -60,7 +74,9 @@ def test_gaussian_mixture_equals_scipy():
     laws = [stats.norm(m.mean[:, None], m.stddev[:, None]) for m in parts]
     density = sum(wi * law.pdf(y) for wi, law in zip(w, laws, strict=True))
     assert np.allclose(p.log_prob(y[None]), np.log(density), rtol=1e-12)
-    assert np.allclose(p.cdf(y[None]), sum(wi * law.cdf(y) for wi, law in zip(w, laws, strict=True)), rtol=1e-12)
+    assert np.allclose(
+        p.cdf(y[None]), sum(wi * law.cdf(y) for wi, law in zip(w, laws, strict=True)), rtol=1e-12
+    )
     assert torch.allclose(p.cdf(p.icdf(QS)), QS.expand(N, -1), rtol=1e-9, atol=0)
     mean = sum(wi * m.mean for wi, m in zip(w, parts, strict=True))
     second = sum(wi * (m.variance + m.mean**2) for wi, m in zip(w, parts, strict=True))
@@ -105,12 +121,15 @@ def test_quantiles_and_regions_of_a_continuous_mixture(kind):
     assert p.icdf(1.0).isposinf().all()
     region = p.hdr(0.8)
     upper, lower = (
-        torch.nan_to_num(p.cdf(torch.nan_to_num(e)).where(~e.isnan(), torch.nan)) for e in (region.upper, region.lower)
+        torch.nan_to_num(p.cdf(torch.nan_to_num(e)).where(~e.isnan(), torch.nan))
+        for e in (region.upper, region.lower)
     )
     assert torch.allclose((upper - lower).sum(1), torch.full((N,), 0.8, dtype=F64), atol=1e-9)
     ends = torch.cat([region.lower, region.upper], 1)
     heights = p.log_prob(torch.nan_to_num(ends)).where(~ends.isnan(), torch.nan)
-    spread = torch.nan_to_num(heights, nan=-math.inf).amax(1) - torch.nan_to_num(heights, nan=math.inf).amin(1)
+    spread = torch.nan_to_num(heights, nan=-math.inf).amax(1) - torch.nan_to_num(
+        heights, nan=math.inf
+    ).amin(1)
     assert (spread < 0.02).all()  # the density is the same at all ends
     near = p.mode[:, None] + torch.linspace(-0.05, 0.05, 11, dtype=F64) * p.stddev[:, None]
     assert (p.log_prob(p.mode) >= p.log_prob(near).amax(1) - 1e-4).all()
@@ -129,7 +148,9 @@ def test_count_mixture_is_the_sum_of_its_parts():
     p = mixture(parts, [0.25, 0.75])
     y = torch.arange(0, 600, dtype=F64)[None].expand(N, -1)
     mass = p.log_prob(y).exp()
-    assert torch.allclose(mass, 0.25 * parts[0].log_prob(y).exp() + 0.75 * parts[1].log_prob(y).exp())
+    assert torch.allclose(
+        mass, 0.25 * parts[0].log_prob(y).exp() + 0.75 * parts[1].log_prob(y).exp()
+    )
     assert torch.allclose((mass * y).sum(1), p.mean, rtol=1e-6)
     assert torch.allclose(mass.cumsum(1), p.cdf(y), atol=1e-6)
     for q in (0.05, 0.5, 0.975):
@@ -138,7 +159,9 @@ def test_count_mixture_is_the_sum_of_its_parts():
         assert (p.cdf(k - 1) < q).all()
     assert torch.equal(p.mode, mass.argmax(1).to(F64))
     region = p.hdr(0.9)
-    inside = ((y[:, :, None] >= region.lower[:, None]) & (y[:, :, None] <= region.upper[:, None])).any(-1)
+    inside = (
+        (y[:, :, None] >= region.lower[:, None]) & (y[:, :, None] <= region.upper[:, None])
+    ).any(-1)
     total = (mass * inside).sum(1)
     least = torch.where(inside, mass, math.inf).amin(1)
     assert (total >= 0.9).all()
@@ -154,7 +177,9 @@ def test_class_mixture_averages_probabilities():
         assert torch.allclose(p.log_prob(torch.ones(N)), p.probs[:, 1].log())
         assert p.interval(0.8).shape == p.probs.shape
         indicators = p.probs[:, 1] if kind == "bernoulli" else p.probs
-        assert torch.allclose(p.variance, indicators * (1 - indicators))  # total variance of an indicator
+        assert torch.allclose(
+            p.variance, indicators * (1 - indicators)
+        )  # total variance of an indicator
         assert set(metrics.summary(p, torch.ones(N)).scores) >= {"nll", "brier", "ece", "accuracy"}
 
 
@@ -178,7 +203,10 @@ def test_scores_of_a_gaussian_mixture_equal_scoringrules():
     parts = members("gaussian")
     p = mixture(parts, [0.5, 0.3, 0.2])
     y = torch.tensor([0.3, 4.0, 2.0, -9.0], dtype=F64)
-    m, s = (torch.stack([getattr(part, name) for part in parts], 1).numpy() for name in ("mean", "stddev"))
+    m, s = (
+        torch.stack([getattr(part, name) for part in parts], 1).numpy()
+        for name in ("mean", "stddev")
+    )
     expected = scoringrules.crps_mixnorm(y.numpy(), m, s, np.array([[0.5, 0.3, 0.2]] * N))
     assert np.allclose(metrics.crps(p, y, reduce=False), expected, rtol=1e-6)
 
@@ -188,7 +216,11 @@ def test_samples_follow_the_mixture():
     draws = p.sample(4000, torch.Generator().manual_seed(1))
     for i in range(N):
         assert (
-            stats.kstest(draws[:, i].numpy(), lambda y, i=i: p.cdf(torch.tensor(y)[None].expand(N, -1))[i].numpy()).pvalue > 1e-3
+            stats.kstest(
+                draws[:, i].numpy(),
+                lambda y, i=i: p.cdf(torch.tensor(y)[None].expand(N, -1))[i].numpy(),
+            ).pvalue
+            > 1e-3
         )
 
 
@@ -206,10 +238,14 @@ def test_refits_of_weights_can_be_mixed(likelihood):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 2, generator=generator, dtype=F64)
     net = torch.nn.Linear(2, 1).double().eval()
-    posterior = ssla.fit(net, (x, x.sum(1)), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
+    posterior = ssla.fit(
+        net, (x, x.sum(1)), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace"
+    )
     one = posterior.predict(x[:3], refit="weights")
     both = mixture([one, posterior.predict(x[:3], refit="output")])
-    expected = torch.logaddexp(one.log_prob(x[:3, 0]), posterior.predict(x[:3]).log_prob(x[:3, 0])) - math.log(2)
+    expected = torch.logaddexp(
+        one.log_prob(x[:3, 0]), posterior.predict(x[:3]).log_prob(x[:3, 0])
+    ) - math.log(2)
     assert torch.allclose(both.log_prob(x[:3, 0]), expected, atol=1e-12)
 
 
@@ -272,7 +308,9 @@ def test_affine_of_several_targets():
     assert torch.allclose(p.hdr(0.9).centre, p.mean)
     mixed = affine(mixture(members("vector")), 1.0, 2.0)
     inside = mixed.hdr(0.5).contains(mixed.mean)
-    assert torch.equal(inside, mixture(members("vector")).hdr(0.5).contains(mixture(members("vector")).mean))
+    assert torch.equal(
+        inside, mixture(members("vector")).hdr(0.5).contains(mixture(members("vector")).mean)
+    )
 
 
 def test_affine_refuses_what_has_no_unit():
@@ -292,23 +330,38 @@ def test_refits_of_the_weights_can_be_mixed(likelihood):
     y = torch.randint(0, 3, (30,), generator=generator)
     parts = []
     for _ in range(2):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, outputs)).eval()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, outputs)
+        ).eval()
         torch.nn.init.normal_(model[0].weight, generator=generator)
         torch.nn.init.zeros_(model[0].bias)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "polish moved", UserWarning)
-            posterior = ssla.fit(model, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(), gaussian="laplace")
+            posterior = ssla.fit(
+                model,
+                (x, y),
+                likelihood=likelihood,
+                prior=ssla.priors.Gaussian(),
+                gaussian="laplace",
+            )
         parts.append(posterior.predict(x[:3], "weights"))
     p = mixture(parts)
     each = torch.stack([part.log_prob(y[:3]) for part in parts]).double()
-    assert torch.allclose(p.log_prob(y[:3]).double(), torch.logsumexp(each, 0) - math.log(2), atol=1e-5)
+    assert torch.allclose(
+        p.log_prob(y[:3]).double(), torch.logsumexp(each, 0) - math.log(2), atol=1e-5
+    )
     assert p.mass.dtype == torch.float32
 
 
 def normals(means, scales, rows=1):
     """Predictives N(m, s²) at some rows."""
     return [
-        from_marginal(L.Gaussian(noise=float(s)), torch.full((rows, 1), float(m)), torch.zeros(rows, 1, 1), "plug_in")
+        from_marginal(
+            L.Gaussian(noise=float(s)),
+            torch.full((rows, 1), float(m)),
+            torch.zeros(rows, 1, 1),
+            "plug_in",
+        )
         for m, s in zip(means, scales, strict=True)
     ]
 
@@ -318,8 +371,10 @@ def test_a_mean_beyond_the_quartiles_of_a_mixture_is_counted(place):
     weights = [0.94, 0.06]
     p = ssla.mixture(normals([0.0, place], [1.0, 1.0]), weights)
     law = [stats.norm(0, 1), stats.norm(place, 1)]
-    cdf = lambda y: sum(w * part.cdf(y) for w, part in zip(weights, law, strict=True))  # noqa: E731
-    low, median, high = (optimize.brentq(lambda y, q=q: cdf(y) - q, -10, place + 10) for q in (0.25, 0.5, 0.75))
+    cdf = lambda y: sum(w * part.cdf(y) for w, part in zip(weights, law, strict=True))
+    low, median, high = (
+        optimize.brentq(lambda y, q=q: cdf(y) - q, -10, place + 10) for q in (0.25, 0.5, 0.75)
+    )
     expected = abs(0.06 * place - median) > high - low
     assert p.diagnostics.off_centre.tolist() == [expected]
     assert f"mean far from the median in {int(expected)}" in str(p.diagnostics)
@@ -328,7 +383,9 @@ def test_a_mean_beyond_the_quartiles_of_a_mixture_is_counted(place):
 
 
 def test_rows_are_flagged_one_by_one_also_where_joined():
-    first, second = (ssla.mixture(normals([0.0, far], [1.0, 1.0], 2), [0.9, 0.1]) for far in (0.0, 100.0))
+    first, second = (
+        ssla.mixture(normals([0.0, far], [1.0, 1.0], 2), [0.9, 0.1]) for far in (0.0, 100.0)
+    )
     both = joined([first, second], [torch.tensor([0, 3]), torch.tensor([1, 2])])
     assert both.diagnostics.off_centre.tolist() == [False, True, True, False]
 

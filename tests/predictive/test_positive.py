@@ -21,20 +21,35 @@ OPEN = Positive(-1.0, 2.0, closed=False)
 
 def normals(means=(0.2, -1.5, 3.0), variances=(0.3, 2.0, 9.0)):
     """Predictives of mean and log variance: mixtures of normal distributions."""
-    f = torch.tensor([[m, math.log(v)] for m, v in zip(means, variances, strict=True)], dtype=torch.float64)
+    f = torch.tensor(
+        [[m, math.log(v)] for m, v in zip(means, variances, strict=True)], dtype=torch.float64
+    )
     K = torch.tensor([[0.05, 0.01], [0.01, 0.2]], dtype=torch.float64).expand(len(f), 2, 2)
     one = torch.ones(1, dtype=torch.float64)
-    return averaged([Marginal(f, K)], one, torch.tensor([1.0, 2.0]).double(), torch.tensor([0.7, 0.3]).double(), f)
+    return averaged(
+        [Marginal(f, K)],
+        one,
+        torch.tensor([1.0, 2.0]).double(),
+        torch.tensor([0.7, 0.3]).double(),
+        f,
+    )
 
 
 def gaussians():
     f = torch.tensor([[0.2], [-1.5], [3.0]], dtype=torch.float64)
-    return from_marginal(likelihoods.Gaussian(noise=0.8), f, torch.full((3, 1, 1), 0.3, dtype=torch.float64))
+    return from_marginal(
+        likelihoods.Gaussian(noise=0.8), f, torch.full((3, 1, 1), 0.3, dtype=torch.float64)
+    )
 
 
 def student():
     f = torch.tensor([[0.2], [-1.5], [3.0]], dtype=torch.float64)
-    return from_marginal(likelihoods.StudentT(scale=0.5, df=8.0), f, torch.full((3, 1, 1), 0.1, dtype=torch.float64), "none")
+    return from_marginal(
+        likelihoods.StudentT(scale=0.5, df=8.0),
+        f,
+        torch.full((3, 1, 1), 0.1, dtype=torch.float64),
+        "none",
+    )
 
 
 BASES = {
@@ -72,12 +87,18 @@ def test_density_quantiles_and_moments_are_those_of_an_integration(kind, scale):
             return float(p.log_prob(row)[i].exp())
 
         found = [
-            sum(integrate.quad(lambda y, k=k: y**k * density(y), a, b, limit=200)[0] for a, b in pairwise(ends)) for k in range(3)
+            sum(
+                integrate.quad(lambda y, k=k: y**k * density(y), a, b, limit=200)[0]
+                for a, b in pairwise(ends)
+            )
+            for k in range(3)
         ]
         atom = float(base.cdf(torch.full((3,), SCALE.zero, dtype=torch.float64))[i])
         assert found[0] + atom == pytest.approx(1, abs=2e-6)
         assert float(p.mean[i]) == pytest.approx(found[1], rel=2e-4)
-        assert float(p.variance[i]) == pytest.approx(found[2] - found[1] ** 2, rel=2e-2 if kind == "student" else 1e-4)
+        assert float(p.variance[i]) == pytest.approx(
+            found[2] - found[1] ** 2, rel=2e-2 if kind == "student" else 1e-4
+        )
     q = np.array([0.001, 0.05, 0.5, 0.95, 0.999])
     for k, y in enumerate(p.icdf(q).unbind(1)):
         atom = p.cdf(torch.zeros(3, dtype=torch.float64))
@@ -99,7 +120,9 @@ def test_a_censored_normal_far_below_the_logarithmic_part():
     """Exact: on the linear part the law is max(x, 0) of a normal x (closed form)."""
     scale = Positive(9.0, 10.0)
     f = torch.tensor([[8.5], [8.1]], dtype=torch.float64)
-    base = from_marginal(likelihoods.Gaussian(noise=0.1), f, torch.zeros(2, 1, 1, dtype=torch.float64))
+    base = from_marginal(
+        likelihoods.Gaussian(noise=0.1), f, torch.zeros(2, 1, 1, dtype=torch.float64)
+    )
     p = transformed(base, scale)
     unit = math.exp(9.0)
     for i, m in enumerate((0.5, 0.1)):
@@ -122,20 +145,28 @@ def test_zero_is_possible_and_negative_values_are_refused():
         p.log_prob(torch.tensor([-1.0, 1.0, 1.0], dtype=torch.float64))
     opened = transformed(normals(), OPEN)
     below = torch.full((3,), -1.0, dtype=torch.float64)
-    z = torch.full((3,), -1 / math.exp(-1) + (-1) - 1, dtype=torch.float64)  # T continued: y = e^low (1 + z − low)
-    assert torch.allclose(opened.log_prob(below), normals().log_prob(z) + 1)  # and its slope there, e^low
+    z = torch.full(
+        (3,), -1 / math.exp(-1) + (-1) - 1, dtype=torch.float64
+    )  # T continued: y = e^low (1 + z − low)
+    assert torch.allclose(
+        opened.log_prob(below), normals().log_prob(z) + 1
+    )  # and its slope there, e^low
     assert (opened.interval(0.9999)[:, 0] >= 0).all()
     assert np.isfinite(float(metrics.crps(opened, np.ones(3))))
 
 
 def test_what_is_below_zero_becomes_exactly_zero():
-    """1 + (low − 1) − low is 1e-17 for a quarter of all `low`: the lower ends of intervals were above zero, and zeros outside."""
+    """1 + (low − 1) − low is 1e-17 for a quarter of all `low`: the lower ends of intervals were
+    above zero, and zeros outside.
+    """
     z = torch.tensor([-50.0, -1e300], dtype=torch.float64)
     for low in np.random.default_rng(0).uniform(-16, 16, 400):
         scale = Positive(low, low + 5)
         assert (scale.out(z) == 0).all()
         at = torch.tensor([scale.zero, scale.zero + 1e-3], dtype=torch.float64)
-        assert torch.allclose(scale.out(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10)
+        assert torch.allclose(
+            scale.out(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10
+        )
 
 
 def test_variance_is_divided_as_on_the_scale_of_the_model():
@@ -156,10 +187,16 @@ def test_a_censored_law_against_an_integration(kind):
 
         ends = (0.0, 1.0, 10.0, 200.0)
         found = [
-            sum(integrate.quad(lambda y, k=k: y**k * density(y), a, b, limit=200)[0] for a, b in pairwise(ends)) for k in (1, 2)
+            sum(
+                integrate.quad(lambda y, k=k: y**k * density(y), a, b, limit=200)[0]
+                for a, b in pairwise(ends)
+            )
+            for k in (1, 2)
         ]
         assert float(p.mean[i]) == pytest.approx(found[0], rel=3e-4, abs=1e-5)
-        assert float(p.variance[i]) == pytest.approx(found[1] - found[0] ** 2, rel=2e-2 if kind == "student" else 1e-3)
+        assert float(p.variance[i]) == pytest.approx(
+            found[1] - found[0] ** 2, rel=2e-2 if kind == "student" else 1e-3
+        )
     y = torch.tensor([0.0, 0.5, 4.0], dtype=torch.float64)
     assert torch.allclose(p.log_prob(y), base.log_prob(y))
     assert torch.allclose(p.interval(0.99), base.interval(0.99).clamp_min(0))

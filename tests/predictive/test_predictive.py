@@ -21,15 +21,30 @@ def make(name, refit="output", rows=N, sd=0.4):
     likelihood, f, _ = CASES[name]
     f = f[torch.arange(rows) % len(f)]
     if name in ("heteroscedastic", "natural"):
-        f = f.clamp(-1.5, 1.5) if name == "heteroscedastic" else torch.tensor([[0.4, -0.8]], dtype=torch.float64).expand(rows, 2)
+        f = (
+            f.clamp(-1.5, 1.5)
+            if name == "heteroscedastic"
+            else torch.tensor([[0.4, -0.8]], dtype=torch.float64).expand(rows, 2)
+        )
     K = random_spd(rows, f.shape[1], f.shape[1], seed=4)
-    K = K / K.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * (sd**2 if name != "natural" else 1e-3)
+    K = (
+        K
+        / K.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        * (sd**2 if name != "natural" else 1e-3)
+    )
     if name == "poisson identity":
         f, K = f + 3, K
     return from_marginal(likelihood, f, K, refit=refit)
 
 
-SCALAR = ["gaussian", "heteroscedastic", "natural", "student", "custom gamma", "custom heteroscedastic"]
+SCALAR = [
+    "gaussian",
+    "heteroscedastic",
+    "natural",
+    "student",
+    "custom gamma",
+    "custom heteroscedastic",
+]
 COUNTS = ["poisson", "poisson identity", "negative binomial", "custom poisson", "tempered"]
 VECTOR = ["gaussian vector", "gaussian full"]
 CLASSES = ["bernoulli", "categorical", "custom bernoulli"]
@@ -42,7 +57,10 @@ def test_a_predictive_has_the_attributes_of_its_kind_and_no_other(name):
     expected = {"cdf": p.kind != "class", "icdf": p.kind != "class", "probs": p.kind == "class"}
     for one in (p, mixed):
         assert isinstance(one, ssla.Predictive)
-        assert name in {"scalar": SCALAR, "count": COUNTS, "vector": VECTOR, "class": CLASSES}[one.kind]
+        assert (
+            name
+            in {"scalar": SCALAR, "count": COUNTS, "vector": VECTOR, "class": CLASSES}[one.kind]
+        )
         assert {attribute: hasattr(one, attribute) for attribute in expected} == expected
         assert hasattr(one, "members") == (one is mixed)
     assert hasattr(mixed, "covariance") == (p.kind == "vector")
@@ -56,7 +74,13 @@ def test_shapes_of_scalar_targets_and_counts(name):
     y = p.icdf(0.6)
     assert y.shape == p.log_prob(y).shape == p.cdf(y).shape == p.increments(y).total.shape == (N,)
     grid = p.icdf(QUANTILES)
-    assert grid.shape == p.log_prob(grid).shape == p.cdf(grid).shape == p.increments(grid).curvature.shape == (N, 6)
+    assert (
+        grid.shape
+        == p.log_prob(grid).shape
+        == p.cdf(grid).shape
+        == p.increments(grid).curvature.shape
+        == (N, 6)
+    )
     assert p.interval(0.9).shape == (N, 2)
     region = p.hdr(0.9)
     assert region.lower.shape == region.upper.shape
@@ -68,7 +92,14 @@ def test_shapes_of_scalar_targets_and_counts(name):
 def test_shapes_of_vector_targets(name):
     p = make(name)
     y = torch.randn(N, 2)
-    assert p.mean.shape == p.variance.shape == p.stddev.shape == p.epistemic.shape == p.aleatoric.shape == (N, 2)
+    assert (
+        p.mean.shape
+        == p.variance.shape
+        == p.stddev.shape
+        == p.epistemic.shape
+        == p.aleatoric.shape
+        == (N, 2)
+    )
     assert p.covariance.shape == (N, 2, 2)
     assert p.mass.shape == p.log_prob(y).shape == p.increments(y).total.shape == (N,)
     assert p.log_prob(torch.randn(N, 9, 2)).shape == (N, 9)
@@ -95,7 +126,9 @@ def test_shapes_of_classes(name):
     y = torch.zeros(N, dtype=torch.long)
     assert torch.allclose(p.log_prob(y), p.probs[:, 0].log())
     assert p.increments(y).total.shape == (N,)
-    assert torch.allclose(p.increments(y).total, p.log_prob(y), atol=0.01, rtol=0.01)  # they approximate the integral
+    assert torch.allclose(
+        p.increments(y).total, p.log_prob(y), atol=0.01, rtol=0.01
+    )  # they approximate the integral
     chosen = p.interval(0.8)
     assert chosen.dtype == torch.bool
     assert ((p.probs * chosen).sum(1) >= 0.8 - 1e-12).all()
@@ -121,7 +154,9 @@ def test_parts_of_the_variance_equal_the_law_of_total_variance(name):
     """Against Monte Carlo over f: Var E[y|f] and E Var[y|f]."""
     p = make(name, sd=0.3)
     f, K = p.law.log_density.marginal
-    white = torch.randn(200_000, f.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    white = torch.randn(
+        200_000, f.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     likelihood = CASES[name][0]
     for i in range(N):
         draws = f[i] + white @ torch.linalg.cholesky(K[i]).mT
@@ -154,14 +189,19 @@ def test_counts_add_up(name, refit):
     assert (p.cdf(q) >= QUANTILES - 1e-9).all()
     assert (p.cdf(q - 1) < QUANTILES).all()
     region = p.hdr(0.9)
-    inside = ((y[..., None] >= region.lower[:, None]) & (y[..., None] <= region.upper[:, None])).any(-1)
+    inside = (
+        (y[..., None] >= region.lower[:, None]) & (y[..., None] <= region.upper[:, None])
+    ).any(-1)
     assert ((probability * inside).sum(1) >= 0.9 - 1e-9).all()
     assert (p.log_prob(p.mode) >= p.log_prob(y).amax(1) - 1e-9).all()
 
 
 def test_large_counts_are_summed_in_blocks():
     """Rates of 10⁶ with 10% doubt: against the log-normal–Poisson moments and SciPy's Poisson."""
-    f, K = torch.tensor([[math.log(1e6)]], dtype=torch.float64), torch.tensor([[[0.01]]], dtype=torch.float64)
+    f, K = (
+        torch.tensor([[math.log(1e6)]], dtype=torch.float64),
+        torch.tensor([[[0.01]]], dtype=torch.float64),
+    )
     p = from_marginal(L.Poisson(), f, K)
     mean = 1e6 * math.exp(0.005)
     assert abs(float(p.mean) / mean - 1) < 1e-4
@@ -203,16 +243,27 @@ def test_student_with_two_degrees_of_freedom_has_infinite_variance():
 
 def test_mass_is_an_error_meter():
     """|log mass| orders the rungs as their distance to the truth does."""
-    masses = {refit: (make("heteroscedastic", refit).mass - 1).abs().mean() for refit in ("none", "output")}
+    masses = {
+        refit: (make("heteroscedastic", refit).mass - 1).abs().mean()
+        for refit in ("none", "output")
+    }
     assert masses["output"] < 0.01 < masses["none"]
 
 
 def test_a_million_points_in_bounded_memory():
-    """10⁶ inputs through the closed form and 10⁵ through the grid; intermediate chunks stay within the budget."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).eval()
+    """10⁶ inputs through the closed form and 10⁵ through the grid; intermediate chunks stay
+    within the budget.
+    """
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    ).eval()
     x = torch.randn(1_000_000, 2)
     post = ssla.fit(
-        model, (x[:500], x[:500, 0]), likelihood=L.Gaussian(noise="estimate"), prior=ssla.priors.Gaussian(), memory_budget=8 << 20
+        model,
+        (x[:500], x[:500, 0]),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=ssla.priors.Gaussian(),
+        memory_budget=8 << 20,
     )
     assert post.predict(x).interval(0.9).shape == (1_000_000, 2)
     assert post.network.rows_at_once(8 << 20) < 65_536
@@ -236,15 +287,25 @@ def test_numbers_arrays_and_grids_of_y():
     assert torch.equal(p.log_prob(0.5), p.log_prob(torch.full((N,), 0.5)))
     assert p.cdf(torch.linspace(-1, 1, 9)[None]).shape == (N, 9)
     assert p.log_prob(torch.zeros(N).numpy()).shape == (N,)
-    with pytest.raises(ValueError, match=r"y must be a number, \(5,\).*but has shape \(9,\).*y\[None\]"):
+    with pytest.raises(
+        ValueError, match=r"y must be a number, \(5,\).*but has shape \(9,\).*y\[None\]"
+    ):
         p.log_prob(torch.linspace(-1, 1, 9))
 
 
 @pytest.mark.parametrize("likelihood", [L.Poisson(), L.NegativeBinomial(0.5)])
-@pytest.mark.parametrize(("f", "K"), [(2.0, 1.5), (2.0, 4.0), (8.0, 1.0), (-3.0, 9.0), (-5.6, 16.0)])
+@pytest.mark.parametrize(
+    ("f", "K"), [(2.0, 1.5), (2.0, 4.0), (8.0, 1.0), (-3.0, 9.0), (-5.6, 16.0)]
+)
 def test_wide_count_predictives_equal_the_brute_sum(likelihood, f, K):
-    """Log-normal-like tails over single counts near zero: every count up to 400,000 summed one by one."""
-    p = from_marginal(likelihood, torch.tensor([[f]], dtype=torch.float64), torch.tensor([[[K]]], dtype=torch.float64))
+    """Log-normal-like tails over single counts near zero: every count up to 400,000 summed one
+    by one.
+    """
+    p = from_marginal(
+        likelihood,
+        torch.tensor([[f]], dtype=torch.float64),
+        torch.tensor([[[K]]], dtype=torch.float64),
+    )
     terms = p.increments(torch.arange(400_000, dtype=torch.float64)[None]).total[0].exp()
     whole = terms.cumsum(0) / p.mass
     assert abs(float(terms.sum() / p.mass) - 1) < 2e-5
@@ -258,24 +319,36 @@ def test_wide_count_predictives_equal_the_brute_sum(likelihood, f, K):
 def test_the_distribution_function_outside_the_support():
     for name in ("gaussian", "heteroscedastic", "custom gamma", "poisson"):
         p = make(name)
-        assert torch.equal(p.cdf(torch.tensor([[-math.inf, math.inf]])), torch.tensor([[0.0, 1.0]]).double().expand(N, -1))
+        assert torch.equal(
+            p.cdf(torch.tensor([[-math.inf, math.inf]])),
+            torch.tensor([[0.0, 1.0]]).double().expand(N, -1),
+        )
     assert not make("custom gamma").cdf(-1.0).any()
 
 
 @pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_mode_is_found_among_several():
-    """Wide doubt about the log variance: the refit has a mode near \"noise explains y\" and one near \"the mean does\"."""
-    f, K = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[[30.0, 0.0], [0.0, 16.0]]], dtype=torch.float64)
+    """Wide doubt about the log variance: the refit has a mode near \"noise explains y\" and one
+    near \"the mean does\".
+    """
+    f, K = (
+        torch.zeros(1, 2, dtype=torch.float64),
+        torch.tensor([[[30.0, 0.0], [0.0, 16.0]]], dtype=torch.float64),
+    )
     y = torch.tensor([[5.0, 20.0, 36.0, 40.0, 200.0]], dtype=torch.float64)
     parts = from_marginal(L.HeteroscedasticGaussian(), f, K).increments(y)
-    d = torch.linspace(-80, 80, 400_001, dtype=torch.float64)[:, None]  # the mean profiled out, the log variance by brute force
+    d = torch.linspace(-80, 80, 400_001, dtype=torch.float64)[
+        :, None
+    ]  # the mean profiled out, the log variance by brute force
     profile = -0.5 * (math.log(2 * math.pi) + d + y**2 / (d.exp() + 30) + d**2 / 16)
     assert torch.allclose(parts.likelihood, profile.amax(0, keepdim=True), atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_saddle_is_not_taken_for_a_mode():
-    """Two bumps at ±3 around f: at y = 0 the centre is a minimum of the objective between two maxima."""
+    """Two bumps at ±3 around f: at y = 0 the centre is a minimum of the objective between two
+    maxima.
+    """
 
     def bumps(y, f):
         left, right = -0.5 * (y - f[..., 0] - 3) ** 2, -0.5 * (y - f[..., 0] + 3) ** 2
@@ -288,7 +361,10 @@ def test_a_saddle_is_not_taken_for_a_mode():
 
 def test_rows_without_integral_are_warned_about_and_flagged():
     f, K = torch.zeros(2, 1, dtype=torch.float64), torch.full((2, 1, 1), 4.0, dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"2 of 2 predictives are inaccurate \(refit='newton'\).*refit='output' is safer"):
+    with pytest.warns(
+        UserWarning,
+        match=r"2 of 2 predictives are inaccurate \(refit='newton'\).*refit='output' is safer",
+    ):
         p = from_marginal(L.Poisson(), f, K, refit="newton")
     assert p.diagnostics.inaccurate.all()
     assert torch.isfinite(p.interval(0.9)).all()
@@ -314,7 +390,9 @@ def test_epistemic_share_of_classes_equals_monte_carlo(classes):
     for i in range(4):
         draws = torch.softmax(f[i] + white @ torch.linalg.cholesky(K[i]).mT, -1)
         share = draws.var(0) / (draws.var(0) + (draws * (1 - draws)).mean(0))
-        assert torch.allclose(p.epistemic[i] / p.variance[i], share, rtol=0.1, atol=0.015)  # 512 quasi-random points
+        assert torch.allclose(
+            p.epistemic[i] / p.variance[i], share, rtol=0.1, atol=0.015
+        )  # 512 quasi-random points
 
 
 def test_a_likelihood_with_a_kink_ends():

@@ -47,7 +47,9 @@ def numerical(p, row, function):
         y = torch.full((3,), math.exp(z), dtype=torch.float64)
         return function(math.exp(z)) * math.exp(float(p.log_prob(y)[row]) + z)
 
-    return integrate.quad(height, -14, 14, points=[-3, 0, 3], limit=500, epsabs=1e-13, epsrel=1e-11)[0]
+    return integrate.quad(
+        height, -14, 14, points=[-3, 0, 3], limit=500, epsabs=1e-13, epsrel=1e-11
+    )[0]
 
 
 def test_exp_of_a_gaussian_is_log_normal():
@@ -55,15 +57,28 @@ def test_exp_of_a_gaussian_is_log_normal():
     columns = Y.numpy().T
     assert np.allclose(p.log_prob(Y).T, exact.logpdf(columns), rtol=1e-12)
     assert np.allclose(p.cdf(Y).T, exact.cdf(columns), rtol=1e-12)
-    assert np.allclose(p.icdf([0.01, 0.5, 0.99]).T, [exact.ppf(q) for q in (0.01, 0.5, 0.99)], rtol=1e-10)
+    assert np.allclose(
+        p.icdf([0.01, 0.5, 0.99]).T, [exact.ppf(q) for q in (0.01, 0.5, 0.99)], rtol=1e-10
+    )
     assert np.allclose(p.mean, exact.mean(), rtol=1e-12)
     assert np.allclose(p.variance, exact.var(), rtol=1e-12)
     assert np.allclose(p.mode, np.exp(MEAN.flatten().numpy() - SD**2), rtol=1e-3)
     assert (p.interval(0.999)[:, 0] > 0).all()
     draws = p.sample(4000, torch.Generator().manual_seed(0)).numpy()
-    assert min(stats.kstest(draws[:, i], stats.lognorm(SD[i], scale=float(MEAN[i].exp())).cdf).pvalue for i in range(3)) > 1e-3
-    assert (p.cdf(torch.tensor([-1.0, 0.0, math.inf], dtype=torch.float64)) == torch.tensor([0.0, 0.0, 1.0])).all()
-    assert np.allclose(metrics.crps(p, Y[:, 1], reduce=False), _crps_lognormal(Y[:, 1].numpy()), rtol=1e-5)
+    assert (
+        min(
+            stats.kstest(draws[:, i], stats.lognorm(SD[i], scale=float(MEAN[i].exp())).cdf).pvalue
+            for i in range(3)
+        )
+        > 1e-3
+    )
+    assert (
+        p.cdf(torch.tensor([-1.0, 0.0, math.inf], dtype=torch.float64))
+        == torch.tensor([0.0, 0.0, 1.0])
+    ).all()
+    assert np.allclose(
+        metrics.crps(p, Y[:, 1], reduce=False), _crps_lognormal(Y[:, 1].numpy()), rtol=1e-5
+    )
 
 
 def _crps_lognormal(y):
@@ -93,14 +108,22 @@ def test_mixtures_of_gaussians_in_any_unit_have_closed_moments():
         assert numerical(p, row, lambda y: 1.0) == pytest.approx(1, abs=1e-9)
         mean = numerical(p, row, lambda y: y)
         assert float(p.mean[row]) == pytest.approx(mean, rel=1e-8)
-        assert float(p.variance[row]) == pytest.approx(numerical(p, row, lambda y, m=mean: (y - m) ** 2), rel=1e-7)
+        assert float(p.variance[row]) == pytest.approx(
+            numerical(p, row, lambda y, m=mean: (y - m) ** 2), rel=1e-7
+        )
     region = p.hdr(0.8)
-    inside = torch.nan_to_num(p.cdf(region.upper) - p.cdf(region.lower)) if region.lower.shape[1] == 1 else None
+    inside = (
+        torch.nan_to_num(p.cdf(region.upper) - p.cdf(region.lower))
+        if region.lower.shape[1] == 1
+        else None
+    )
     assert inside is None or torch.allclose(inside, torch.full_like(inside, 0.8), atol=1e-6)
 
 
 def test_laws_that_are_not_gaussian_are_integrated():
-    """A Gaussian seen as if it were not: the quadrature has the closed form to its stated accuracy."""
+    """A Gaussian seen as if it were not: the quadrature has the closed form to its stated
+    accuracy.
+    """
     exact = law()
     p = transformed(replace(gaussian(), law=Opaque(gaussian().law)), "exp")
     assert np.allclose(p.mean, exact.mean(), rtol=1e-6)
@@ -108,12 +131,18 @@ def test_laws_that_are_not_gaussian_are_integrated():
     wide = replace(gaussian(), law=Opaque(gaussian(noise=1.5).law))
     sd = np.sqrt(K.flatten().numpy() + 2.25)
     assert np.allclose(
-        transformed(wide, "exp").variance, stats.lognorm(sd, scale=np.exp(MEAN.flatten().numpy())).var(), rtol=1e-6
+        transformed(wide, "exp").variance,
+        stats.lognorm(sd, scale=np.exp(MEAN.flatten().numpy())).var(),
+        rtol=1e-6,
     )
 
 
 def test_exp_of_a_student_t_has_no_mean():
-    z = from_marginal(ssla.likelihoods.StudentT(df=4.0, scale=0.3), torch.zeros(2, 1), torch.full((2, 1, 1), 1e-12))
+    z = from_marginal(
+        ssla.likelihoods.StudentT(df=4.0, scale=0.3),
+        torch.zeros(2, 1),
+        torch.full((2, 1, 1), 1e-12),
+    )
     p = transformed(z, "exp")
     with pytest.warns(UserWarning, match="2 of 2 predictives have no finite variance"):
         assert p.mean.isinf().all()
@@ -126,7 +155,12 @@ def test_the_logistic_transform_of_a_gaussian():
     p = transformed(gaussian(), "logistic")
     for row in range(3):
         z = stats.norm(float(MEAN[row]), SD[row])
-        moments = [integrate.quad(lambda t, k=k, z=z: special.expit(t) ** k * z.pdf(t), -12, 12, epsabs=1e-12)[0] for k in (1, 2)]
+        moments = [
+            integrate.quad(
+                lambda t, k=k, z=z: special.expit(t) ** k * z.pdf(t), -12, 12, epsabs=1e-12
+            )[0]
+            for k in (1, 2)
+        ]
         assert float(p.mean[row]) == pytest.approx(moments[0], rel=1e-8)
         assert float(p.variance[row]) == pytest.approx(moments[1] - moments[0] ** 2, rel=1e-7)
 

@@ -1,4 +1,6 @@
-"""Every prior: normalised as SciPy has it, differentiated as autograd and finite differences have it, concave where it says."""
+"""Every prior: normalised as SciPy has it, differentiated as autograd and finite differences
+have it, concave where it says.
+"""
 
 import math
 
@@ -26,13 +28,24 @@ CASES = {
     "spike and slab": priors.SpikeSlab(spike=0.3, slab=2.0, weight=0.4),
     "gamma of log rates": priors.Gamma(shape=3.0, rate=2.0),
     "gamma of rates": priors.Gamma(shape=3.0, rate=2.0, link="identity"),
-    "product": priors.Product({"head.weight": priors.Laplace(0.5), "head.bias": priors.NormalInverseGamma(0.1, 2.0, 3.0, 1.5)}),
+    "product": priors.Product(
+        {
+            "head.weight": priors.Laplace(0.5),
+            "head.bias": priors.NormalInverseGamma(0.1, 2.0, 3.0, 1.5),
+        }
+    ),
     "custom": priors.custom(lambda t: -0.5 * (t**2).sum() - torch.cos(t.sum())),
-    "custom by name": priors.custom(lambda p: -(p["head.weight"] ** 4).sum() - (p["head.bias"] ** 2).sum(), by_name=True),
-    "custom independent": priors.custom(lambda t: -torch.cosh(t) * torch.arange(1.0, 9.0), independent=True),
+    "custom by name": priors.custom(
+        lambda p: -(p["head.weight"] ** 4).sum() - (p["head.bias"] ** 2).sum(), by_name=True
+    ),
+    "custom independent": priors.custom(
+        lambda t: -torch.cosh(t) * torch.arange(1.0, 9.0), independent=True
+    ),
     "torch number": as_prior(dist.Laplace(0.25, 1.5)),
     "torch batch": as_prior(dist.Normal(torch.arange(8.0), 1.0)),
-    "torch event": as_prior(dist.MultivariateNormal(torch.zeros(8, dtype=torch.float64), COVARIANCE)),
+    "torch event": as_prior(
+        dist.MultivariateNormal(torch.zeros(8, dtype=torch.float64), COVARIANCE)
+    ),
     "torch unconstrained": priors.FromDistribution(dist.Gamma(3.0, 2.0), unconstrained=True),
 }
 THETA = torch.tensor([0.4, 1.3, 0.2, 0.9, 2.1, 0.05, 0.6, 1.7], dtype=torch.float64)
@@ -71,22 +84,37 @@ def test_a_diagonal_curvature_is_given_as_a_diagonal(name):
 def test_densities_are_those_of_scipy(prior, reference):
     bound = prior.bind(ONE)
     for t in (0.05, 0.4, 2.5):
-        assert abs(float(bound.log_prob(torch.tensor([t], dtype=torch.float64))) - reference(t)) < 1e-7
+        assert (
+            abs(float(bound.log_prob(torch.tensor([t], dtype=torch.float64))) - reference(t)) < 1e-7
+        )
 
 
-@pytest.mark.parametrize("prior", [priors.Laplace(0.7, 0.3), priors.Horseshoe(0.5, 0.2), priors.SpikeSlab(), priors.StudentT()])
+@pytest.mark.parametrize(
+    "prior",
+    [priors.Laplace(0.7, 0.3), priors.Horseshoe(0.5, 0.2), priors.SpikeSlab(), priors.StudentT()],
+)
 def test_rounded_densities_integrate_to_one(prior):
     bound = prior.bind(ONE)
-    density = lambda t: math.exp(float(bound.log_prob(torch.tensor([t], dtype=torch.float64))))  # noqa: E731
-    total = sum(integrate.quad(density, *ends, limit=400)[0] for ends in [(-np.inf, -1), (-1, 0), (0, 1), (1, np.inf)])
+    density = lambda t: math.exp(float(bound.log_prob(torch.tensor([t], dtype=torch.float64))))
+    total = sum(
+        integrate.quad(density, *ends, limit=400)[0]
+        for ends in [(-np.inf, -1), (-1, 0), (0, 1), (1, np.inf)]
+    )
     assert abs(total - 1) < 1e-7
 
 
 def test_normal_inverse_gamma_is_the_density_of_mu_and_log_variance():
     bound = priors.NormalInverseGamma(mean=0.5, strength=2.0, shape=3.0, scale=1.5).bind(PAIR)
     for mu, s in [(0.2, -0.4), (1.5, 0.8)]:
-        expected = stats.invgamma(3.0, scale=1.5).logpdf(math.exp(s)) + s + stats.norm(0.5, math.sqrt(math.exp(s) / 2)).logpdf(mu)
-        assert abs(float(bound.log_prob(torch.tensor([mu, s], dtype=torch.float64))) - expected) < 1e-12
+        expected = (
+            stats.invgamma(3.0, scale=1.5).logpdf(math.exp(s))
+            + s
+            + stats.norm(0.5, math.sqrt(math.exp(s) / 2)).logpdf(mu)
+        )
+        assert (
+            abs(float(bound.log_prob(torch.tensor([mu, s], dtype=torch.float64))) - expected)
+            < 1e-12
+        )
 
 
 def test_the_order_of_names_is_kept():
@@ -94,7 +122,9 @@ def test_the_order_of_names_is_kept():
     by_vector = as_prior(dist.Normal(torch.arange(8.0, dtype=torch.float64), 1.0)).bind(LAYOUT)
     by_setting = priors.Gaussian(mean=torch.arange(8.0)).bind(LAYOUT)
     assert torch.allclose(by_vector.gradient(THETA), by_setting.gradient(THETA))
-    product = priors.Product({"head": priors.Gaussian(3.0), "head.bias": priors.Flat()}).bind(LAYOUT)
+    product = priors.Product({"head": priors.Gaussian(3.0), "head.bias": priors.Flat()}).bind(
+        LAYOUT
+    )
     assert product.precision(THETA).tolist() == [3, 3, 3, 0, 3, 3, 3, 0]
 
 
@@ -102,7 +132,12 @@ def test_where_the_log_density_is_not_concave_is_counted():
     bound = priors.StudentT(df=1.0).bind(LAYOUT)
     assert indefinite(bound.precision(THETA)) == int((THETA > 1).sum())
     assert indefinite(priors.Laplace().bind(LAYOUT).precision(THETA)) == 0
-    assert indefinite(priors.custom(lambda t: (t**2).sum() - 3 * t.sum() ** 2).bind(ONE).precision(THETA[:1])) == 0
+    assert (
+        indefinite(
+            priors.custom(lambda t: (t**2).sum() - 3 * t.sum() ** 2).bind(ONE).precision(THETA[:1])
+        )
+        == 0
+    )
     assert indefinite(priors.custom(lambda t: t[0] * t[1]).bind(PAIR).precision(THETA[:2])) == 1
 
 
@@ -116,13 +151,19 @@ def test_where_the_log_density_is_not_concave_is_counted():
         (lambda: priors.SpikeSlab(weight=1.0), "weight must be strictly between 0 and 1"),
         (lambda: priors.Gamma(3.0, 0.0), "prior rate must be positive"),
         (lambda: priors.Gamma(3.0, 1.0, link="lgo"), "Unknown link 'lgo'. Did you mean 'log'"),
-        (lambda: priors.NormalInverseGamma(strength=0.0), "strength, shape and scale must be positive"),
+        (lambda: priors.NormalInverseGamma(strength=0.0), "strength, shape and scale must be "
+                                                          "positive"),
         (lambda: priors.NormalInverseGamma().bind(LAYOUT), r"over two parameters.*given 8. Name them"),
         (lambda: priors.Product({"hed": priors.Flat()}).bind(LAYOUT), r"Unknown layer or parameter in the prior 'hed'.*'head'"),
-        (lambda: priors.Product({"head.bias": priors.Flat()}).bind(LAYOUT), "no prior for head.weight"),
-        (lambda: as_prior(dist.Normal(torch.zeros(3), 1.0)).bind(LAYOUT), "over 3 numbers, but there are 8 free parameters"),
+        (lambda: priors.Product({"head.bias": priors.Flat()}).bind(LAYOUT), "no prior for "
+                                                                            "head.weight"),
+        (lambda: as_prior(dist.Normal(torch.zeros(3), 1.0)).bind(LAYOUT), "over 3 numbers, but "
+                                                                          "there are 8 free "
+                                                                          "parameters"),
         (lambda: priors.custom(lambda t: t).bind(LAYOUT).log_prob(THETA), r"one number.*a tensor of shape \(8,\)"),
-        (lambda: priors.custom(lambda t: 1.0).bind(LAYOUT).log_prob(THETA), "must return one number.*returned a float"),
+        (lambda: priors.custom(lambda t: 1.0).bind(LAYOUT).log_prob(THETA), "must return one "
+                                                                            "number.*returned a "
+                                                                            "float"),
         (lambda: priors.custom(lambda t: t, independent=True, by_name=True), "not both"),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Refits of large last layers by products with the features, against the dense engine, closed forms and their own errors."""
+"""Refits of large last layers by products with the features, against the dense engine, closed
+forms and their own errors.
+"""
 
 import math
 
@@ -21,7 +23,10 @@ TRACES, EXACT = ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exac
 
 def both(post, new, y, **options):
     """The tasks solved by products and by the dense engine."""
-    solved = [ssla.WeightRefit(logdet=logdet, **options)(post.state, new).solve(y) for logdet in ("traces", "exact")]
+    solved = [
+        ssla.WeightRefit(logdet=logdet, **options)(post.state, new).solve(y)
+        for logdet in ("traces", "exact")
+    ]
     assert all(part.converged.all() for part in solved)
     return solved
 
@@ -42,7 +47,9 @@ def test_gaussian_noise_has_the_analytic_predictive(outputs):
     values = y[:6] + 0.5
     log_density = TRACES(post.state, new)
     assert isinstance(log_density._engine, ProductsRefit)
-    assert torch.allclose(log_density(values).total, post.predict(new).log_prob(values), rtol=0, atol=1e-9)
+    assert torch.allclose(
+        log_density(values).total, post.predict(new).log_prob(values), rtol=0, atol=1e-9
+    )
     assert not log_density.solve(values).error.any()
 
 
@@ -70,7 +77,9 @@ def test_classes_equal_the_dense_engine(mode, dtype):
 
 
 @pytest.mark.parametrize(
-    "likelihood", [L.Categorical(temperature=2.5), L.Tempered(L.Categorical(), 0.5)], ids=["temperature", "tempered"]
+    "likelihood",
+    [L.Categorical(temperature=2.5), L.Tempered(L.Categorical(), 0.5)],
+    ids=["temperature", "tempered"],
 )
 def test_dispersed_classes_equal_the_dense_engine(likelihood):
     post, new = class_problem(likelihood=likelihood)
@@ -100,7 +109,9 @@ def test_the_modes_are_those_of_the_dense_engine():
 
 @pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
 def test_the_stated_error_is_honest_with_few_probes(monkeypatch):
-    """Of 8 of 252 probes: deviations are as large as stated, neither ten times smaller nor larger."""
+    """Of 8 of 252 probes: deviations are as large as stated, neither ten times smaller nor
+    larger.
+    """
     post, new = class_problem(n=300, width=62, classes=5, noise=2.5)
     monkeypatch.setattr(last_layer_curvature, "FEW_PROBES", 8)
     monkeypatch.setattr(last_layer_curvature, "WORK", 0.0)
@@ -114,12 +125,16 @@ def test_the_stated_error_is_honest_with_few_probes(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:No matrix of")
 def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
-    """A dense structure is H itself: the answers are those of the dense engine, within the stated error."""
+    """A dense structure is H itself: the answers are those of the dense engine, within the
+    stated error.
+    """
     post, new = class_problem(n=300, width=20, classes=4)
     monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
     monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
     y = all_classes(post, new)
-    with pytest.warns(RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"):
+    with pytest.warns(
+        RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"
+    ):
         engine = TRACES(post.state, new)._engine
     assert isinstance(engine.shared, last_layer_curvature.SharedStructure)
     traces, exact = both(post, new, y)
@@ -140,7 +155,10 @@ def test_kronecker_factors_steer_to_the_same_modes(monkeypatch):
 
 
 def test_gauss_nodes_are_those_of_the_distribution():
-    nodes, shares = torch.tensor([-0.4, 0.1, 1.5], dtype=torch.float64), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    nodes, shares = (
+        torch.tensor([-0.4, 0.1, 1.5], dtype=torch.float64),
+        torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64),
+    )
     moments = torch.stack([3 * (shares * nodes**k).sum() for k in range(8)])
     found, weights = gauss_nodes(moments[:6])
     assert torch.allclose(found, nodes, atol=1e-9)
@@ -176,7 +194,8 @@ def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
 
 
 @pytest.mark.parametrize(
-    "likelihood", [L.Categorical(temperature=1.7), L.Tempered(L.Categorical(), 0.4), L.HeteroscedasticGaussian()]
+    "likelihood",
+    [L.Categorical(temperature=1.7), L.Tempered(L.Categorical(), 0.4), L.HeteroscedasticGaussian()],
 )
 def test_products_with_the_curvature_are_those_with_its_matrix(likelihood):
     outputs = 2 if isinstance(likelihood, L.HeteroscedasticGaussian) else 5
@@ -185,7 +204,9 @@ def test_products_with_the_curvature_are_those_with_its_matrix(likelihood):
     root = inputs(7 * outputs, 5, outputs).reshape(7, outputs, outputs)
     K = root @ root.mT
     whole = likelihood.precision(y, f)
-    assert torch.allclose(products.precision_times(likelihood, y, f, v), (whole @ v.unsqueeze(-1)).squeeze(-1))
+    assert torch.allclose(
+        products.precision_times(likelihood, y, f, v), (whole @ v.unsqueeze(-1)).squeeze(-1)
+    )
     assert torch.allclose(products.precision_trace(likelihood, y, f, K), (K * whole).sum((-2, -1)))
     change = likelihood.score(y, f) - likelihood.score(y, before)
     assert torch.allclose(products.score_change(likelihood, y, f, before), change)
@@ -206,7 +227,9 @@ def test_it_is_chosen_where_the_dense_engine_does_not_fit():
     assert set(found.diagnostics.rung) == {"weights"}
     auto = tight.predict(new, refit=ssla.AutoRefit(target=1e-6))
     assert "weights" in auto.diagnostics.rung
-    with pytest.raises(ValueError, match=r"A refit of a last layer with 52 parameters needs .*logdet='traces'"):
+    with pytest.raises(
+        ValueError, match=r"A refit of a last layer with 52 parameters needs .*logdet='traces'"
+    ):
         tight.predict(new, refit=EXACT)
 
 
@@ -216,12 +239,16 @@ def test_rows_that_do_not_fit_are_read_again():
     log_density = TRACES(tight.state, new)
     y = all_classes(ample, new)
     assert log_density._engine.rows.kept is None
-    assert torch.allclose(log_density.solve(y).total, TRACES(ample.state, new).solve(y).total, rtol=0, atol=1e-3)
+    assert torch.allclose(
+        log_density.solve(y).total, TRACES(ample.state, new).solve(y).total, rtol=0, atol=1e-3
+    )
 
 
 def test_priors_without_a_constant_curvature_are_refused():
     post, new = class_problem(prior=priors.StudentT(4.0))
-    with pytest.raises(ValueError, match=r"logdet='traces' needs a Gaussian prior.*Use logdet='exact'"):
+    with pytest.raises(
+        ValueError, match=r"logdet='traces' needs a Gaussian prior.*Use logdet='exact'"
+    ):
         post.predict(new, refit=TRACES)
 
 
@@ -230,7 +257,9 @@ def test_a_frozen_determinant_has_the_new_rows_part_only():
     ample, _ = class_problem()
     y = all_classes(ample, new)
     frozen = ssla.WeightRefit(logdet="frozen")
-    assert torch.allclose(frozen(tight.state, new)(y).total, frozen(ample.state, new)(y).total, rtol=0, atol=1e-3)
+    assert torch.allclose(
+        frozen(tight.state, new)(y).total, frozen(ample.state, new)(y).total, rtol=0, atol=1e-3
+    )
 
 
 def test_refits_that_change_no_row_have_an_exact_determinant_too():
@@ -247,5 +276,7 @@ def test_without_a_shared_factor_the_default_refuses(monkeypatch):
     for module, name in ((weights, "factor_bytes"), (weights, "dense_bytes")):
         monkeypatch.setattr(module, name, lambda *_: 1 << 60)
     monkeypatch.setattr(weights, "vectors_that_fit", lambda *_: 0)
-    with pytest.raises(ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"):
+    with pytest.raises(
+        ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"
+    ):
         post.predict(new, refit="weights")

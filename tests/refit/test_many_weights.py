@@ -17,7 +17,12 @@ LAWS = {
     "heteroscedastic": (2, L.HeteroscedasticGaussian, lambda s, e: s + 0.3 * e, [-0.6, 0.9]),
     "poisson": (1, L.Poisson, lambda s, e: torch.poisson(s.exp(), generator=seeded(4)), [0.0, 2.0]),
     "bernoulli": (1, L.Bernoulli, lambda s, e: (s + e > 0).double(), [0.0, 1.0]),
-    "categorical": (3, lambda: L.Categorical(), lambda s, e: (s + e > 0).long() + (s + e > 1).long(), [0.0, 2.0]),
+    "categorical": (
+        3,
+        lambda: L.Categorical(),
+        lambda s, e: (s + e > 0).long() + (s + e > 1).long(),
+        [0.0, 2.0],
+    ),
 }
 
 
@@ -25,20 +30,28 @@ def engine(name, tolerance, **options):
     """538 weights or more at the mode of 80 rows, under a strong prior."""
     outputs, law, target, candidates = LAWS[name]
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 21), nn.Tanh(), nn.Linear(21, 21), nn.Tanh(), nn.Linear(21, outputs)).double()
+    net = nn.Sequential(
+        nn.Linear(2, 21), nn.Tanh(), nn.Linear(21, 21), nn.Tanh(), nn.Linear(21, outputs)
+    ).double()
     x = inputs(80, 1)
     y = target(x[:, 0].sin(), torch.randn(80, dtype=torch.float64, generator=seeded(2)))
     likelihood, prior = law(), ssla.priors.Gaussian(precision=10.0)
-    optimiser = torch.optim.LBFGS(net.parameters(), max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
+    optimiser = torch.optim.LBFGS(
+        net.parameters(), max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-9
+    )
 
     def loss():
         optimiser.zero_grad()
-        value = -likelihood.log_prob(y, net(x)).sum() + 5 * sum((p**2).sum() for p in net.parameters())
+        value = -likelihood.log_prob(y, net(x)).sum() + 5 * sum(
+            (p**2).sum() for p in net.parameters()
+        )
         value.backward()
         return value
 
     optimiser.step(loss)
-    post = ssla.fit(net.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", gaussian="laplace").state
+    post = ssla.fit(
+        net.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", gaussian="laplace"
+    ).state
     where, kind = torch.tensor([0, 0, 1, 1]), torch.long if name == "categorical" else torch.float64
     made = ssla.WeightRefit(tolerance=tolerance, **options).engine(post, inputs(2, 7))
     return made, where, torch.tensor(candidates * 2).to(kind)
@@ -74,10 +87,15 @@ def test_float64_decides_whether_a_refit_has_converged():
     from_scratch = dataclasses.replace(refit, many=dataclasses.replace(refit.many, chain=None))
     solved = refit.solve(where, y)
     theta = refit.posterior.theta + point
-    gradient = from_scratch.many.gradient(theta, refit.x[where], lambda f: refit.law.score(y, f), own=True)[0]
+    gradient = from_scratch.many.gradient(
+        theta, refit.x[where], lambda f: refit.law.score(y, f), own=True
+    )[0]
     for block in refit.rows:
         gradient = (
-            gradient + from_scratch.many.gradient(theta, block.x, lambda f, b=block: refit.posterior.likelihood.score(b.y, f))[0]
+            gradient
+            + from_scratch.many.gradient(
+                theta, block.x, lambda f, b=block: refit.posterior.likelihood.score(b.y, f)
+            )[0]
         )
     gradient = gradient - refit.gradient - 10.0 * point
     assert bool(solved.converged.all())
@@ -88,12 +106,16 @@ def test_a_refit_does_not_take_more_gradients_than_it_may():
     refit, where, y = engine("gaussian", 1e-8, max_steps=5)
     solved = refit.solve(where, y)
     assert not bool(solved.converged.any())
-    assert int(solved.steps.max()) <= 6  # the last one, in float64, gives the distance from the mode
+    assert (
+        int(solved.steps.max()) <= 6
+    )  # the last one, in float64, gives the distance from the mode
 
 
 @pytest.fixture
 def ctrl_c():
-    """Python's own handler of SIGINT: a shell starts a job in the background with the signal ignored."""
+    """Python's own handler of SIGINT: a shell starts a job in the background with the signal
+    ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -119,7 +141,9 @@ def test_ctrl_c_keeps_what_is_done():
 
 
 def test_weak_directions_take_few_steps_also_when_float64_continues_float32():
-    """A quadratic of six distinct eigenvalues, the least a 32nd of the preconditioner: few mixed steps."""
+    """A quadratic of six distinct eigenvalues, the least a 32nd of the preconditioner: few
+    mixed steps.
+    """
     H = torch.diag(torch.tensor([1.0, 2, 4, 8, 16, 32, 32, 32], dtype=torch.float64).repeat(5))
     mode = torch.randn(3, 40, dtype=torch.float64, generator=seeded(1))
 
@@ -129,7 +153,9 @@ def test_weak_directions_take_few_steps_also_when_float64_continues_float32():
 
     zero = torch.zeros(3, 40, dtype=torch.float32)
     first = ascend(evaluate, zero, tolerance=1e-2, max_steps=50, memory=12)
-    both = ascend(evaluate, first.point.double(), tolerance=1e-9, max_steps=50, memory=12, earlier=first)
+    both = ascend(
+        evaluate, first.point.double(), tolerance=1e-9, max_steps=50, memory=12, earlier=first
+    )
     assert bool(both.converged.all())
     assert (both.point - mode).abs().max() < 1e-8
     assert int(both.steps.max()) <= 20

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 
 
 def outputs(name, sd, seed=0):
-    """f̂ (N, C) in the bulk of the likelihood, K with standard deviations of at most sd, correlated."""
+    """f̂ (N, C) in the bulk of the likelihood, K with standard deviations of at most sd,
+    correlated.
+    """
     likelihood = CASES[name][0]
     C = CASES[name][1].shape[1]
     generator = torch.Generator().manual_seed(seed)
@@ -39,12 +41,21 @@ def kl(name, sd, refit):
     predictive = from_marginal(likelihood, f, K, refit=refit)
     support = likelihood.support_for(f.shape[1])
     if support.kind == "class":
-        y, weights = torch.arange(support.count, dtype=torch.float64).expand(len(f), -1), torch.ones(1, dtype=torch.float64)
+        y, weights = (
+            torch.arange(support.count, dtype=torch.float64).expand(len(f), -1),
+            torch.ones(1, dtype=torch.float64),
+        )
     elif support.kind == "count":
-        y, weights = torch.arange(250, dtype=torch.float64).expand(len(f), -1), torch.ones(1, dtype=torch.float64)
+        y, weights = (
+            torch.arange(250, dtype=torch.float64).expand(len(f), -1),
+            torch.ones(1, dtype=torch.float64),
+        )
     else:
         t = torch.linspace(-1, 1, 1201, dtype=torch.float64)
-        z = predictive.mean[:, None] + 14 * predictive.stddev[:, None] * torch.sign(t) * t.abs() ** 1.5
+        z = (
+            predictive.mean[:, None]
+            + 14 * predictive.stddev[:, None] * torch.sign(t) * t.abs() ** 1.5
+        )
         y = z.clamp_min(1e-6) if type(support).__name__ == "Positive" else z
         weights = torch.zeros_like(y)
         weights[:, 1:-1] = (y[:, 2:] - y[:, :-2]) / 2
@@ -53,7 +64,16 @@ def kl(name, sd, refit):
 
 
 INTEGRABLE = [
-    n for n in CASES if n not in ("gaussian vector", "gaussian full", "categorical", "hot categorical", "custom heteroscedastic")
+    n
+    for n in CASES
+    if n
+    not in (
+        "gaussian vector",
+        "gaussian full",
+        "categorical",
+        "hot categorical",
+        "custom heteroscedastic",
+    )
 ]
 
 
@@ -64,14 +84,21 @@ def test_output_refit_is_close_to_the_integral(name, sd):
 
 
 def test_the_lower_rungs_shown_beside_it(capsys):
-    """No claim but order: at sd(f) = 0.6 the mode beats ASSLA wherever the two differ. The table is printed for people."""
+    """No claim but order: at sd(f) = 0.6 the mode beats ASSLA wherever the two differ.
+
+    The table is printed for people.
+    """
     rows = []
     for name in INTEGRABLE:
         row = {refit: kl(name, 0.6, refit) for refit in ("plug_in", "none", "newton", "output")}
         rows.append(f"{name:<24}" + "".join(f"{value:12.2e}" for value in row.values()))
         assert row["output"] <= row["none"] + 1e-4, name
     with capsys.disabled():
-        print("\n\nmean KL from the integral, sd(f) = 0.6\n" + " " * 24 + "     plug_in        none      newton      output")
+        print(
+            "\n\nmean KL from the integral, sd(f) = 0.6\n"
+            + " " * 24
+            + "     plug_in        none      newton      output"
+        )
         print("\n".join(rows))
 
 
@@ -88,7 +115,10 @@ def test_softmax_is_close_to_the_integral_up_to_sd_3(sd, classes):
 
 def test_bernoulli_equals_a_two_class_softmax():
     """One logit with variance K is the difference of two: the same answer either way."""
-    f, K = torch.tensor([[0.7], [-2.0]], dtype=torch.float64), torch.tensor([[[1.3]], [[4.0]]], dtype=torch.float64)
+    f, K = (
+        torch.tensor([[0.7], [-2.0]], dtype=torch.float64),
+        torch.tensor([[[1.3]], [[4.0]]], dtype=torch.float64),
+    )
     zeros = torch.zeros_like(f)
     big = torch.zeros(2, 2, 2, dtype=torch.float64)
     big[:, 1, 1] = K[:, 0, 0]
@@ -99,13 +129,21 @@ def test_bernoulli_equals_a_two_class_softmax():
 
 
 def test_closed_form_and_batched_algebra_agree():
-    """A likelihood of two outputs, told twice: by components (C = 2) and embedded among five (batched LAPACK)."""
+    """A likelihood of two outputs, told twice: by components (C = 2) and embedded among five
+    (batched LAPACK).
+    """
 
     def five(y, f):
         return L.HeteroscedasticGaussian().log_prob(y, torch.stack([f[..., 0], f[..., 3]], -1))
 
-    f, K = torch.tensor([[0.2, -0.4]], dtype=torch.float64), torch.tensor([[[0.3, 0.1], [0.1, 0.2]]], dtype=torch.float64)
-    wide_f, wide_K = torch.zeros(1, 5, dtype=torch.float64), 0.1 * torch.eye(5, dtype=torch.float64)[None]
+    f, K = (
+        torch.tensor([[0.2, -0.4]], dtype=torch.float64),
+        torch.tensor([[[0.3, 0.1], [0.1, 0.2]]], dtype=torch.float64),
+    )
+    wide_f, wide_K = (
+        torch.zeros(1, 5, dtype=torch.float64),
+        0.1 * torch.eye(5, dtype=torch.float64)[None],
+    )
     for i, a in enumerate((0, 3)):
         wide_f[0, a] = f[0, i]
         for j, b in enumerate((0, 3)):
@@ -117,12 +155,16 @@ def test_closed_form_and_batched_algebra_agree():
         assert torch.allclose(small, large, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("gaussian vector", "gaussian full")])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n not in ("gaussian vector", "gaussian full")]
+)
 def test_the_mode_is_a_mode(name):
     """No nearby f beats f̃: brute force over random steps in the whitened objective."""
     likelihood, f, K = outputs(name, 0.6)
     real = likelihood.support_for(f.shape[1]).kind == "real" and name != "custom gamma"
-    y = (torch.tensor([-1.5, 1.0], dtype=torch.float64) if real else CASES[name][2][:2]).expand(len(f), -1)
+    y = (torch.tensor([-1.5, 1.0], dtype=torch.float64) if real else CASES[name][2][:2]).expand(
+        len(f), -1
+    )
     predictive = from_marginal(likelihood, f, K)
     found = predictive.increments(y)
     value = found.likelihood  # without a posterior the prior's part is counted here
@@ -134,8 +176,12 @@ def test_the_mode_is_a_mode(name):
         v = scale * torch.randn(4000, 1, f.shape[1], 1, dtype=torch.float64, generator=generator)
         moved = f + (R @ v).squeeze(-1)
         if not law.linear_domain:
-            moved[..., -1] = torch.where((moved[..., -1] < 0) == (f[..., -1] < 0), moved[..., -1], f[..., -1])
-        objective = law.log_prob(y, moved.unsqueeze(-2)) - 0.5 * (v.squeeze(-1) ** 2).sum(-1, keepdim=True)
+            moved[..., -1] = torch.where(
+                (moved[..., -1] < 0) == (f[..., -1] < 0), moved[..., -1], f[..., -1]
+            )
+        objective = law.log_prob(y, moved.unsqueeze(-2)) - 0.5 * (v.squeeze(-1) ** 2).sum(
+            -1, keepdim=True
+        )
         best = torch.maximum(best, objective.amax(0))
     assert (value >= best - 1e-9).all()
     assert (value <= best + 0.3).all()  # and the search came close, so it could have won
@@ -164,7 +210,9 @@ def test_indefinite_curvature_falls_back_to_fisher_and_is_counted():
     expected = likelihood.log_prob(y, f) - 0.5 * torch.logdet(torch.eye(2) + Lam @ K)
     assert abs(float(p.increments(y).total[1] - expected[1])) < 1e-10
     assert "Fisher fallback in 1" in str(p.diagnostics)
-    assert not from_marginal(likelihood, f, K).diagnostics.fallback.any()  # at the mode there is nothing to fall back from
+    assert not from_marginal(
+        likelihood, f, K
+    ).diagnostics.fallback.any()  # at the mode there is nothing to fall back from
 
 
 RATES = [(7.0, 3.0), (7.0, 2.6), (9.0, 3.0), (2.0, 1.0), (0.5, 2.0), (40.0, 2.0), (1.0, 1e4)]
@@ -172,7 +220,10 @@ RATES = [(7.0, 3.0), (7.0, 2.6), (9.0, 3.0), (2.0, 1.0), (0.5, 2.0), (40.0, 2.0)
 
 def zeros_of_a_rate(mean, sd, refit="output"):
     """The predictive of a count whose rate is mean ± sd, and P(0) before it is normalised."""
-    f, K = torch.tensor([[mean]], dtype=torch.float64), torch.tensor([[[sd**2]]], dtype=torch.float64)
+    f, K = (
+        torch.tensor([[mean]], dtype=torch.float64),
+        torch.tensor([[[sd**2]]], dtype=torch.float64),
+    )
     predictive = from_marginal(L.Poisson(link="identity"), f, K, refit=refit)
     total = predictive.increments(torch.zeros(1, 1, dtype=torch.float64)).total
     return predictive, float(total.exp())
@@ -180,17 +231,27 @@ def zeros_of_a_rate(mean, sd, refit="output"):
 
 @pytest.mark.parametrize(("mean", "sd"), RATES)
 def test_a_count_of_zero_is_integrated_over_positive_rates(mean, sd):
-    """Against quadrature of e^−λ N(λ; m, s²) over λ > 0. At 7 ± 3 it was 0.066 or 0, and is 0.0207."""
+    """Against quadrature of e^−λ N(λ; m, s²) over λ > 0.
+
+    At 7 ± 3 it was 0.066 or 0, and is 0.0207.
+    """
     predictive, found = zeros_of_a_rate(mean, sd)
     density = stats.norm(mean, sd).pdf
-    exact = integrate.quad(lambda rate: np.exp(-rate) * density(rate), 0, mean + 12 * min(sd, 40), epsabs=1e-14)[0]
+    exact = integrate.quad(
+        lambda rate: np.exp(-rate) * density(rate), 0, mean + 12 * min(sd, 40), epsabs=1e-14
+    )[0]
     assert found == pytest.approx(exact, rel=1e-8)
-    assert not any(flag.any() for flag in (predictive.diagnostics.fallback, predictive.diagnostics.unconverged))
+    assert not any(
+        flag.any() for flag in (predictive.diagnostics.fallback, predictive.diagnostics.unconverged)
+    )
 
 
 @pytest.mark.parametrize(("mean", "sd"), [case for case in RATES if case[1] < 10])
 def test_the_mass_of_counts_is_that_of_the_positive_rates(mean, sd):
-    """The other counts are Laplace approximations: their error is the rest. At 7 ± 3 the mass was 1.052."""
+    """The other counts are Laplace approximations: their error is the rest.
+
+    At 7 ± 3 the mass was 1.052.
+    """
     predictive, _ = zeros_of_a_rate(mean, sd)
     assert float(predictive.mass) == pytest.approx(stats.norm.cdf(mean / sd), rel=0.03)
 
@@ -198,14 +259,17 @@ def test_the_mass_of_counts_is_that_of_the_positive_rates(mean, sd):
 def test_a_count_of_zero_is_continuous_where_its_mode_meets_the_boundary():
     """m = s² ± 1e-9: the three increments as well as their sum."""
     below, above = (
-        zeros_of_a_rate(9.0 + step, 3.0)[0].increments(torch.zeros(1, 1, dtype=torch.float64)) for step in (-1e-9, 1e-9)
+        zeros_of_a_rate(9.0 + step, 3.0)[0].increments(torch.zeros(1, 1, dtype=torch.float64))
+        for step in (-1e-9, 1e-9)
     )
     for name in ("likelihood", "curvature", "total"):
         assert torch.allclose(getattr(below, name), getattr(above, name), atol=1e-8)
 
 
 def test_a_newton_step_to_a_rate_below_zero_is_counted():
-    """From 23.6 ± 10.3 the step for y = 0 ends at −82: the mass was 8e12, and nothing was flagged."""
+    """From 23.6 ± 10.3 the step for y = 0 ends at −82: the mass was 8e12, and nothing was
+    flagged.
+    """
     predictive, found = zeros_of_a_rate(23.6, 10.3, "newton")
     assert found == pytest.approx(zeros_of_a_rate(23.6, 10.3)[1], rel=1e-12)
     assert bool(predictive.diagnostics.fallback.all())

@@ -1,4 +1,6 @@
-"""Determinants of refits by a sketch: against explicit eigenvalues, and the errors that it states."""
+"""Determinants of refits by a sketch: against explicit eigenvalues, and the errors that it
+states.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ def test_large_eigenvalues_have_a_large_stated_error():
 
 
 def test_nothing_that_changes_has_no_remainder():
-    found = from_products(torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 1, dtype=torch.float64))
+    found = from_products(
+        torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 1, dtype=torch.float64)
+    )
     assert found == (0.0, 0.0)
 
 
@@ -80,7 +84,9 @@ def test_a_sketched_determinant_is_that_of_the_dense_engine(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
 def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_error(monkeypatch):
-    """Without a P×P matrix: modes are exact, determinants are corrected by vectors that conjugate gradients solve for."""
+    """Without a P×P matrix: modes are exact, determinants are corrected by vectors that
+    conjugate gradients solve for.
+    """
     weights = 0.5 + torch.rand(600, generator=seeded(8)).double()
     post, new = class_problem(n=600, width=15, classes=6, noise=2.5, weights=weights)
     y = all_classes(post, new)
@@ -91,7 +97,9 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
     found = log_density.solve(y)
     assert found.converged.all()
     assert not found.fallback.any()
-    assert torch.allclose(found.likelihood + found.prior, (exact.likelihood + exact.prior), rtol=0, atol=1e-3)
+    assert torch.allclose(
+        found.likelihood + found.prior, (exact.likelihood + exact.prior), rtol=0, atol=1e-3
+    )
     off = (found.curvature - exact.curvature) / found.error
     assert 1e-3 < float(found.error.mean()) < 0.03
     assert float(off.abs().max()) < 5
@@ -99,11 +107,18 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
 
 
 def test_independent_outputs_need_no_correction():
-    """Independent outputs (Gaussian noise): blocks are H itself, so u = z and nothing is estimated."""
+    """Independent outputs (Gaussian noise): blocks are H itself, so u = z and nothing is
+    estimated.
+    """
     x = inputs(80, 1, 4)
     y = x[:, :3] + 0.3 * inputs(80, 2, 3)
     torch.manual_seed(0)
-    post = ssla.fit(nn.Linear(4, 3).double(), (x, y), likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian(0.7))
+    post = ssla.fit(
+        nn.Linear(4, 3).double(),
+        (x, y),
+        likelihood=L.Gaussian(noise=0.3),
+        prior=priors.Gaussian(0.7),
+    )
     blocks = [Block(torch.cat([x, torch.ones(80, 1).double()], 1), post.predict(x).mean, y, None)]
     prior = torch.diag_embed(torch.full((3, 5), 0.7).double())
     shared = shared_blocks(blocks, post.likelihood, prior, "fisher", 8)
@@ -115,7 +130,9 @@ def test_conjugate_gradients_solve():
     root = torch.randn(3, 12, 12, generator=seeded(4), dtype=torch.float64)[0]
     H = root @ root.mT + torch.eye(12)
     right = torch.randn(5, 12, generator=seeded(5), dtype=torch.float64)
-    found, residual = conjugate_gradients(lambda w: w @ H, lambda r: r / H.diagonal(), right, torch.zeros_like(right))
+    found, residual = conjugate_gradients(
+        lambda w: w @ H, lambda r: r / H.diagonal(), right, torch.zeros_like(right)
+    )
     assert residual < 1e-3
     assert torch.allclose(found @ H, right, atol=2e-2)
 

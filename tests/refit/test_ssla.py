@@ -1,4 +1,6 @@
-"""SSLA where theory says what it is, the whole predictive from few refits, and what happens when refits fail."""
+"""SSLA where theory says what it is, the whole predictive from few refits, and what happens
+when refits fail.
+"""
 
 import math
 
@@ -21,12 +23,20 @@ def test_fact_1_gaussian_linear_is_exact_before_normalisation(outputs):
     y = x @ inputs(3, 3, outputs) + 0.5 * inputs(30, 4, outputs)
     noise = torch.linspace(0.4, 0.9, outputs, dtype=torch.float64)
     model = nn.Linear(3, outputs, dtype=torch.float64)
-    post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=noise), prior=priors.Gaussian(0.7, mean=0.2), mode="polish")
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=L.Gaussian(noise=noise),
+        prior=priors.Gaussian(0.7, mean=0.2),
+        mode="polish",
+    )
     target = 2 * inputs(6, 5, outputs)
     design, new_design = (torch.cat([a, torch.ones(len(a), 1)], 1).numpy() for a in (x, new))
     expected = np.zeros(6)
     for d in range(outputs):
-        mean, variance = linear_predictive(design, y[:, d], float(noise[d]) ** 2, 0.7, 0.2, new_design)
+        mean, variance = linear_predictive(
+            design, y[:, d], float(noise[d]) ** 2, 0.7, 0.2, new_design
+        )
         expected += stats.norm(mean, np.sqrt(variance)).logpdf(target[:, d])
     asked = target.squeeze(1) if outputs == 1 else target
     parts = ssla.ssla(post, new, asked)
@@ -41,7 +51,10 @@ def test_fact_1_gaussian_linear_is_exact_before_normalisation(outputs):
 
 
 class NormalInverseGamma:
-    """μ | σ² ~ N(m, σ²/κ), σ² ~ IG(a, b), as a density of (μ, s = log σ²). An object of the user's own."""
+    """μ | σ² ~ N(m, σ²/κ), σ² ~ IG(a, b), as a density of (μ, s = log σ²).
+
+    An object of the user's own.
+    """
 
     m, kappa, a, b = 0.5, 1.5, 2.0, 1.2
 
@@ -50,7 +63,12 @@ class NormalInverseGamma:
 
     def log_prob(self, theta):
         mu, s = theta
-        return -0.5 * s - 0.5 * self.kappa * (mu - self.m) ** 2 * torch.exp(-s) - self.a * s - self.b * torch.exp(-s)
+        return (
+            -0.5 * s
+            - 0.5 * self.kappa * (mu - self.m) ** 2 * torch.exp(-s)
+            - self.a * s
+            - self.b * torch.exp(-s)
+        )
 
     def gradient(self, theta):
         return torch.func.grad(self.log_prob)(theta)
@@ -60,22 +78,36 @@ class NormalInverseGamma:
 
 
 def test_a_normal_with_unknown_variance_gives_students_t():
-    """Laplace is exact up to a factor in (μ, log σ²), so normalised SSLA is the conjugate predictive."""
+    """Laplace is exact up to a factor in (μ, log σ²), so normalised SSLA is the conjugate
+    predictive.
+    """
     prior = NormalInverseGamma()
     data = T(0.3, 1.9, -0.4, 1.1, 2.2, 0.8)
     model = Constant(outputs=2)
     with torch.no_grad():
         model.head.weight.copy_(T([1.0], [0.0]))
-    post = ssla.fit(model, (torch.zeros(6, 1), data), likelihood=L.HeteroscedasticGaussian(), prior=prior, gaussian="laplace")
+    post = ssla.fit(
+        model,
+        (torch.zeros(6, 1), data),
+        likelihood=L.HeteroscedasticGaussian(),
+        prior=prior,
+        gaussian="laplace",
+    )
     n, mean = len(data), float(data.mean())
     kappa = prior.kappa + n
     centre = (prior.kappa * prior.m + n * mean) / kappa
-    b = prior.b + 0.5 * float(((data - mean) ** 2).sum()) + 0.5 * prior.kappa * n * (mean - prior.m) ** 2 / kappa
+    b = (
+        prior.b
+        + 0.5 * float(((data - mean) ** 2).sum())
+        + 0.5 * prior.kappa * n * (mean - prior.m) ** 2 / kappa
+    )
     a = prior.a + n / 2
     truth = stats.t(2 * a, centre, math.sqrt(b * (kappa + 1) / (a * kappa)))
     y = torch.linspace(-4, 6, 41, dtype=torch.float64)[None]
     x = torch.zeros(1, 1)
-    off = ssla.ssla(post, x, y, ssla.WeightRefit(tolerance=1e-11)).total - torch.from_numpy(truth.logpdf(y.numpy()))
+    off = ssla.ssla(post, x, y, ssla.WeightRefit(tolerance=1e-11)).total - torch.from_numpy(
+        truth.logpdf(y.numpy())
+    )
     # polish ends a hair from the mode and the tilt keeps θ̂ there: no more than that hair may show
     assert post.report.residual_after < 1e-6
     assert off.std() < 1e-9 + 5 * post.report.residual_after
@@ -83,7 +115,9 @@ def test_a_normal_with_unknown_variance_gives_students_t():
     body = T([truth.ppf(0.0006), -1.0, 0.0, 1.0, 2.5, truth.ppf(0.9994)])
     found = p.log_prob(body) - torch.from_numpy(truth.logpdf(body.numpy()))
     assert found.max() - found.min() < 2e-4  # interpolated: 1e-4 at either end
-    assert found.abs().max() < 5e-4  # and normalised, with a constant correction beyond the 99.9% region
+    assert (
+        found.abs().max() < 5e-4
+    )  # and normalised, with a constant correction beyond the 99.9% region
 
 
 def slope(n, values):
@@ -120,7 +154,15 @@ def test_lemma_1_and_theorem_1(model):
             else:
                 y = x[:, 0] - 0.5 * x[:, 1] + 0.5 * noise[:n]
         scope = "all" if model == "network" else "last_layer"
-        post = ssla.fit(net, (x, y), likelihood=likelihood, prior=priors.Gaussian(), gaussian="laplace", weights=scope, mode=mode)
+        post = ssla.fit(
+            net,
+            (x, y),
+            likelihood=likelihood,
+            prior=priors.Gaussian(),
+            gaussian="laplace",
+            weights=scope,
+            mode=mode,
+        )
         log_density = ssla.WeightRefit()(post.state, new)
         parts = log_density(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
@@ -151,12 +193,22 @@ def test_many_data_need_about_ten_refits_a_density():
 
 
 def test_a_wide_layer_needs_8_to_12_refits_and_keeps_its_promise():
-    """The benchmark's layer: 51 features, two outputs, n = 1,000; the promise is checked at 41 y of each input."""
+    """The benchmark's layer: 51 features, two outputs, n = 1,000; the promise is checked at 41
+    y of each input.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 2)).double().eval()
     x = inputs(1000, 1, 8)
-    y = x[:, 0] + torch.randn(1000, dtype=torch.float64, generator=seeded(2)) * (0.2 + 0.2 * x[:, 1].abs())
-    post = ssla.fit(model, (x, y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian(), gaussian="laplace")
+    y = x[:, 0] + torch.randn(1000, dtype=torch.float64, generator=seeded(2)) * (
+        0.2 + 0.2 * x[:, 1].abs()
+    )
+    post = ssla.fit(
+        model,
+        (x, y),
+        likelihood=L.HeteroscedasticGaussian(),
+        prior=priors.Gaussian(),
+        gaussian="laplace",
+    )
     new = inputs(15, 3, 8)
     p = post.predict(new, refit="weights")
     assert 8 <= p.diagnostics.refits.double().mean() <= 12
@@ -184,7 +236,9 @@ def test_few_counts_get_one_refit_each():
     for row, refits in zip(log_density.nodes, p.diagnostics.refits.tolist(), strict=True):
         nodes = row[~row.isnan()]
         assert len(nodes.unique()) == len(nodes) == refits
-        assert torch.equal(nodes.sort().values, nodes.min() + torch.arange(refits, dtype=torch.float64))
+        assert torch.equal(
+            nodes.sort().values, nodes.min() + torch.arange(refits, dtype=torch.float64)
+        )
     y = torch.arange(7, dtype=torch.float64).expand(2, -1)
     real = ssla.ssla(post, T([-2.0, 0.3], [-1.0, 0.0]), y).total - p.mass.log()[:, None]
     assert torch.allclose(p.log_prob(y), real, atol=1e-10)
@@ -273,12 +327,16 @@ class Interrupted:
 @pytest.mark.parametrize("at", [1, 4, 9])
 @pytest.mark.parametrize("build", [last_layer, small_network])
 def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
-    """Wherever it comes, the same log density, the posterior and the module answer as if nothing had been."""
+    """Wherever it comes, the same log density, the posterior and the module answer as if
+    nothing had been.
+    """
     expected_post, new, *_ = build("heteroscedastic", n=150)
     y = expected_post.predict(new).icdf(T(0.2, 0.5, 0.9))
     expected = ssla.ssla(expected_post, new, y).total
     post, *_ = build("heteroscedastic", n=150)
-    before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
+    before = {
+        name: value.clone() for name, value in post.network.frozen.module.state_dict().items()
+    }
     log_density = ssla.WeightRefit()(post.state, new)
     with monkeypatch.context() as patched:
         interrupted = Interrupted(at)
@@ -287,7 +345,9 @@ def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
             log_density(y)
     assert torch.equal(log_density(y).total, expected)
     assert torch.equal(ssla.ssla(post, new, y).total, expected)
-    assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
+    assert all(
+        torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items()
+    )
 
 
 def test_assla_is_no_refit_and_its_increments():
@@ -326,7 +386,9 @@ def test_the_fitted_structure_gives_the_determinant_if_asked():
     assert torch.allclose(exact.total, dense.total, atol=1e-9)
 
 
-@pytest.mark.parametrize("prior", [priors.Gaussian(1.0), priors.StudentT(df=4.0)], ids=["gaussian", "student"])
+@pytest.mark.parametrize(
+    "prior", [priors.Gaussian(1.0), priors.StudentT(df=4.0)], ids=["gaussian", "student"]
+)
 def test_data_in_pieces_too_large_to_keep_give_the_same(prior):
     """A budget that holds neither the features nor many tasks: streamed, in groups."""
     likelihood, _, _, targets, candidates = FAMILIES["heteroscedastic"]
@@ -336,9 +398,20 @@ def test_data_in_pieces_too_large_to_keep_give_the_same(prior):
     batches = [(a, b) for a, b in zip(x.split(50), targets(x).split(50), strict=True)]
     new = inputs(5, 6)
     y = candidates.expand(5, -1)
-    whole = ssla.ssla(ssla.fit(model, batches, likelihood=likelihood, prior=prior, gaussian="laplace"), new, y).total
+    whole = ssla.ssla(
+        ssla.fit(model, batches, likelihood=likelihood, prior=prior, gaussian="laplace"), new, y
+    ).total
     small = ssla.ssla(
-        ssla.fit(model, batches, likelihood=likelihood, prior=prior, gaussian="laplace", memory_budget=20_000), new, y
+        ssla.fit(
+            model,
+            batches,
+            likelihood=likelihood,
+            prior=prior,
+            gaussian="laplace",
+            memory_budget=20_000,
+        ),
+        new,
+        y,
     ).total
     assert torch.allclose(whole, small, atol=1e-8)
 
@@ -348,7 +421,9 @@ def test_more_data_are_read_again_too():
     x, new = inputs(60, 1), inputs(2, 2)
     y = x[:, 0] + 0.5 * torch.randn(60, dtype=torch.float64, generator=seeded(3))
     model, noise = nn.Linear(2, 1).double(), L.Gaussian(noise=0.5)
-    whole = ssla.ssla(ssla.fit(model, (x, y), likelihood=noise, prior=priors.Gaussian()), new, T(0.0, 1.0)).total
+    whole = ssla.ssla(
+        ssla.fit(model, (x, y), likelihood=noise, prior=priors.Gaussian()), new, T(0.0, 1.0)
+    ).total
     first = ssla.fit(model, (x[:40], y[:40]), likelihood=noise, prior=priors.Gaussian())
     second = ssla.fit(model, (x[40:], y[40:]), likelihood=noise, prior=priors.Gaussian())
     assert torch.allclose(ssla.ssla(first.update((x[40:], y[40:])), new, T(0.0, 1.0)).total, whole)
@@ -362,13 +437,22 @@ def test_refits_that_fail_are_handled_as_asked():
     solved = ssla.WeightRefit(**few)(post.state, new).solve(y)
     assert not solved.converged.any()
     below = post.predict(new).increments(y)
-    with pytest.warns(RuntimeWarning, match="9 of 9 refits of the weights did not converge and use the output rung"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="9 of 9 refits of the weights did not converge and use the output rung",
+    ):
         instead = ssla.ssla(post, new, y, ssla.WeightRefit(**few))
     assert torch.equal(instead.total, below.total)
     assert ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="nan")).total.isnan().all()
-    with pytest.raises(RuntimeError, match=r"9 of 9 refits did not reach their mode in 2 steps.*on_failure='fallback'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"9 of 9 refits did not reach their mode in 2 steps.*on_failure='fallback'",
+    ):
         ssla.ssla(post, new, y, ssla.WeightRefit(**few, on_failure="raise"))
-    with pytest.warns(RuntimeWarning, match="3 of 3 inputs have refits of the weights that did not converge and use"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="3 of 3 inputs have refits of the weights that did not converge and use",
+    ):
         p = post.predict(new, refit=ssla.WeightRefit(**few))
     assert p.diagnostics.unconverged.all()
     assert set(p.diagnostics.rung) == {"output"}  # who answered, not who was asked
@@ -379,14 +463,26 @@ def test_whole_predictives_with_refits_that_fail():
     """ "nan" says so in the rows that failed and in no others; "raise" raises."""
     post, *_ = last_layer("heteroscedastic", n=200)
     new, few = torch.cat([inputs(4, 6), 12 * inputs(2, 7)]), {"max_steps": 8}
-    with pytest.warns(RuntimeWarning, match="of 6 inputs have refits of the weights that did not converge") as seen:
+    with pytest.warns(
+        RuntimeWarning, match="of 6 inputs have refits of the weights that did not converge"
+    ) as seen:
         failed = post.predict(new, refit=ssla.WeightRefit(**few)).diagnostics.unconverged
     assert str(seen[0].message).startswith(f"{int(failed.sum())} of 6")
     assert failed.any()
     assert not failed.all()
     p = post.predict(new, refit=ssla.WeightRefit(**few, on_failure="nan"))
     y = post.predict(new).mean
-    answers = (p.log_prob(y), p.mean, p.mass, p.interval(0.9)[:, 0], p.mode, p.variance, p.epistemic, p.cdf(y), p.sample(1)[0])
+    answers = (
+        p.log_prob(y),
+        p.mean,
+        p.mass,
+        p.interval(0.9)[:, 0],
+        p.mode,
+        p.variance,
+        p.epistemic,
+        p.cdf(y),
+        p.sample(1)[0],
+    )
     for answer in (*answers, p.hdr(0.5).lower[:, 0], p.increments(y).total):
         assert torch.equal(answer.isnan(), failed)
     assert torch.equal(p.diagnostics.unconverged, failed)
@@ -394,7 +490,9 @@ def test_whole_predictives_with_refits_that_fail():
     assert not p.diagnostics.inaccurate.any()
     whole = post.predict(new, refit="weights").log_prob(y)
     assert torch.allclose(p.log_prob(y)[~failed], whole[~failed], atol=1e-12)
-    with pytest.raises(RuntimeError, match=r"refits did not reach their mode in 8 steps.*on_failure='fallback'"):
+    with pytest.raises(
+        RuntimeError, match=r"refits did not reach their mode in 8 steps.*on_failure='fallback'"
+    ):
         post.predict(new, refit=ssla.WeightRefit(**few, on_failure="raise"))
 
 
@@ -406,7 +504,19 @@ def test_counts_and_classes_with_refits_that_fail(name):
     assert p.diagnostics.unconverged.all()
     assert p.mean.isnan().all()
     if name == "poisson":
-        assert torch.stack([p.mode, p.icdf(0.5), p.hdr(0.5).lower[:, 0], p.sample(1)[0], p.increments(2.0).total]).isnan().all()
+        assert (
+            torch.stack(
+                [
+                    p.mode,
+                    p.icdf(0.5),
+                    p.hdr(0.5).lower[:, 0],
+                    p.sample(1)[0],
+                    p.increments(2.0).total,
+                ]
+            )
+            .isnan()
+            .all()
+        )
     else:
         with pytest.raises(ValueError, match=r"3 of 3 predictives are NaN.*on_failure='fallback'"):
             p.sample(1)
@@ -424,14 +534,23 @@ def test_counts_and_classes_with_refits_that_fail(name):
 
 
 def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
-    """An untrained heteroscedastic layer, kept by the tilt, is not at a mode of its own likelihood."""
+    """An untrained heteroscedastic layer, kept by the tilt, is not at a mode of its own
+    likelihood.
+    """
     likelihood, _, _, targets, candidates = FAMILIES["heteroscedastic"]
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, new = inputs(70, 5), inputs(3, 6)
     with torch.no_grad():
         model[2].bias[1] = 3.0
-    post = ssla.fit(model, (x, targets(x)), likelihood=likelihood, mode="tilt", prior=priors.Gaussian(1e-3), gaussian="laplace")
+    post = ssla.fit(
+        model,
+        (x, targets(x)),
+        likelihood=likelihood,
+        mode="tilt",
+        prior=priors.Gaussian(1e-3),
+        gaussian="laplace",
+    )
     solved = ssla.WeightRefit()(post.state, new).solve(candidates.expand(3, -1))
     assert solved.fallback.all()
 
@@ -452,7 +571,9 @@ def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
     assert set(mixed.diagnostics.rung) == {"output", "weights"}
     for i, rung in enumerate(mixed.diagnostics.rung):
         other = weights if rung == "weights" else lenient
-        assert abs(float(mixed.mean[i] - other.mean[i])) < 1e-9  # refits end within 1e-8 of their modes, in any company
+        assert (
+            abs(float(mixed.mean[i] - other.mean[i])) < 1e-9
+        )  # refits end within 1e-8 of their modes, in any company
         assert bool(mixed.diagnostics.reason[i]) == (rung == "weights")
     y = mixed.mean
     assert torch.isfinite(mixed.increments(y).total).all()
@@ -460,9 +581,16 @@ def test_auto_goes_on_to_the_weights_where_the_output_rung_is_doubtful():
 
 @pytest.mark.parametrize("target", [0.02, 0.05])
 def test_autos_target_is_the_error_that_is_left(target):
-    """Of the inputs that "auto" leaves to the output rung, few are off by more than the target; those it refits are worse."""
+    """Of the inputs that "auto" leaves to the output rung, few are off by more than the target;
+    those it refits are worse.
+    """
     left, refitted = [], []
-    for name, n in (("heteroscedastic", 70), ("heteroscedastic", 200), ("student", 200), ("poisson", 70)):
+    for name, n in (
+        ("heteroscedastic", 70),
+        ("heteroscedastic", 200),
+        ("student", 200),
+        ("poisson", 70),
+    ):
         post, *_ = last_layer(name, n=n)
         new = torch.cat([inputs(20, 17), 2 * inputs(5, 18)])
         rungs = post.predict(new, refit=ssla.AutoRefit(target=target)).diagnostics.rung
@@ -494,12 +622,16 @@ def test_auto_takes_classes_and_counts():
 
 @pytest.mark.parametrize("gaussian", ["laplace", "variational"])
 def test_auto_refits_the_inputs_whose_class_is_uncertain(gaussian):
-    """What is left to the output refit is within the target; what is refitted is the weights rung's answer."""
+    """What is left to the output refit is within the target; what is refitted is the weights
+    rung's answer.
+    """
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x, new = inputs(90, 4), 2 * inputs(40, 5)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
-    post = ssla.fit(model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.1), gaussian=gaussian)
+    post = ssla.fit(
+        model, (x, y), likelihood=L.Categorical(), prior=priors.Gaussian(0.1), gaussian=gaussian
+    )
     output, weights = post.predict(new), post.predict(new, refit="weights")
     auto = post.predict(new, refit=ssla.AutoRefit(target=0.05))
     refitted = torch.tensor([rung == "weights" for rung in auto.diagnostics.rung])
@@ -515,7 +647,9 @@ def test_auto_refits_the_inputs_whose_class_is_uncertain(gaussian):
 
 @pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")
 def test_a_refit_that_jumps_to_another_mode_is_flagged():
-    """Sixty rows for nine weights: an extreme y is best explained by another mode, and the correction has a jump there."""
+    """Sixty rows for nine weights: an extreme y is best explained by another mode, and the
+    correction has a jump there.
+    """
     post, new, *_ = small_network("gaussian")
     p = post.predict(new, refit="weights")
     assert p.diagnostics.inaccurate.any()
@@ -524,9 +658,13 @@ def test_a_refit_that_jumps_to_another_mode_is_flagged():
 
 def test_the_module_and_the_data_are_not_touched():
     post, new, *_ = small_network("gaussian")
-    before = {name: value.clone() for name, value in post.network.frozen.module.state_dict().items()}
+    before = {
+        name: value.clone() for name, value in post.network.frozen.module.state_dict().items()
+    }
     ssla.ssla(post, new, T(0.0, 0.5))
-    assert all(torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items())
+    assert all(
+        torch.equal(before[k], v) for k, v in post.network.frozen.module.state_dict().items()
+    )
 
 
 def test_progress_is_shown_over_tasks(capsys):
@@ -546,7 +684,11 @@ def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
     x = inputs(20, 7)
     prior = ssla.priors.Gaussian(precision=0.3)
     posterior = ssla.fit(
-        model, (x, noisy(x)), likelihood=ssla.likelihoods.HeteroscedasticGaussian(), prior=prior, gaussian="laplace"
+        model,
+        (x, noisy(x)),
+        likelihood=ssla.likelihoods.HeteroscedasticGaussian(),
+        prior=prior,
+        gaussian="laplace",
     )
     far = 3 * inputs(5, 20)
     new = torch.cat([inputs(10, 19), far])[[8, 10]]
@@ -569,4 +711,6 @@ def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
     t = wider.frame.inward(wider.nodes)
     assert float(t[~t.isnan()].abs().max()) <= 1 + 1e-12
     assert torch.isfinite(wider.coefficients).all()
-    assert Frame.over(first.frame.support, lower, FIRST_NODES).high < first.frame.high  # the case in question
+    assert (
+        Frame.over(first.frame.support, lower, FIRST_NODES).high < first.frame.high
+    )  # the case in question

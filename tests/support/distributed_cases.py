@@ -4,7 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # before there is a group: its default arguments would keep the group, and its threads, until the end
+
+# before there is a group: its default arguments would keep the group, and its threads, until the
+# end
+import torch.distributed.nn
 from torch import nn
 
 import ssla
@@ -12,19 +15,42 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.curvature import Kfac, LowRank
 
-LIKELIHOODS = {"gaussian": L.Gaussian(noise=0.3), "poisson": L.Poisson(), "estimate": L.Gaussian(noise="estimate")}
+LIKELIHOODS = {
+    "gaussian": L.Gaussian(noise=0.3),
+    "poisson": L.Poisson(),
+    "estimate": L.Gaussian(noise="estimate"),
+}
 
 LAPLACE = {"prior": priors.Gaussian(), "gaussian": "laplace"}
 CASES = {
     "polished": {"likelihood": L.Gaussian(noise="estimate"), **LAPLACE},
-    "counts": {"likelihood": L.Poisson(), "structure": "diag", **LAPLACE},  # polish: a pass for each Newton step
+    "counts": {
+        "likelihood": L.Poisson(),
+        "structure": "diag",
+        **LAPLACE,
+    },  # polish: a pass for each Newton step
     "kfac": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": "kfac", **LAPLACE},
-    "low_rank": {"likelihood": L.Gaussian(noise=0.3), "weights": "all", "structure": LowRank(tail=0.1, columns=2), **LAPLACE},
+    "low_rank": {
+        "likelihood": L.Gaussian(noise=0.3),
+        "weights": "all",
+        "structure": LowRank(tail=0.1, columns=2),
+        **LAPLACE,
+    },
     "rows": {"likelihood": L.Gaussian(noise="estimate"), "weights": "all", **LAPLACE},
-    "classes": {"likelihood": L.Categorical(), "weights": "all", "structure": "dense", **LAPLACE, "prior": priors.Gaussian(0.5)},
+    "classes": {
+        "likelihood": L.Categorical(),
+        "weights": "all",
+        "structure": "dense",
+        **LAPLACE,
+        "prior": priors.Gaussian(0.5),
+    },
     "averages": {"likelihood": L.Poisson(), "prior": priors.Gaussian()},
     "chosen prior": {"likelihood": L.Poisson()},
-    "averages of classes": {"likelihood": L.Categorical(), "structure": "kfac", "prior": priors.Gaussian()},
+    "averages of classes": {
+        "likelihood": L.Categorical(),
+        "structure": "kfac",
+        "prior": priors.Gaussian(),
+    },
     "random classes": {"likelihood": L.Categorical()},  # the fit chooses mode="polish"
     "trained classes": {"likelihood": L.Categorical()},  # "tilt"
 }
@@ -32,7 +58,9 @@ CASES = {
 
 def rows(n, name="polished"):
     x = torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = x[:, 0].sin() + 0.3 * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = x[:, 0].sin() + 0.3 * torch.randn(
+        n, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     likelihood = CASES[name]["likelihood"]
     if isinstance(likelihood, L.Poisson):
         y = y.exp().round()
@@ -73,7 +101,12 @@ def unseen():
 
 
 def validated(data, validation, **options):
-    settings = {"likelihood": L.Categorical(temperature=2.0), "structure": "kfac", "mode": "tilt", **options}
+    settings = {
+        "likelihood": L.Categorical(temperature=2.0),
+        "structure": "kfac",
+        "mode": "tilt",
+        **options,
+    }
     return ssla.fit(model("trained classes"), data, validation=validation, **settings)
 
 
@@ -82,7 +115,12 @@ def summary(post):
     x = rows(7)[0]
     f, K = post.state.outputs_at(x)
     numbers = [post.report.n, post.report.weight, post.log_evidence(), post.report.residual]
-    return {"theta": post.theta, "f": f, "K": K, "numbers": torch.tensor(numbers, dtype=torch.float64)}
+    return {
+        "theta": post.theta,
+        "f": f,
+        "K": K,
+        "numbers": torch.tensor(numbers, dtype=torch.float64),
+    }
 
 
 def attempt(work, name=""):
@@ -94,7 +132,11 @@ def attempt(work, name=""):
 
 def with_norm(shift=0.0):
     """A network whose buffers matter."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double().eval()
+    net = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        .double()
+        .eval()
+    )
     for i, p in enumerate(net.parameters()):
         p.data = torch.linspace(-1, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.1 * i
     net[1].running_mean += shift
@@ -108,7 +150,10 @@ def other_body(rank):
 
 
 def own(width):
-    return L.custom(lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - torch.tensor(width).log() - 0.919, support="real")
+    return L.custom(
+        lambda y, f: -0.5 * ((y - f[..., 0]) / width) ** 2 - torch.tensor(width).log() - 0.919,
+        support="real",
+    )
 
 
 def unlike(rank):
@@ -118,7 +163,9 @@ def unlike(rank):
 
     def fit(net=None, data=(x, y), likelihood=LIKELIHOODS["gaussian"], **options):
         options = LAPLACE | options
-        return ssla.fit(model("polished") if net is None else net, data, likelihood=likelihood, **options)
+        return ssla.fit(
+            model("polished") if net is None else net, data, likelihood=likelihood, **options
+        )
 
     def update():
         with ssla.distributed.alone():
@@ -137,7 +184,9 @@ def unlike(rank):
         "default mode": lambda: fit(mode=["polish", None][rank]),
         "structure": lambda: fit(structure=Kfac(sharing=["expand", "reduce"][rank])),
         "free": lambda: fit(weights=["last_layer", ["2.weight"]][rank]),
-        "budget": lambda: fit(structure="low_rank", weights="all", memory_budget=[None, 1 << 20][rank]),
+        "budget": lambda: fit(
+            structure="low_rank", weights="all", memory_budget=[None, 1 << 20][rank]
+        ),
         "early error": lambda: fit(mode=["tilt", "nonsense"][rank]),
         "no data": lambda: fit(data=(x, y) if rank == 0 else "rows.csv"),
         "update": update,
@@ -146,7 +195,9 @@ def unlike(rank):
 
 
 def main(script, folder, rank, count):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count
+    )
     gaussian = {"likelihood": LIKELIHOODS["gaussian"], **LAPLACE}
     if script == "all_cases":
         for name, settings in CASES.items():
@@ -154,7 +205,11 @@ def main(script, folder, rank, count):
             torch.save(summary(post), f"{folder}/{name}-{rank}.pt")
     elif script == "one_fails":
         x, y = shards_of("polished", count)[rank]
-        attempt(lambda: ssla.fit(model("polished"), (x * (float("nan") if rank else 1.0), y), **gaussian))
+        attempt(
+            lambda: ssla.fit(
+                model("polished"), (x * (float("nan") if rank else 1.0), y), **gaussian
+            )
+        )
     elif script == "different":
         net = model("polished")
         net[2].weight.data += rank
@@ -163,13 +218,21 @@ def main(script, folder, rank, count):
         if rank == 0:
             with ssla.distributed.alone():
                 print("alone:", ssla.fit(net, (x, y), **gaussian).report.n)
-        attempt(lambda: ssla.fit(model("polished"), (x[: 30 * (1 - rank)], y[: 30 * (1 - rank)]), **gaussian))
+        attempt(
+            lambda: ssla.fit(
+                model("polished"), (x[: 30 * (1 - rank)], y[: 30 * (1 - rank)]), **gaussian
+            )
+        )
     elif script == "validation":
         data, (x, y) = shards_of("trained classes", count)[rank], unseen()
         post = validated(data, (x, y))
         torch.save(summary(post), f"{folder}/validated-{rank}.pt")
         print("temperature:", post.likelihood.temperature)
-        given = {"given": (x[rank:], y[rank:]), "order": (x.roll(rank, 0), y.roll(rank, 0)), "share": 0.3}
+        given = {
+            "given": (x[rank:], y[rank:]),
+            "order": (x.roll(rank, 0), y.roll(rank, 0)),
+            "share": 0.3,
+        }
         given["few"] = (x[: 60 - 55 * rank], y[: 60 - 55 * rank])
         for name, own in given.items():
             attempt(lambda own=own: validated(data, own), f"{name}: ")
@@ -179,7 +242,11 @@ def main(script, folder, rank, count):
         for name, work in unlike(rank).items():
             attempt(work, f"{name}: ")
     torch.distributed.destroy_process_group()
-    left = [name for task in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := task.read_text())]
+    left = [
+        name
+        for task in Path("/proc/self/task").glob("*/comm")
+        if "gloo" in (name := task.read_text())
+    ]
     assert not left, f"threads that would abort this rank at its end: {left}"
 
 

@@ -12,7 +12,11 @@ STRUCTURES = ["dense", "kfac", "diag", "low_rank"]
 
 def mlp(inputs=3, outputs=1, width=6, dtype=torch.float64, seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).to(dtype).eval()
+    return (
+        nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
+        .to(dtype)
+        .eval()
+    )
 
 
 def data(n=60, inputs=3, dtype=torch.float64, seed=1):

@@ -1,4 +1,7 @@
-"""Answers computed another way: analytic, quadrature, brute force, finite differences. Nothing here uses ssla's algebra."""
+"""Answers computed another way: analytic, quadrature, brute force, finite differences.
+
+Nothing here uses ssla's algebra.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def linear_predictive(X, y, sigma2, prior_precision, prior_mean, x_new):
     """Exact Bayesian linear regression in NumPy: mean and variance of y at x_new (rows)."""
     X, y, x_new = (np.asarray(a, dtype=float) for a in (X, y, x_new))
     H = X.T @ X / sigma2 + np.diag(np.broadcast_to(prior_precision, X.shape[1]))
-    b = X.T @ y / sigma2 + np.broadcast_to(prior_precision, X.shape[1]) * np.broadcast_to(prior_mean, X.shape[1])
+    b = X.T @ y / sigma2 + np.broadcast_to(prior_precision, X.shape[1]) * np.broadcast_to(
+        prior_mean, X.shape[1]
+    )
     theta = np.linalg.solve(H, b)
     return x_new @ theta, sigma2 + np.einsum("ni,ij,nj->n", x_new, np.linalg.inv(H), x_new)
 
@@ -76,7 +81,10 @@ def jacobian(model, x, names):
 
 
 def finite_difference(function, f, eps=1e-5):
-    """∂ function(f)/∂f by central differences; function (…, C) -> (…) or (…, D).  -> (…, C) or (…, D, C)."""
+    """∂ function(f)/∂f by central differences; function (…, C) -> (…) or (…, D).
+
+    -> (…, C) or (…, D, C).
+    """
     columns = []
     for c in range(f.shape[-1]):
         step = torch.zeros_like(f)
@@ -102,7 +110,8 @@ def random_spd(*shape, seed=0, scale=1.0, singular=False):
 
 
 def brute_force_refit(log_joint, log_new, theta, tilted=True):
-    """SSLA by its definition, one task at a time: SciPy finds the mode, autograd gives Hessians, NumPy determinants.
+    """SSLA by its definition, one task at a time: SciPy finds the mode, autograd gives Hessians,
+    NumPy determinants.
 
     log_joint(θ) and log_new(θ) are scalar torch functions of a flat θ. -> (log density, θ̃).
     """
@@ -129,7 +138,9 @@ def brute_force_refit(log_joint, log_new, theta, tilted=True):
         end = end - torch.linalg.solve(hessian(end), torch.func.grad(objective)(end))
     assert torch.func.grad(objective)(end).abs().max() < 1e-8
     sign, after = np.linalg.slogdet(-hessian(end).numpy())
-    sign_before, before = np.linalg.slogdet(-torch.func.jacrev(torch.func.grad(log_joint))(theta).numpy())
+    sign_before, before = np.linalg.slogdet(
+        -torch.func.jacrev(torch.func.grad(log_joint))(theta).numpy()
+    )
     assert sign > 0
     assert sign_before > 0
     value = float(log_joint(end) - log_joint(theta) + log_new(end) - slope @ (end - theta))

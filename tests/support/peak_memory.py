@@ -1,7 +1,9 @@
-"""How much memory fits take, measured in this process: `python -m support.peak_memory NAME …` prints JSON.
+"""How much memory fits take, measured in this process: `python -m support.peak_memory NAME …`
+prints JSON.
 
-The peak of the resident memory during a fit, less what was resident before it (torch, the network, the data). It is run in a
-process of its own, whose allocator returns freed memory at once (see `measure`): otherwise the figures are those of its history.
+The peak of the resident memory during a fit, less what was resident before it (torch, the network,
+the data). It is run in a process of its own, whose allocator returns freed memory at once (see
+`measure`): otherwise the figures are those of its history.
 """
 
 import json
@@ -18,7 +20,8 @@ import ssla
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CASES = {
-    # name: (scope, inputs, hidden, outputs, rows, likelihood, structure, gaussian, copies of the structure's largest matrices)
+    # name: (scope, inputs, hidden, outputs, rows, likelihood, structure, gaussian, copies of the
+    # structure's largest matrices)
     "dense classes": ("last_layer", 119, 0, 10, 300, "categorical", "dense", "laplace", 4),
     "dense noise": ("last_layer", 119, 0, 10, 300, "gaussian", "dense", None, 4),
     "dense counts": ("last_layer", 1200, 0, 1, 1500, "poisson", "dense", "laplace", 8),
@@ -32,7 +35,11 @@ CASES = {
     "kfac validation": ("last_layer", 800, 0, 10, 900, "categorical", "kfac", None, 8),
     "refused": ("last_layer", 119, 0, 10, 300, "categorical", "dense", "variational", 7),
 }
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def measure(names):
@@ -50,7 +57,11 @@ def measure(names):
 
 
 def resident(key):
-    return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return next(
+        1024 * int(line.split()[1])
+        for line in STATUS.read_text().splitlines()
+        if line.startswith(key)
+    )
 
 
 def fit(name):
@@ -58,7 +69,11 @@ def fit(name):
     scope, inputs, hidden, outputs, rows, law, structure, gaussian, copies = CASES[name]
     torch.manual_seed(0)
     x = torch.randn(rows, inputs)
-    layers = [nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)] if hidden else [nn.Linear(inputs, outputs)]
+    layers = (
+        [nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)]
+        if hidden
+        else [nn.Linear(inputs, outputs)]
+    )
     model = nn.Sequential(*layers).eval()
     with torch.no_grad():
         f = model(x)
@@ -69,7 +84,8 @@ def fit(name):
     }
     likelihood, y = targets[law]
     free = sum(p.numel() for p in model.parameters())
-    # Numbers in the structure's largest part; those of the diagonal choose their prior, which takes further vectors
+    # Numbers in the structure's largest part; those of the diagonal choose their prior, which takes
+    # further vectors
     largest = {"dense": free**2, "kfac": (inputs + 1) ** 2, "diag": free}[structure]
     prior = None if structure == "diag" else ssla.priors.Gaussian(100.0)
     budget = int(1.02 * 8 * copies * largest)

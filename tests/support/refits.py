@@ -21,7 +21,9 @@ def inputs(n, seed, width=2):
 
 
 def noisy(x, scale=0.5, seed=9):
-    return torch.sin(x[:, 0]) + scale * torch.randn(len(x), dtype=torch.float64, generator=seeded(seed))
+    return torch.sin(x[:, 0]) + scale * torch.randn(
+        len(x), dtype=torch.float64, generator=seeded(seed)
+    )
 
 
 def counts_at(x):
@@ -29,12 +31,20 @@ def counts_at(x):
 
 
 def classes_at(x):
-    return (x[:, 0] + 0.5 * torch.randn(len(x), dtype=torch.float64, generator=seeded(4)) > 0).long() + (x[:, 1] > 0.7).long()
+    return (
+        x[:, 0] + 0.5 * torch.randn(len(x), dtype=torch.float64, generator=seeded(4)) > 0
+    ).long() + (x[:, 1] > 0.7).long()
 
 
 # name: (ssla's likelihood, the same by torch.distributions, outputs, targets, candidate y)
 FAMILIES = {
-    "gaussian": (L.Gaussian(noise=0.5), lambda f: distributions.Normal(f[..., 0], 0.5), 1, noisy, T(-2, 0, 1, 3)),
+    "gaussian": (
+        L.Gaussian(noise=0.5),
+        lambda f: distributions.Normal(f[..., 0], 0.5),
+        1,
+        noisy,
+        T(-2, 0, 1, 3),
+    ),
     "heteroscedastic": (
         L.HeteroscedasticGaussian(),
         lambda f: distributions.Normal(f[..., 0], (f[..., 1] / 2).exp()),
@@ -42,7 +52,13 @@ FAMILIES = {
         noisy,
         T(-1.5, -0.3, 0.4, 2.0),
     ),
-    "poisson": (L.Poisson(), lambda f: distributions.Poisson(f[..., 0].exp()), 1, counts_at, T(0, 1, 4, 9)),
+    "poisson": (
+        L.Poisson(),
+        lambda f: distributions.Poisson(f[..., 0].exp()),
+        1,
+        counts_at,
+        T(0, 1, 4, 9),
+    ),
     "bernoulli": (
         L.Bernoulli(),
         lambda f: distributions.Bernoulli(logits=f[..., 0]),
@@ -50,13 +66,27 @@ FAMILIES = {
         lambda x: classes_at(x).clamp_max(1).double(),
         T(0, 1),
     ),
-    "categorical": (L.Categorical(), lambda f: distributions.Categorical(logits=f), 3, classes_at, T(0, 1, 2)),
-    "student": (L.StudentT(4.0, 0.4), lambda f: distributions.StudentT(4.0, f[..., 0], 0.4), 1, noisy, T(-1, 0, 1, 2)),
+    "categorical": (
+        L.Categorical(),
+        lambda f: distributions.Categorical(logits=f),
+        3,
+        classes_at,
+        T(0, 1, 2),
+    ),
+    "student": (
+        L.StudentT(4.0, 0.4),
+        lambda f: distributions.StudentT(4.0, f[..., 0], 0.4),
+        1,
+        noisy,
+        T(-1, 0, 1, 2),
+    ),
 }
 
 
 def last_layer(name, n=70, width=4, weights=None, **options):
-    """A fitted last layer, its features at x, and the oracle's two functions of a flat θ (outputs × features)."""
+    """A fitted last layer, its features at x, and the oracle's two functions of a flat θ
+    (outputs × features).
+    """
     likelihood, law, outputs, targets, candidates = FAMILIES[name]
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, outputs)).double()
@@ -69,7 +99,9 @@ def last_layer(name, n=70, width=4, weights=None, **options):
         with torch.no_grad():
             for name_, value in model[2].named_parameters():
                 value.copy_(0.97 * post.parameters[f"2.{name_}"] + 0.01)
-        post = ssla.fit(model, data, likelihood=likelihood, prior=prior, gaussian="laplace", **options)
+        post = ssla.fit(
+            model, data, likelihood=likelihood, prior=prior, gaussian="laplace", **options
+        )
     new = inputs(3, 6)
 
     def features(a):
@@ -90,7 +122,9 @@ def last_layer(name, n=70, width=4, weights=None, **options):
 
 
 def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=400, **options):
-    """A tanh network trained for a while, all its weights free, and the oracle's functions of a flat θ."""
+    """A tanh network trained for a while, all its weights free, and the oracle's functions of a
+    flat θ.
+    """
     likelihood, law, outputs, targets, candidates = FAMILIES[name]
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
@@ -100,7 +134,9 @@ def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=
 
     def loss():
         optimiser.zero_grad()
-        value = -law(model(x)).log_prob(y).sum() + 0.15 * sum((p**2).sum() for p in model.parameters())
+        value = -law(model(x)).log_prob(y).sum() + 0.15 * sum(
+            (p**2).sum() for p in model.parameters()
+        )
         value.backward()
         return value
 
@@ -111,13 +147,22 @@ def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=
     model = model.to(dtype)
     prior = priors.Gaussian(precision=0.3)
     post = ssla.fit(
-        model, (x.to(dtype), y), likelihood=likelihood, prior=prior, gaussian="laplace", weights="all", mode=mode, **options
+        model,
+        (x.to(dtype), y),
+        likelihood=likelihood,
+        prior=prior,
+        gaussian="laplace",
+        weights="all",
+        mode=mode,
+        **options,
     )
     wide = {key: value.double() for key, value in model.state_dict().items()}
     new = inputs(2, 6)
 
     def run(t, a):
-        return torch.func.functional_call(model, post.network.layout.unpack(t) if len(t) else wide, (a,))
+        return torch.func.functional_call(
+            model, post.network.layout.unpack(t) if len(t) else wide, (a,)
+        )
 
     def log_joint(t):
         return law(run(t, x)).log_prob(y).sum() - 0.15 * (t**2).sum()
@@ -132,7 +177,9 @@ def small_network(name, n=60, hidden=2, dtype=torch.float64, mode="tilt", steps=
     return post, new, candidates, log_joint, log_new, outputs_of
 
 
-def class_problem(n=150, width=12, classes=4, dtype=torch.float64, precision=1.0, noise=1.0, **options):
+def class_problem(
+    n=150, width=12, classes=4, dtype=torch.float64, precision=1.0, noise=1.0, **options
+):
     """Classes around random centres, a last layer trained on them, and new inputs."""
     generator = seeded(3)
     centres = torch.randn(classes, width, generator=generator)
@@ -142,14 +189,20 @@ def class_problem(n=150, width=12, classes=4, dtype=torch.float64, precision=1.0
     model = nn.Linear(width, classes).to(dtype)
     likelihood = options.pop("likelihood", L.Categorical())
     data = (x, y) if "weights" not in options else (x, y, options.pop("weights"))
-    options = {"prior": priors.Gaussian(precision), "gaussian": "laplace", "mode": "polish"} | options
+    options = {
+        "prior": priors.Gaussian(precision),
+        "gaussian": "laplace",
+        "mode": "polish",
+    } | options
     if options["mode"] != "polish":  # a network near its mode, not at it
         near = ssla.fit(model, data, likelihood=likelihood, **(options | {"mode": "polish"}))
         with torch.no_grad():
             for name, value in model.named_parameters():
                 value.copy_(0.99 * near.parameters[name])
     post = ssla.fit(model, data, likelihood=likelihood, **options)
-    new = (centres.repeat(2, 1) + noise * torch.randn(2 * classes, width, generator=generator)).to(dtype)
+    new = (centres.repeat(2, 1) + noise * torch.randn(2 * classes, width, generator=generator)).to(
+        dtype
+    )
     return post, new
 
 

@@ -21,20 +21,34 @@ def _most(method: str, what: str, some: list[Record]) -> float:
 
 def _shown(records: list[Record]) -> list[Record]:
     """The models of the figures, under the paper's priors."""
-    return [record for record in records if record["prior"] == "reference" and record["model"] != "linear regression"]
+    return [
+        record
+        for record in records
+        if record["prior"] == "reference" and record["model"] != "linear regression"
+    ]
 
 
 def _close(records: list[Record]) -> list[Claim]:
     """How close the published procedure comes."""
     smallest = min(record["n"] for record in records)
-    lines = [record for record in records if record["model"] == "linear regression" and record["n"] == smallest]
-    strong, weak = ([record for record in lines if record["prior"] == prior] for prior in ("strong", "reference"))
+    lines = [
+        record
+        for record in records
+        if record["model"] == "linear regression" and record["n"] == smallest
+    ]
+    strong, weak = (
+        [record for record in lines if record["prior"] == prior]
+        for prior in ("strong", "reference")
+    )
     shown = [record for record in _shown(records) if record["n"] < LAST]
     close = {method: _most(f"float32 {method}", "kl", shown) for method in METHODS}
-    strong_kl = {method: spread(values(strong[0], f"float32 {method}", "kl"), ".2f") for method in METHODS}
+    strong_kl = {
+        method: spread(values(strong[0], f"float32 {method}", "kl"), ".2f") for method in METHODS
+    }
     return [
         Claim(
-            "SSLA and ASSLA recover the analytic predictive close to perfectly from n = 20 to n = 100,000, in the models shown",
+            "SSLA and ASSLA recover the analytic predictive close to perfectly from n = 20 to n = "
+            "100,000, in the models shown",
             "entropy close to zero",
             f"KL at most {close['SSLA']:.1e} (SSLA) and {close['ASSLA']:.1e} (ASSLA) as published",
             max(close.values()) < CLOSE,
@@ -42,14 +56,16 @@ def _close(records: list[Record]) -> list[Claim]:
         ),
         Claim(
             "The same for the linear regression that is mentioned and not shown",
-            "close to perfect; no settings given (under strong priors the authors' code gives KL up to 3.6)",
-            f"n = {smallest}, prior N(0, 1): KL at most {_most('float32 SSLA', 'kl', weak):.0e} (SSLA) and "
-            f"{_most('float32 ASSLA', 'kl', weak):.0e} (ASSLA) as published; ours {_most('ours SSLA', 'kl', weak):.0e} and "
-            f"{_most('ours ASSLA', 'kl', weak):.0e}",
+            "close to perfect; no settings given (under strong priors the authors' code gives KL "
+            "up to 3.6)",
+            f"n = {smallest}, prior N(0, 1): KL at most {_most('float32 SSLA', 'kl', weak):.0e} "
+            f"(SSLA) and {_most('float32 ASSLA', 'kl', weak):.0e} (ASSLA) as published; ours "
+            f"{_most('ours SSLA', 'kl', weak):.0e} and {_most('ours ASSLA', 'kl', weak):.0e}",
             max(_most(f"float32 {method}", "kl", weak) for method in METHODS) < CLOSE,
-            f"Settings are ours. Under a strong prior, N(0, 0.01), the published procedures have KL {strong_kl['SSLA']} (SSLA) "
-            f"and {strong_kl['ASSLA']} (ASSLA), ours {_most('ours SSLA', 'kl', strong):.0e} and "
-            f"{_most('ours ASSLA', 'kl', strong):.0e}: maximum likelihood ignores the prior (ASSLA), and its increment between "
+            "Settings are ours. Under a strong prior, N(0, 0.01), the published procedures have "
+            f"KL {strong_kl['SSLA']} (SSLA) and {strong_kl['ASSLA']} (ASSLA), ours "
+            f"{_most('ours SSLA', 'kl', strong):.0e} and {_most('ours ASSLA', 'kl', strong):.0e}: "
+            "maximum likelihood ignores the prior (ASSLA), and its increment between "
             "maximum-likelihood estimates, without the prior in J, overshoots (SSLA).",
             kind=REPEATED,
         ),
@@ -60,35 +76,46 @@ def _rounding(records: list[Record]) -> list[Claim]:
     """The error at a million rows, and its source."""
     last = [record for record in _shown(records) if record["n"] == LAST]
     at_last = {method: _most(f"float32 {method}", "error", last) for method in METHODS}
-    kl_last = {method: [v for record in last for v in values(record, f"float32 {method}", "kl")] for method in METHODS}
-    losses = [run["loss"][method] for record in last for run in record["runs"] for method in METHODS]
+    kl_last = {
+        method: [v for record in last for v in values(record, f"float32 {method}", "kl")]
+        for method in METHODS
+    }
+    losses = [
+        run["loss"][method] for record in last for run in record["runs"] for method in METHODS
+    ]
     curvature, sums = (max(loss[part] for loss in losses) for part in ("curvature", "likelihood"))
     double = _most("float64 ASSLA", "kl", last)
     return [
         Claim(
             "ASSLA deviates at n = 1,000,000",
             "KL 4.75e-4, largest error 5.7e-2 (normal–normal)",
-            f"largest error {at_last['ASSLA']:.1e}, KL {min(kl_last['ASSLA']):.1e} to {max(kl_last['ASSLA']):.1e}, in float32",
+            f"largest error {at_last['ASSLA']:.1e}, KL {min(kl_last['ASSLA']):.1e} to "
+            f"{max(kl_last['ASSLA']):.1e}, in float32",
             at_last["ASSLA"] > 0.03,
-            f"Rounding, not the method, as the paper says: KL at most {double:.0e} by the same formulas in float64.",
+            f"Rounding, not the method, as the paper says: KL at most {double:.0e} by the same "
+            "formulas in float64.",
             kind=REPEATED,
         ),
         Claim(
-            "At n = 1,000,000 SSLA still matches the analytic predictive closely, where ASSLA deviates",
+            "At n = 1,000,000 SSLA still matches the analytic predictive closely, where ASSLA "
+            "deviates",
             "closely, where ASSLA does not",
-            f"largest error {at_last['SSLA']:.1e}, KL {min(kl_last['SSLA']):.1e} to {max(kl_last['SSLA']):.1e}, in float32",
+            f"largest error {at_last['SSLA']:.1e}, KL {min(kl_last['SSLA']):.1e} to "
+            f"{max(kl_last['SSLA']):.1e}, in float32",
             max(kl_last["SSLA"]) < 0.5 * max(kl_last["ASSLA"]),
-            "SSLA sums ℓ anew at every θ̃(y), so that each y has its own rounding error: its error is as large as that of ASSLA "
-            "or larger. How much depends on the order of summation; ours is torch's. Increments row by row have no such error.",
+            "SSLA sums ℓ anew at every θ̃(y), so that each y has its own rounding error: its "
+            "error is as large as that of ASSLA or larger. How much depends on the order of "
+            "summation; ours is torch's. Increments row by row have no such error.",
             kind=REPEATED,
         ),
         Claim(
             "The reason for the instabilities primarily lies in the curvature term",
             "one sentence; the next, and a footnote, name cancellation between float32 sums",
-            f"error of float32 at n = 1,000,000: {curvature:.0e} in the curvature, {sums:.1e} in the difference of the sums of ℓ",
+            f"error of float32 at n = 1,000,000: {curvature:.0e} in the curvature, {sums:.1e} in "
+            "the difference of the sums of ℓ",
             curvature > sums,
-            "The other sentence is correct. log J is of size 10 to 30, ℓ of size a million: only the latter leaves no digits for "
-            "a difference of order one.",
+            "The other sentence is correct. log J is of size 10 to 30, ℓ of size a million: only "
+            "the latter leaves no digits for a difference of order one.",
         ),
     ]
 
@@ -101,9 +128,11 @@ def _conflict(records: list[Record]) -> list[Claim]:
         Claim(
             "SSLA can become unstable in the presence of prior–data conflict",
             "a limitation of SSLA",
-            f"far priors: KL at most {tame:.0e} with the prior in refit and J; by the published procedure up to {wild:.3g}",
+            f"far priors: KL at most {tame:.0e} with the prior in refit and J; by the published "
+            f"procedure up to {wild:.3g}",
             tame > CLOSE,
-            "It is a limitation of maximum-likelihood refits and of J without the prior, not of SSLA.",
+            "It is a limitation of maximum-likelihood refits and of J without the prior, not of "
+            "SSLA.",
         ),
     ]
 
@@ -120,7 +149,8 @@ def _exact(records: list[Record]) -> list[Claim]:
     gain = max(abs(ratio - 1) for ratio in _ratios(records, "ours ASSLA", "plug-in"))
     return [
         Claim(
-            "With the prior in the refit and in J, SSLA is exact in the Gaussian models, for every prior and n",
+            "With the prior in the refit and in J, SSLA is exact in the Gaussian models, for "
+            "every prior and n",
             "not stated",
             f"largest error of the log density {exact:.0e}, of the log mass {mass:.0e}",
             max(exact, mass) < 1e-9,
@@ -128,10 +158,11 @@ def _exact(records: list[Record]) -> list[Claim]:
         Claim(
             "For Poisson–gamma the parametrisation matters little to SSLA",
             "λ alone is considered",
-            f"largest error of the log density {poisson[0]:.1e} in log λ, {poisson[1]:.1e} in λ, at n = {smallest}",
+            f"largest error of the log density {poisson[0]:.1e} in log λ, {poisson[1]:.1e} in λ, "
+            f"at n = {smallest}",
             abs(poisson[1] / poisson[0] - 1) < 0.1,
-            f"It matters to ASSLA: in log λ it is the plug-in once normalised; in λ, under the paper's prior, its KL is "
-            f"{min(worse):.2f} to {max(worse):.2f} times the plug-in's.",
+            "It matters to ASSLA: in log λ it is the plug-in once normalised; in λ, under the "
+            f"paper's prior, its KL is {min(worse):.2f} to {max(worse):.2f} times the plug-in's.",
             kind=OURS,
         ),
         Claim(
@@ -139,13 +170,16 @@ def _exact(records: list[Record]) -> list[Claim]:
             "not stated",
             f"the same KL, to {gain:.0e} of it",
             gain < 1e-6,
-            "The curvature increment does not depend on y there and cancels. That ASSLA is close for large n means that the "
-            "predictive is close to the plug-in.",
+            "The curvature increment does not depend on y there and cancels. That ASSLA is close "
+            "for large n means that the predictive is close to the plug-in.",
         ),
     ]
 
 
 def _ratios(records: list[Record], above: str, below: str) -> list[float]:
     """Ratios of two methods' KL, for each run."""
-    pairs = [zip(values(record, above, "kl"), values(record, below, "kl"), strict=True) for record in records]
+    pairs = [
+        zip(values(record, above, "kl"), values(record, below, "kl"), strict=True)
+        for record in records
+    ]
     return [a / b for pair in pairs for a, b in pair]

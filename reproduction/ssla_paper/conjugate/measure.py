@@ -1,4 +1,6 @@
-"""Log densities of both procedures on a grid of y, and their distance from the analytic predictive."""
+"""Log densities of both procedures on a grid of y, and their distance from the analytic
+predictive.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,37 @@ MODELS: dict[str, type[Normal] | type[Poisson] | type[Linear]] = {
     "linear regression": Linear,
 }
 PRIORS: dict[str, dict[str, tuple[float, float]]] = {
-    "normal–normal": {"reference": (4.0, 1.0), "strong": (4.0, 0.01), "far": (0.0, 1.0), "far and strong": (0.0, 0.01)},
-    "Poisson–gamma": {"reference": (6, 2), "strong": (300, 100), "far": (20, 2), "far and strong": (1000, 100)},
-    "linear regression": {"reference": (0.0, 1.0), "strong": (0.0, 0.01), "far": (-4.0, 1.0), "far and strong": (-4.0, 0.01)},
+    "normal–normal": {
+        "reference": (4.0, 1.0),
+        "strong": (4.0, 0.01),
+        "far": (0.0, 1.0),
+        "far and strong": (0.0, 0.01),
+    },
+    "Poisson–gamma": {
+        "reference": (6, 2),
+        "strong": (300, 100),
+        "far": (20, 2),
+        "far and strong": (1000, 100),
+    },
+    "linear regression": {
+        "reference": (0.0, 1.0),
+        "strong": (0.0, 0.01),
+        "far": (-4.0, 1.0),
+        "far and strong": (-4.0, 0.01),
+    },
 }
-STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01)  # prior variances of the regression's weights, for one table
+STRENGTHS = (
+    1.0,
+    0.3,
+    0.1,
+    0.03,
+    0.01,
+)  # prior variances of the regression's weights, for one table
 PRIORS["linear regression"] |= {f"variance {v:g}": (0.0, v) for v in STRENGTHS}
-FLOOR, NEAR = 25.0, 8.0  # log units below the peak: where a grid may end; where errors are measured (±4 sd of a normal)
+FLOOR, NEAR = (
+    25.0,
+    8.0,
+)  # log units below the peak: where a grid may end; where errors are measured (±4 sd of a normal)
 AT_ONCE = 1 << 20  # log densities at a time, to fit the cache
 
 
@@ -42,7 +68,8 @@ class Parts(NamedTuple):
 
 
 def published(model: Model, rows: Tensor, y: Tensor, refit: bool, dtype: torch.dtype) -> Parts:
-    """ℓ̃(θ̃) − ℓ(θ̂), log π(θ̃) − log π(θ̂) and −½ [log|J̃(θ̃)| − log|J(θ̂)|] at maximum likelihood, each rounded to dtype.
+    """ℓ̃(θ̃) − ℓ(θ̂), log π(θ̃) − log π(θ̂) and −½ [log|J̃(θ̃)| − log|J(θ̂)|] at maximum
+    likelihood, each rounded to dtype.
 
     refit=False is ASSLA: θ̃ = θ̂, no prior.
     """
@@ -62,14 +89,24 @@ def published(model: Model, rows: Tensor, y: Tensor, refit: bool, dtype: torch.d
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
-    """KL(p ‖ q) of log probabilities that each sum to one: Σ p d − p + q with d = log p − log q, without negative terms."""
+    """KL(p ‖ q) of log probabilities that each sum to one: Σ p d − p + q with d = log p − log
+    q, without negative terms.
+    """
     d = p - q
     small = p.exp() * d**2 * (0.5 - d / 6 + d**2 / 24)
     return float(torch.where(d.abs() < 1e-3, small, p.exp() * d - p.exp() + q.exp()).sum())
 
 
-def compare(log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, analytic: Analytic, counts: bool) -> Record:
-    """KL of the normalised density, log of its mass, largest error of the log density where the analytic one is not small."""
+def compare(
+    log_density: Callable[[Tensor], Tensor],
+    y: Tensor,
+    log_q: Tensor,
+    analytic: Analytic,
+    counts: bool,
+) -> Record:
+    """KL of the normalised density, log of its mass, largest error of the log density where the
+    analytic one is not small.
+    """
     y, log_q = widened(log_density, y, log_q, counts)
     log_p, step = analytic.log_prob(y), float(y[1] - y[0])
     near = log_p > log_p.max() - NEAR
@@ -82,13 +119,18 @@ def compare(log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, a
     }
 
 
-def widened(log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, counts: bool) -> tuple[Tensor, Tensor]:
+def widened(
+    log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, counts: bool
+) -> tuple[Tensor, Tensor]:
     """The grid y (k,) grown at either end, evenly, until the density there is e⁻²⁵ of its peak."""
     step = float(y[1] - y[0])
     more = step * torch.arange(1, 41, dtype=F64)
     for _ in range(60):
         bar = float(log_q.max()) - FLOOR
-        low, high = float(log_q[0]) > bar and not (counts and float(y[0]) == 0), float(log_q[-1]) > bar
+        low, high = (
+            float(log_q[0]) > bar and not (counts and float(y[0]) == 0),
+            float(log_q[-1]) > bar,
+        )
         if not low and not high:
             return y, log_q
         if low:
@@ -97,7 +139,9 @@ def widened(log_density: Callable[[Tensor], Tensor], y: Tensor, log_q: Tensor, c
         if high:
             y = torch.cat([y, y[-1] + more])
             log_q = torch.cat([log_q, log_density(y[-len(more) :])])
-    raise ValueError("The density does not fall within hundreds of standard deviations: it cannot be normalised.")
+    raise ValueError(
+        "The density does not fall within hundreds of standard deviations: it cannot be normalised."
+    )
 
 
 def grid(analytic: Analytic, counts: bool) -> Tensor:
@@ -130,9 +174,14 @@ def run(model: Model, n: int, seed: int) -> Record:
             again = partial(_published, model, rows, refit, dtype)
             found[f"{name} {method}"] = compare(again, y, parts.total, analytic, model.counts)
         near = log_p > log_p.max() - NEAR
-        loss[method] = {part: _largest((getattr(single, part) - getattr(double, part))[near]) for part in Parts._fields}
+        loss[method] = {
+            part: _largest((getattr(single, part) - getattr(double, part))[near])
+            for part in Parts._fields
+        }
     for name, posterior in model.posteriors(rows).items():
-        refitted = ssla.WeightRefit(tolerance=1e-11, on_failure="raise")(posterior.state, model.point)
+        refitted = ssla.WeightRefit(tolerance=1e-11, on_failure="raise")(
+            posterior.state, model.point
+        )
         still = ssla.NoRefit()(posterior.state, model.point)
         ours = {
             f"ours SSLA{name}": partial(_at, refitted, "total"),

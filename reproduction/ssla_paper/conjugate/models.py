@@ -1,7 +1,9 @@
-"""Three conjugate models: their data, their analytic predictive, the published formulas, and the library's posterior.
+"""Three conjugate models: their data, their analytic predictive, the published formulas, and the
+library's posterior.
 
-The published formulas are maximum likelihood, log likelihood and Fisher information in the dtype of the rows: every operation
-rounds as in the authors' code. Rows are (n, E) with y last, θ is (k, P), candidates y are (k,).
+The published formulas are maximum likelihood, log likelihood and Fisher information in the dtype of
+the rows: every operation rounds as in the authors' code. Rows are (n, E) with y last, θ is (k, P),
+candidates y are (k,).
 """
 
 from __future__ import annotations
@@ -85,12 +87,16 @@ class Normal:
     truth, noise = 4.0, 2.0
 
     def draw(self, n: int, seed: int) -> Tensor:
-        return (self.truth + math.sqrt(self.noise) * torch.randn(n, 1, generator=_generator(n, seed))).double()
+        return (
+            self.truth + math.sqrt(self.noise) * torch.randn(n, 1, generator=_generator(n, seed))
+        ).double()
 
     def analytic(self, rows: Tensor) -> Analytic:
         spread = 1 / (len(rows) / self.noise + 1 / self.variance)
         centre = spread * (self.mean / self.variance + float(rows.sum()) / self.noise)
-        return Analytic(lambda y: normal(y, centre, self.noise + spread), centre, math.sqrt(self.noise + spread))
+        return Analytic(
+            lambda y: normal(y, centre, self.noise + spread), centre, math.sqrt(self.noise + spread)
+        )
 
     def likeliest(self, rows: Tensor, y: Tensor | None) -> Tensor:
         found = rows.mean().reshape(1) if y is None else (rows.sum() + y) / (len(rows) + 1)
@@ -113,7 +119,15 @@ class Normal:
         model = nn.Linear(1, 1, bias=False, dtype=F64)
         nn.init.constant_(model.weight, self.analytic(rows).centre)
         likelihood = likelihoods.Gaussian(noise=math.sqrt(self.noise))
-        return {"": _fit(model, torch.ones_like(rows), rows[:, 0], likelihood, priors.Gaussian(1 / self.variance, self.mean))}
+        return {
+            "": _fit(
+                model,
+                torch.ones_like(rows),
+                rows[:, 0],
+                likelihood,
+                priors.Gaussian(1 / self.variance, self.mean),
+            )
+        }
 
     @property
     def point(self) -> Tensor:
@@ -136,9 +150,13 @@ class Poisson:
         shape, rate = self.shape + float(rows.sum()), self.rate + len(rows)
 
         def log_prob(y: Tensor) -> Tensor:
-            """Negative binomial; Γ(shape + y)/Γ(shape) as a product, since lgamma near 10⁷ has only eight digits."""
+            """Negative binomial; Γ(shape + y)/Γ(shape) as a product, since lgamma near 10⁷ has
+            only eight digits.
+            """
             below = torch.arange(int(y.max()), dtype=F64)
-            rising = torch.cat([torch.zeros(1, dtype=F64), torch.log((shape + below) / (rate + 1)).cumsum(0)])
+            rising = torch.cat(
+                [torch.zeros(1, dtype=F64), torch.log((shape + below) / (rate + 1)).cumsum(0)]
+            )
             return rising[y.long()] - torch.lgamma(y + 1) - shape * math.log1p(1 / rate)
 
         mean = shape / rate
@@ -163,11 +181,16 @@ class Poisson:
     def posteriors(self, rows: Tensor) -> dict[str, ssla.Posterior]:
         shape, rate = self.shape + float(rows.sum()), self.rate + len(rows)
         found = {}
-        for name, link, mode in (("", "log", math.log(shape / rate)), (" in λ", "identity", (shape - 1) / rate)):
+        for name, link, mode in (
+            ("", "log", math.log(shape / rate)),
+            (" in λ", "identity", (shape - 1) / rate),
+        ):
             model = nn.Linear(1, 1, bias=False, dtype=F64)
             nn.init.constant_(model.weight, mode)
             prior = priors.Gamma(self.shape, self.rate, link=link)
-            found[name] = _fit(model, torch.ones_like(rows), rows[:, 0], likelihoods.Poisson(link=link), prior)
+            found[name] = _fit(
+                model, torch.ones_like(rows), rows[:, 0], likelihoods.Poisson(link=link), prior
+            )
         return found
 
     @property
@@ -177,7 +200,9 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Linear:
-    """Y ~ N(1 + 1.5 x, 1) with known variance, both weights ~ N(mean, variance), a prediction at x = 1.5."""
+    """Y ~ N(1 + 1.5 x, 1) with known variance, both weights ~ N(mean, variance), a prediction
+    at x = 1.5.
+    """
 
     mean: float = 0.0
     variance: float = 1.0
@@ -186,7 +211,9 @@ class Linear:
 
     def draw(self, n: int, seed: int) -> Tensor:
         x, error = torch.randn(2, n, generator=_generator(n, seed))
-        return torch.stack([x, self.intercept + self.slope * x + math.sqrt(self.noise) * error], 1).double()
+        return torch.stack(
+            [x, self.intercept + self.slope * x + math.sqrt(self.noise) * error], 1
+        ).double()
 
     def _design(self, rows: Tensor) -> Tensor:
         return torch.stack([torch.ones(len(rows), dtype=rows.dtype), rows[:, 0]], 1)
@@ -198,12 +225,17 @@ class Linear:
         """Posterior mean and precision of (intercept, slope)."""
         X, eye = self._design(rows), torch.eye(2, dtype=rows.dtype)
         precision = X.mT @ X / self.noise + eye / self.variance
-        return torch.linalg.solve(precision, X.mT @ rows[:, 1] / self.noise + self.mean / self.variance), precision
+        return torch.linalg.solve(
+            precision, X.mT @ rows[:, 1] / self.noise + self.mean / self.variance
+        ), precision
 
     def analytic(self, rows: Tensor) -> Analytic:
         weights, precision = self._mode(rows)
         new = self._new(rows)
-        centre, variance = float(new @ weights), self.noise + float(new @ torch.linalg.solve(precision, new))
+        centre, variance = (
+            float(new @ weights),
+            self.noise + float(new @ torch.linalg.solve(precision, new)),
+        )
         return Analytic(lambda y: normal(y, centre, variance), centre, math.sqrt(variance))
 
     def likeliest(self, rows: Tensor, y: Tensor | None) -> Tensor:
@@ -236,14 +268,33 @@ class Linear:
         nn.init.constant_(model.bias, float(intercept))
         nn.init.constant_(model.weight, float(slope))
         prior = priors.Gaussian(1 / self.variance, self.mean)
-        return {"": _fit(model, rows[:, :1], rows[:, 1], likelihoods.Gaussian(noise=math.sqrt(self.noise)), prior)}
+        return {
+            "": _fit(
+                model,
+                rows[:, :1],
+                rows[:, 1],
+                likelihoods.Gaussian(noise=math.sqrt(self.noise)),
+                prior,
+            )
+        }
 
     @property
     def point(self) -> Tensor:
         return torch.full((1, 1), self.at, dtype=F64)
 
 
-def _fit(model: nn.Module, x: Tensor, y: Tensor, likelihood: likelihoods.Likelihood, prior: priors.Prior) -> ssla.Posterior:
+def _fit(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: likelihoods.Likelihood, prior: priors.Prior
+) -> ssla.Posterior:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The residuals are")  # priors in conflict with the data are part of the study
-        return ssla.fit(model.eval(), (x, y), likelihood=likelihood, prior=prior, mode="polish", gaussian="laplace")
+        warnings.filterwarnings(
+            "ignore", message="The residuals are"
+        )  # priors in conflict with the data are part of the study
+        return ssla.fit(
+            model.eval(),
+            (x, y),
+            likelihood=likelihood,
+            prior=prior,
+            mode="polish",
+            gaussian="laplace",
+        )

@@ -14,8 +14,12 @@ PROCEDURES = {"as published (float32)": "float32", "ours": "ours"}
 FLOOR = 1e-32
 
 
-def _draw(ax: Any, record: Record, names: dict[str, tuple[str, str, str]], drop: float = 9.0) -> None:
-    """Curves of the first run: name -> (label, colour, style); cut where a density is e^−drop of its peak."""
+def _draw(
+    ax: Any, record: Record, names: dict[str, tuple[str, str, str]], drop: float = 9.0
+) -> None:
+    """Curves of the first run: name -> (label, colour, style); cut where a density is e^−drop
+    of its peak.
+    """
     counts = record["model"] == "Poisson–gamma"
     for name, (label, color, style) in names.items():
         y, log = record["runs"][0]["methods"][name]["curve"]
@@ -30,7 +34,9 @@ def curves(model: str, records: list[Record]) -> Any:
     """The paper's figure of one model, once for each procedure: un-normalised densities."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(records), figsize=(3.1 * len(records), 5.6), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(
+        2, len(records), figsize=(3.1 * len(records), 5.6), constrained_layout=True, squeeze=False
+    )
     for line, (words, key) in zip(axes, PROCEDURES.items(), strict=True):
         for ax, record in zip(line, records, strict=True):
             names = {
@@ -62,7 +68,12 @@ def falls(reference: list[Record]) -> Any:
         "ours ASSLA in λ": ("ASSLA ours, in λ", "#7a7a7a", "-", "^"),
     }
     figure, axes = plt.subplots(
-        2, len(MODELS), figsize=(4.6 * len(MODELS), 7.4), sharex=True, sharey="row", constrained_layout=True
+        2,
+        len(MODELS),
+        figsize=(4.6 * len(MODELS), 7.4),
+        sharex=True,
+        sharey="row",
+        constrained_layout=True,
     )
     for column, model in zip(axes.T, MODELS, strict=True):
         here = [record for record in reference if record["model"] == model]
@@ -71,8 +82,19 @@ def falls(reference: list[Record]) -> Any:
             for name, (label, color, style, mark) in lines.items():
                 if any(name not in record["runs"][0]["methods"] for record in here):
                     continue
-                means = [statistics.mean(run["methods"][name][what] for run in record["runs"]) for record in here]
-                ax.plot(n, [max(m, FLOOR) for m in means], style, color=color, marker=mark, ms=4, label=label)
+                means = [
+                    statistics.mean(run["methods"][name][what] for run in record["runs"])
+                    for record in here
+                ]
+                ax.plot(
+                    n,
+                    [max(m, FLOOR) for m in means],
+                    style,
+                    color=color,
+                    marker=mark,
+                    ms=4,
+                    label=label,
+                )
             ax.set(xscale="log", yscale="log")
             ax.grid(alpha=0.25)
         column[0].set_title(model)
@@ -85,11 +107,15 @@ def falls(reference: list[Record]) -> Any:
 
 
 def conflicts(records: list[Record]) -> Any:
-    """Prior against data at the smallest n: normalised densities, so that those of any mass can be seen."""
+    """Prior against data at the smallest n: normalised densities, so that those of any mass can
+    be seen.
+    """
     import matplotlib.pyplot as plt
 
     priors = ("strong", "far", "far and strong")
-    figure, axes = plt.subplots(len(priors), len(MODELS), figsize=(4.4 * len(MODELS), 8.2), constrained_layout=True)
+    figure, axes = plt.subplots(
+        len(priors), len(MODELS), figsize=(4.4 * len(MODELS), 8.2), constrained_layout=True
+    )
     names = {
         "analytic": ("analytic", ANALYTIC, "-"),
         "float32 SSLA": ("SSLA as published", SSLA, "--"),
@@ -98,7 +124,11 @@ def conflicts(records: list[Record]) -> Any:
     }
     for line, prior in zip(axes, priors, strict=True):
         for ax, model in zip(line, MODELS, strict=True):
-            record = next(record for record in records if record["model"] == model and record["prior"] == prior)
+            record = next(
+                record
+                for record in records
+                if record["model"] == model and record["prior"] == prior
+            )
             _draw(ax, _normalised(record, names), names)
             ax.set_ylim(bottom=0)
             ax.set_title(f"{model}, {prior} prior, n = {record['n']}", fontsize=9)

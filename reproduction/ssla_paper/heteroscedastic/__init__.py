@@ -1,4 +1,6 @@
-"""Table 2 and the figure of bands, by the procedures that produced them and by correct computation."""
+"""Table 2 and the figure of bands, by the procedures that produced them and by correct
+computation.
+"""
 
 from ssla_paper.heteroscedastic.study import Heteroscedastic
 

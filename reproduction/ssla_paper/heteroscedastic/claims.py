@@ -22,7 +22,9 @@ RIVALS = {
 
 
 def claims(records: Mapping[str, Record], found: Found) -> list[Claim]:
-    """In the paper's order; those whose methods were not run (quick, or not installed) are left out."""
+    """In the paper's order; those whose methods were not run (quick, or not installed) are left
+    out.
+    """
     made = [_width(), *_columns(records), *_order(records)]
     for claim, needs in (
         (_conservative, ("la-kfac", "la_scaled-kfac")),
@@ -41,7 +43,9 @@ def claims(records: Mapping[str, Record], found: Found) -> list[Claim]:
 
 def gap(column: Sequence[float]) -> float:
     """Of a published column, the mean over the levels of |coverage − nominal|."""
-    return sum(abs(value - level) for value, level in zip(column, LEVELS, strict=True)) / len(LEVELS)
+    return sum(abs(value - level) for value, level in zip(column, LEVELS, strict=True)) / len(
+        LEVELS
+    )
 
 
 def slashed(values: Sequence[float]) -> str:
@@ -51,17 +55,21 @@ def slashed(values: Sequence[float]) -> str:
 def _width() -> Claim:
     width = constant_width()
     return Claim(
-        "The published ASSLA has one width for all inputs, the bandwidth of a kernel density estimate",
+        "The published ASSLA has one width for all inputs, the bandwidth of a kernel density "
+        "estimate",
         "widths are not given; the authors' code gives 0.3985",
         f"{width:.4f} from the procedure, for any data",
         round(width, 4) == 0.3985,
-        "The 'uncertainty' is a smoothing parameter over 30 candidates; it does not depend on the posterior.",
+        "The 'uncertainty' is a smoothing parameter over 30 candidates; it does not depend on the "
+        "posterior.",
         kind=REPEATED,
     )
 
 
 def _columns(records: Mapping[str, Record]) -> list[Claim]:
-    """ASSLA's and LA's columns from the published procedures: over data seeds, and by settings on the module's own."""
+    """ASSLA's and LA's columns from the published procedures: over data seeds, and by settings
+    on the module's own.
+    """
     runs = by_seed(records)
     settings = [one for record in records.values() for one in record.get("settings", [])]
     made = []
@@ -70,25 +78,37 @@ def _columns(records: Mapping[str, Record]) -> list[Claim]:
             continue
         rows = {seed: columns[f"{name} KFAC"] for seed, columns in runs.items()}
         published, ends = PUBLISHED[f"{name} KFAC"], percentiles(list(rows.values()))
-        same = sum(len({tuple(columns[f"{name} {s}"]) for s in ("KFAC", "DIAG", "DENSE")}) == 1 for columns in runs.values())
+        same = sum(
+            len({tuple(columns[f"{name} {s}"]) for s in ("KFAC", "DIAG", "DENSE")}) == 1
+            for columns in runs.values()
+        )
         whole = sum(_within_a_row(row, published) for row in rows.values())
         tuned = [one for one in settings if _within_a_row(one[name.lower()], published)]
-        outside = [f"{v} at {level}%" for v, level, (a, b) in zip(published, LEVELS, ends, strict=True) if not a <= v <= b]
+        outside = [
+            f"{v} at {level}%"
+            for v, level, (a, b) in zip(published, LEVELS, ends, strict=True)
+            if not a <= v <= b
+        ]
         findings = f"whole on {whole} of {len(rows)} data seeds"
         if settings:
-            findings += f", and by {len(tuned)} of {len(settings)} settings on the toy module's own seed"
+            findings += (
+                f", and by {len(tuned)} of {len(settings)} settings on the toy module's own seed"
+            )
             findings += "".join(
-                f" ({slashed(one[name.lower()])} at rate {one['rate']:g}, batch {one['batch']})" for one in tuned[:1]
+                f" ({slashed(one[name.lower()])} at rate {one['rate']:g}, batch {one['batch']})"
+                for one in tuned[:1]
             )
         ranges = ", ".join(f"{low:.0f}–{high:.0f}" for low, high in ends)
         made.append(
             Claim(
                 f"Table 2's {name} columns are {what} (one test row, 4 points, at each level)",
                 slashed(published),
-                f"{findings}; the module's seed by our settings: {slashed(rows[OWN])}; central 95% over data seeds: {ranges}; "
-                f"the three structures give one column on {same} of {len(rows)} seeds",
+                f"{findings}; the module's seed by our settings: {slashed(rows[OWN])}; central "
+                f"95% over data seeds: {ranges}; the three structures give one column on {same} "
+                f"of {len(rows)} seeds",
                 whole + len(tuned) > 0,
-                "The authors' rows and network are not given: as for Table 4 it holds if one of those tried reproduces all cells."
+                "The authors' rows and network are not given: as for Table 4 it holds if one of "
+                "those tried reproduces all cells."
                 + (f" Outside the central 95%: {', '.join(outside)}." if outside else ""),
                 kind=REPEATED,
             )
@@ -110,7 +130,10 @@ def _order(records: Mapping[str, Record]) -> list[Claim]:
         return []
     columns = [PUBLISHED[f"SSLA {s}"] for s in ("KFAC", "DIAG", "DENSE")]
     published = max(max(level) - min(level) for level in zip(*columns, strict=True))
-    noise = {rate: max(max(c) - min(c) for c in zip(*several, strict=True)) for rate, several in sorted(runs.items())}
+    noise = {
+        rate: max(max(c) - min(c) for c in zip(*several, strict=True))
+        for rate, several in sorted(runs.items())
+    }
     said = ", ".join(f"{points:.0f} points at rate {rate:g}" for rate, points in noise.items())
     most = max(noise.values())
     return [
@@ -119,8 +142,13 @@ def _order(records: Mapping[str, Record]) -> list[Claim]:
             f"up to {published} points apart",
             f"runs that differ in nothing else: up to {said}",
             most >= published,
-            "The published refit stops ten epochs into a new Adam, and its curvature term is zero: the structure has no effect."
-            + ("" if most >= published else " It explains part of the spread; the rest is not known."),
+            "The published refit stops ten epochs into a new Adam, and its curvature term is zero: "
+            "the structure has no effect."
+            + (
+                ""
+                if most >= published
+                else " It explains part of the spread; the rest is not known."
+            ),
             kind=REPEATED,
         )
     ]
@@ -137,24 +165,32 @@ def _conservative(records: Mapping[str, Record], found: Found) -> Claim:
     return Claim(
         "Classical Laplace is conservative: wide, risk-averse intervals",
         slashed(PUBLISHED["LA KFAC"]),
-        f"{found.coverage('la-kfac')} with σ and prior fitted, {found.coverage('la_scaled-kfac')} with the network's σ(x)",
+        f"{found.coverage('la-kfac')} with σ and prior fitted, {found.coverage('la_scaled-kfac')} "
+        "with the network's σ(x)",
         all(gap > 2 for gap in over),
-        "As published, with σ = 1 on standardised targets, it is. Fitted, one σ for all inputs is right on average and too wide "
-        f"where the noise is small: over by more than 2 points at {_levels(over)}.",
+        "As published, with σ = 1 on standardised targets, it is. Fitted, one σ for all inputs "
+        "is right on average and too wide where the noise is small: over by more than 2 points "
+        f"at {_levels(over)}.",
     )
 
 
 def _structure(records: Mapping[str, Record], found: Found) -> Claim:
     def apart(methods: Sequence[str]) -> float:
-        return max(abs(found.difference(one, methods[-1], f"cover{level}").value) for one in methods for level in LEVELS)
+        return max(
+            abs(found.difference(one, methods[-1], f"cover{level}").value)
+            for one in methods
+            for level in LEVELS
+        )
 
     columns = [PUBLISHED[f"SSLA {s}"] for s in ("KFAC", "DIAG", "DENSE")]
     published = max(max(level) - min(level) for level in zip(*columns, strict=True))
     return Claim(
-        "SSLA's uncertainty varies with the covariance approximation and is unstable (more than 4 points of coverage)",
+        "SSLA's uncertainty varies with the covariance approximation and is unstable (more than 4 "
+        "points of coverage)",
         f"columns up to {published} points apart",
-        f"in the mean over seeds {apart(WEIGHTS):.1f} points between structures with refits of the last layer, whose curvature "
-        f"is exact (the prior differs); {apart(OUTPUTS):.1f} with the output refit, which uses the structure",
+        f"in the mean over seeds {apart(WEIGHTS):.1f} points between structures with refits of "
+        f"the last layer, whose curvature is exact (the prior differs); {apart(OUTPUTS):.1f} with "
+        "the output refit, which uses the structure",
         max(apart(WEIGHTS), apart(OUTPUTS)) > STEP,
         "Refits that converge are deterministic.",
     )
@@ -166,42 +202,60 @@ def _under_covers(records: Mapping[str, Record], found: Found) -> Claim:
     return Claim(
         "ASSLA under-covers in wide intervals",
         f"{PUBLISHED['ASSLA DENSE'][0]} at 95%",
-        f"{at.shown(1)} at 95% (plug-in {beside.shown(1)}; {found.coverage('none-dense')} at the four levels)",
+        f"{at.shown(1)} at 95% (plug-in {beside.shown(1)}; {found.coverage('none-dense')} at the "
+        "four levels)",
         at.value + 2 * at.error < 95,
-        f"By {95 - at.value:.0f} points where {95 - PUBLISHED['ASSLA DENSE'][0]:.0f} were published, with another width (above)."
+        f"By {95 - at.value:.0f} points where {95 - PUBLISHED['ASSLA DENSE'][0]:.0f} were "
+        "published, with another width (above)."
         + (
-            f" The refit (output) has {found.means['output-dense']['cover95'].shown(1)}." if "output-dense" in found.means else ""
+            f" The refit (output) has {found.means['output-dense']['cover95'].shown(1)}."
+            if "output-dense" in found.means
+            else ""
         ),
     )
 
 
 def _preferred(records: Mapping[str, Record], found: Found) -> Claim:
     nll = found.difference("weights-dense", "none-dense", "nll")
-    closer = abs(found.means["weights-dense"]["cover95"].value - 95) < abs(found.means["none-dense"]["cover95"].value - 95)
+    closer = abs(found.means["weights-dense"]["cover95"].value - 95) < abs(
+        found.means["none-dense"]["cover95"].value - 95
+    )
     return Claim(
         "Where refits matter, SSLA is to be preferred to ASSLA",
         "92 against 76 at 95%",
-        f"SSLA {found.coverage('weights-dense')}, ASSLA {found.coverage('none-dense')}; NLL differs by {nll.shown(4)}",
+        f"SSLA {found.coverage('weights-dense')}, ASSLA {found.coverage('none-dense')}; NLL "
+        f"differs by {nll.shown(4)}",
         closer and nll.value + 2 * nll.error < 0,
-        "" if nll.value + 2 * nll.error < 0 else f"The difference is within two standard errors of {nll.seeds} seeds.",
+        ""
+        if nll.value + 2 * nll.error < 0
+        else f"The difference is within two standard errors of {nll.seeds} seeds.",
     )
 
 
 def _closest(records: Mapping[str, Record], found: Found) -> Claim:
     gaps = {name: found.gap(method) for name, method in RIVALS.items() if method in found.means}
-    theirs = {name: gap(column) for name, column in PUBLISHED.items() if not name.startswith(("ASSLA K", "ASSLA D", "LA"))}
+    theirs = {
+        name: gap(column)
+        for name, column in PUBLISHED.items()
+        if not name.startswith(("ASSLA K", "ASSLA D", "LA"))
+    }
     theirs |= {"ASSLA": gap(PUBLISHED["ASSLA KFAC"]), "LA": gap(PUBLISHED["LA KFAC"])}
     closer = [name for name in theirs if theirs[name] < theirs["VI"]]
 
     def ordered(values: Mapping[str, float]) -> str:
-        return ", ".join(f"{name} {value:.1f}" for name, value in sorted(values.items(), key=lambda pair: pair[1]))
+        return ", ".join(
+            f"{name} {value:.1f}"
+            for name, value in sorted(values.items(), key=lambda pair: pair[1])
+        )
 
     return Claim(
         "The flexible variational model tracks nominal coverage most closely",
         f"points off on average: {ordered(theirs)}",
         f"points off on average: {ordered(gaps)}",
         min(gaps, key=lambda name: gaps[name]) == "VI",
-        f"In the published table, by this measure, {' and '.join(closer)} came closer." if closer else "",
+        f"In the published table, by this measure, {' and '.join(closer)} came closer."
+        if closer
+        else "",
     )
 
 
@@ -210,11 +264,13 @@ def _averse(records: Mapping[str, Record], found: Found) -> Claim:
     return Claim(
         "MFVI collapses toward the predictive mean and is risk-averse",
         slashed(PUBLISHED["MFVI"]),
-        f"{found.coverage('mean_field_deep')}, RMSE {mf['rmse'].value:.2f} (HMC {hmc['rmse'].value:.2f}); "
-        f"one hidden layer of 20: {found.coverage('mean_field')}, RMSE {found.means['mean_field']['rmse'].value:.2f}",
-        mf["rmse"].value > 1.5 * hmc["rmse"].value and all(mf[f"cover{level}"].value > level for level in LEVELS),
-        "With 2,752 weights and 215 rows the optimised q does not fit the data; a small network stays too wide. The published "
-        "run also weighted its divergence by the number of weights.",
+        f"{found.coverage('mean_field_deep')}, RMSE {mf['rmse'].value:.2f} (HMC "
+        f"{hmc['rmse'].value:.2f}); one hidden layer of 20: {found.coverage('mean_field')}, RMSE "
+        f"{found.means['mean_field']['rmse'].value:.2f}",
+        mf["rmse"].value > 1.5 * hmc["rmse"].value
+        and all(mf[f"cover{level}"].value > level for level in LEVELS),
+        "With 2,752 weights and 215 rows the optimised q does not fit the data; a small network "
+        "stays too wide. The published run also weighted its divergence by the number of weights.",
     )
 
 
@@ -225,22 +281,26 @@ def _intermediate(records: Mapping[str, Record], found: Found) -> Claim:
     return Claim(
         "HMC has intermediate coverage, about 76% at the 75% level and 68% at 50% (within 4 points)",
         slashed(PUBLISHED["HMC"]),
-        f"{found.coverage('nuts')}, {found.gap('nuts'):.1f} points off on average; worst split R̂ {worst:.2f}, "
-        f"least effective draws {min(chain['effective'] for chain in chains):.0f}",
+        f"{found.coverage('nuts')}, {found.gap('nuts'):.1f} points off on average; worst split R̂ "
+        f"{worst:.2f}, least effective draws {min(chain['effective'] for chain in chains):.0f}",
         abs(hmc["cover75"].value - 76) <= STEP and abs(hmc["cover50"].value - 68) <= STEP,
-        "Theirs ran a one-output network at settings tuned for another activation and counted its variance twice.",
+        "Theirs ran a one-output network at settings tuned for another activation and counted its "
+        "variance twice.",
     )
 
 
 def _ours(records: Mapping[str, Record], found: Found) -> Claim:
-    nll, refit = (found.difference("output-dense", other, "nll") for other in ("la_scaled-kfac", "none-dense"))
+    nll, refit = (
+        found.difference("output-dense", other, "nll") for other in ("la_scaled-kfac", "none-dense")
+    )
     return Claim(
         "Our goal: the default (output) has a lower NLL than LA with the network's σ(x)",
         "–",
-        f"NLL {found.means['output-dense']['nll'].shown(3)}, by {nll.shown(3)} from LA; {found.gap('output-dense'):.1f} "
-        f"points off "
-        f"nominal over all rows, LA {found.gap('la_scaled-kfac'):.1f}",
+        f"NLL {found.means['output-dense']['nll'].shown(3)}, by {nll.shown(3)} from LA; "
+        f"{found.gap('output-dense'):.1f} points off nominal over all rows, LA "
+        f"{found.gap('la_scaled-kfac'):.1f}",
         nll.value + 2 * nll.error < 0,
-        f"The refit's own part is {refit.shown(3)} (output less ASSLA on the same posterior); the rest is that ours "
-        "refits the last layer, σ(x) included, on all rows first; the network is the same.",
+        f"The refit's own part is {refit.shown(3)} (output less ASSLA on the same posterior); the "
+        "rest is that ours refits the last layer, σ(x) included, on all rows first; the network "
+        "is the same.",
     )

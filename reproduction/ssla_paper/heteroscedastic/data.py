@@ -1,9 +1,12 @@
-"""The toy set: y = 7 sin x + 3|cos(x/2)| e, with x from three clusters; rows as ToyHeteroscedasticDatamodule generates them.
+"""The toy set: y = 7 sin x + 3|cos(x/2)| e, with x from three clusters; rows as
+ToyHeteroscedasticDatamodule generates them.
 
-In that module numpy's global generator at one seed gives, row by row, a uniform that picks the cluster, the input and the
-noise; a tenth of 250 rows is for testing, a tenth for validation, of which two fifths are set aside for conformal methods. That
-leaves the paper's 200/15/25. Both columns are standardised by the training rows. Its default seed is 42, for rows and splits.
-(One of its versions drew a single e for all rows, which leaves no noise at all; the published coverages rule it out.)
+In that module numpy's global generator at one seed gives, row by row, a uniform that picks the
+cluster, the input and the noise; a tenth of 250 rows is for testing, a tenth for validation, of
+which two fifths are set aside for conformal methods. That leaves the paper's 200/15/25. Both
+columns are standardised by the training rows. Its default seed is 42, for rows and splits. (One of
+its versions drew a single e for all rows, which leaves no noise at all; the published coverages
+rule it out.)
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ class Toy:
     @property
     def known(self) -> Pair:
         """Training and validation rows: the input of a method."""
-        return torch.cat([self.train[0], self.validation[0]]), torch.cat([self.train[1], self.validation[1]])
+        return torch.cat([self.train[0], self.validation[0]]), torch.cat(
+            [self.train[1], self.validation[1]]
+        )
 
     def standardised(self, x: np.ndarray, y: np.ndarray) -> Pair:
         centre, sd, y_centre, y_sd = self.scales
@@ -75,7 +80,12 @@ def toy(seed: int = 42) -> Toy:
     rest, test = split(np.arange(ROWS), test_size=TEST_SHARE, random_state=seed)
     train, held = split(rest, test_size=VALIDATION_SHARE / (1 - TEST_SHARE), random_state=seed)
     validation, _ = split(held, test_size=CALIBRATION_SHARE, random_state=seed)
-    scales = (float(x[train].mean()), float(x[train].std()), float(y[train].mean()), float(y[train].std()))
+    scales = (
+        float(x[train].mean()),
+        float(x[train].std()),
+        float(y[train].mean()),
+        float(y[train].std()),
+    )
     empty = torch.empty(0)
     bare = Toy((empty, empty), (empty, empty), (empty, empty), scales)
     parts = [bare.standardised(x[rows], y[rows]) for rows in (train, validation, test)]

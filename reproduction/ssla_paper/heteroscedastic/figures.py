@@ -40,20 +40,31 @@ LINES = {  # method -> colour, marker, and its column in the paper
 
 
 def bands(records: Mapping[str, Record], folder: Path) -> None:
-    """Panels on shared axes: rows as dots, mean, 95% band; the true band dashed. First the two published procedures."""
+    """Panels on shared axes: rows as dots, mean, 95% band; the true band dashed.
+
+    First the two published procedures.
+    """
     import matplotlib.pyplot as plt
 
-    found = {method: band for record in records.values() for method, band in record.get("bands", {}).items()}
+    found = {
+        method: band
+        for record in records.values()
+        for method, band in record.get("bands", {}).items()
+    }
     source = next((record for record in records.values() if "bands" in record), None)
     if source is None:
         return
     grid, truth = source["grid"], found.get("truth")
-    old: dict[str, Any] = next((record["published"] for record in records.values() if "published" in record), {})
+    old: dict[str, Any] = next(
+        (record["published"] for record in records.values() if "published" in record), {}
+    )
     panels: list[tuple[str, Any]] = [(f"{name}, as published", band) for name, band in old.items()]
     panels += [(LABELS[method][0], found[method]) for method in PANELS if method in found]
     columns = 4 if len(panels) > 6 else 3
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.3 * rows), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.3 * rows), sharex=True, sharey=True, squeeze=False
+    )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, (mean, low, high)) in zip(axes.flat, panels, strict=False):
@@ -63,7 +74,14 @@ def bands(records: Mapping[str, Record], folder: Path) -> None:
         axis.plot(*source["test"], ".", color=RED, ms=4, label="25 test rows")
         if truth is not None and title != LABELS["truth"][0]:
             for end in truth[1:]:
-                axis.plot(grid, end, "--", color="black", lw=0.6, label="true band" if end is truth[1] else None)
+                axis.plot(
+                    grid,
+                    end,
+                    "--",
+                    color="black",
+                    lw=0.6,
+                    label="true band" if end is truth[1] else None,
+                )
         axis.set_title(title, fontsize=9)
         axis.set_ylim(-4, 4)
         axis.set_xlim(grid[0], grid[-1])
@@ -73,7 +91,15 @@ def bands(records: Mapping[str, Record], folder: Path) -> None:
         axis.set_xlabel("x, standardised", fontsize=8)
         axis.tick_params(labelbottom=True)
     handles, labels = axes.flat[min(1, len(panels) - 1)].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False, bbox_to_anchor=(0.5, -0.03), fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="lower center",
+        ncols=5,
+        frameon=False,
+        bbox_to_anchor=(0.5, -0.03),
+        fontsize=9,
+    )
     figure.tight_layout()
     draw(figure, folder, "heteroscedastic-bands")
 
@@ -86,13 +112,17 @@ def against_nominal(found: Found, folder: Path) -> None:
     for offset, (method, (colour, marker, column)) in enumerate(LINES.items()):
         at = [level + 0.5 * (offset - 3) for level in LEVELS]
         if column is not None:
-            gaps = [float(value - level) for value, level in zip(PUBLISHED[column], LEVELS, strict=True)]
+            gaps = [
+                float(value - level) for value, level in zip(PUBLISHED[column], LEVELS, strict=True)
+            ]
             left.plot(at, gaps, marker, color=colour, ms=5, label=column)
         if method in found.means:
             scores = [found.means[method][f"cover{level}"] for level in LEVELS]
             gaps = [score.value - level for score, level in zip(scores, LEVELS, strict=True)]
             errors = [0.0 if math.isnan(score.error) else 2 * score.error for score in scores]
-            right.errorbar(at, gaps, errors, fmt=marker, color=colour, ms=5, lw=1, label=LABELS[method][0])
+            right.errorbar(
+                at, gaps, errors, fmt=marker, color=colour, ms=5, lw=1, label=LABELS[method][0]
+            )
     for axis, title in (
         (left, "published: 25 rows, one seed"),
         (right, "computed correctly: mean over seeds ± 2 standard errors"),

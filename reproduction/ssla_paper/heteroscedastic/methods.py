@@ -1,6 +1,8 @@
-"""Every method on the (μ, log σ²) network, or with its own best settings: one task is one seed and a group of related methods.
+"""Every method on the (μ, log σ²) network, or with its own best settings: one task is one seed and
+a group of related methods.
 
-All use the same 215 rows, of which networks keep the 15 of validation for stopping. Scores are of standardised targets.
+All use the same 215 rows, of which networks keep the 15 of validation for stopping. Scores are of
+standardised targets.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Ask = Callable[[slice], Answer]  # rows of the new inputs -> a distribution for 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """The rows, and the new inputs: `rows` test points first, then the grid of the figure, if any."""
+    """The rows, and the new inputs: `rows` test points first, then the grid of the figure, if
+    any.
+    """
 
     data: Toy
     new: Tensor
@@ -51,7 +55,10 @@ class Setting:
 
 
 def setting(seed: int, fresh: int) -> Setting:
-    """fresh > 0: the number of new test rows. 0: the module's own 25, and a grid of inputs for the figure."""
+    """fresh > 0: the number of new test rows.
+
+    0: the module's own 25, and a grid of inputs for the figure.
+    """
     data = toy(seed)
     if fresh:
         x, y = data.fresh(fresh, FRESH_SEED + seed)
@@ -62,7 +69,9 @@ def setting(seed: int, fresh: int) -> Setting:
 
 
 def done(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
-    """Scores by method, up to the first whose library is missing; with a grid, the mean and the 95% band there."""
+    """Scores by method, up to the first whose library is missing; with a grid, the mean and the
+    95% band there.
+    """
     found: dict[str, Any] = {}
     bands: dict[str, Any] = {}
     failed: dict[str, int] = {}
@@ -78,10 +87,18 @@ def done(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
                     failed[name] = int((diagnostics.inaccurate | diagnostics.unconverged).sum())
                 if len(at.new) > len(at.y):
                     answer = ask(at.grid)
-                    bands[name] = torch.cat([answer.mean[:, None], answer.interval(0.95)], 1).T.tolist()
+                    bands[name] = torch.cat(
+                        [answer.mean[:, None], answer.interval(0.95)], 1
+                    ).T.tolist()
         except MissingPeerError as error:
             missing["missing"] = str(error)
-    record: Record = {"seed": at.seed, "points": len(at.y), "scores": found, "failed": failed, **missing}
+    record: Record = {
+        "seed": at.seed,
+        "points": len(at.y),
+        "scores": found,
+        "failed": failed,
+        **missing,
+    }
     if bands:
         pairs = {"train": at.data.train, "test": at.data.test}
         record |= {"bands": bands, "grid": at.new[at.grid, 0].tolist()}
@@ -89,7 +106,9 @@ def done(at: Setting, methods: Iterator[tuple[str, Ask]]) -> Record:
     return record
 
 
-def networks(data: Toy, seed: int, heteroscedastic: bool, members: int) -> tuple[nn.Sequential, ...]:
+def networks(
+    data: Toy, seed: int, heteroscedastic: bool, members: int
+) -> tuple[nn.Sequential, ...]:
     """Trained by the likelihood and the prior N(0, 1); with one output σ is trained too."""
     x, y = data.known
     held = torch.zeros(members, len(x), dtype=torch.bool)
@@ -97,7 +116,9 @@ def networks(data: Toy, seed: int, heteroscedastic: bool, members: int) -> tuple
     likelihood = ssla.likelihoods.HeteroscedasticGaussian() if heteroscedastic else None
     rows = Rows(x.float(), y.float(), torch.ones(len(x)), held)
     architecture = Architecture(1, 2 if heteroscedastic else 1, HIDDEN)
-    return tuple(net.double() for net in train(architecture, likelihood, rows, Schedule(), seed).modules)
+    return tuple(
+        net.double() for net in train(architecture, likelihood, rows, Schedule(), seed).modules
+    )
 
 
 def _plug_in(nets: tuple[nn.Sequential, ...], new: Tensor) -> GaussianMixture:
@@ -109,7 +130,8 @@ def _plug_in(nets: tuple[nn.Sequential, ...], new: Tensor) -> GaussianMixture:
 def ours(seed: int, fresh: int, every: bool = True) -> Record:
     """The refits on one network and on five, beside the plug-in, the deep ensemble and the truth.
 
-    every: refit weights with every structure too, which changes only the prior that the evidence selects.
+    every: refit weights with every structure too, which changes only the prior that the evidence
+    selects.
     """
     at = setting(seed, fresh)
     nets = networks(at.data, seed, True, MEMBERS)
@@ -137,21 +159,31 @@ def ours(seed: int, fresh: int, every: bool = True) -> Record:
         yield "ensemble", at.cut(_plug_in(nets, at.new))
         for structure in STRUCTURES:
             last = posterior(nets[0], "last_layer", structure)
-            for refit in ("none", "newton", "output") + ("weights",) * (every or structure == "dense"):
+            for refit in ("none", "newton", "output") + ("weights",) * (
+                every or structure == "dense"
+            ):
                 yield f"{refit}-{structure}", asked(last, refit)
         yield "output-all", asked(posterior(nets[0], "all", "kfac"), "output")
         each = [posterior(net, "last_layer", "dense") for net in nets]
-        yield "output-ensemble", lambda rows: ssla.mixture([one.predict(at.new[rows]) for one in each])
+        yield (
+            "output-ensemble",
+            lambda rows: ssla.mixture([one.predict(at.new[rows]) for one in each]),
+        )
 
     return done(at, methods())
 
 
 def classical(seed: int, fresh: int) -> Record:
-    """laplace-torch with noise and prior fitted: one σ for all inputs, or a factor on the σ(x) of the (μ, log σ²) network."""
+    """laplace-torch with noise and prior fitted: one σ for all inputs, or a factor on the σ(x)
+    of the (μ, log σ²) network.
+    """
     from ssla_paper.peers.laplace import laplace
 
     at = setting(seed, fresh)
-    (constant,), both = networks(at.data, seed, False, 1), networks(at.data, seed, True, MEMBERS)[0]  # the network of ours
+    (constant,), both = (
+        networks(at.data, seed, False, 1),
+        networks(at.data, seed, True, MEMBERS)[0],
+    )  # the network of ours
     mean, head = nn.Sequential(*list(both)[:-1], nn.Linear(HIDDEN[-1], 1).double()), both[-1]
     assert isinstance(head, nn.Linear)
     assert isinstance(mean[-1], nn.Linear)
@@ -164,14 +196,18 @@ def classical(seed: int, fresh: int) -> Record:
     def methods() -> Iterator[tuple[str, Ask]]:
         for name, structure in THEIRS.items():
             yield f"la-{name}", at.cut(laplace(constant, x, y, at.new, structure=structure))
-            scaled = laplace(mean, x, y, at.new, structure=structure, scale=scale, new_scale=new_scale)
+            scaled = laplace(
+                mean, x, y, at.new, structure=structure, scale=scale, new_scale=new_scale
+            )
             yield f"la_scaled-{name}", at.cut(scaled)
 
     return done(at, methods())
 
 
 def variational(seed: int, fresh: int, steps: int = 4000, mean_fields: bool = True) -> Record:
-    """α-divergence (α = 1) and mean-field inference with one small hidden layer, where they do not collapse."""
+    """α-divergence (α = 1) and mean-field inference with one small hidden layer, where they do
+    not collapse.
+    """
     from ssla_paper.peers.alpha import black_box_alpha
     from ssla_paper.peers.variational import mean_field
 
@@ -180,7 +216,13 @@ def variational(seed: int, fresh: int, steps: int = 4000, mean_fields: bool = Tr
 
     def methods() -> Iterator[tuple[str, Ask]]:
         found = black_box_alpha(
-            *rows, alpha=1.0, hidden=SHALLOW, prior_sd=SHALLOW_SD, steps=3 * steps // 4, draws=DRAWS, seed=seed
+            *rows,
+            alpha=1.0,
+            hidden=SHALLOW,
+            prior_sd=SHALLOW_SD,
+            steps=3 * steps // 4,
+            draws=DRAWS,
+            seed=seed,
         )
         yield "bb_alpha", at.cut(found)
         if not mean_fields:
@@ -188,7 +230,15 @@ def variational(seed: int, fresh: int, steps: int = 4000, mean_fields: bool = Tr
         yield (
             "mean_field",
             at.cut(
-                mean_field(*rows, hidden=SHALLOW, prior_sd=SHALLOW_SD, heteroscedastic=True, steps=steps, draws=DRAWS, seed=seed)
+                mean_field(
+                    *rows,
+                    hidden=SHALLOW,
+                    prior_sd=SHALLOW_SD,
+                    heteroscedastic=True,
+                    steps=steps,
+                    draws=DRAWS,
+                    seed=seed,
+                )
             ),
         )
 
@@ -202,7 +252,15 @@ def collapsed(seed: int, fresh: int, steps: int = 4000) -> Record:
     at = setting(seed, fresh)
 
     def methods() -> Iterator[tuple[str, Ask]]:
-        found = mean_field(*at.data.known, at.new, hidden=HIDDEN, heteroscedastic=True, steps=steps, draws=DRAWS, seed=seed)
+        found = mean_field(
+            *at.data.known,
+            at.new,
+            hidden=HIDDEN,
+            heteroscedastic=True,
+            steps=steps,
+            draws=DRAWS,
+            seed=seed,
+        )
         yield "mean_field_deep", at.cut(found)
 
     return done(at, methods())
@@ -214,8 +272,21 @@ def sampled(seed: int, fresh: int, draws: int = 200, hidden: tuple[int, ...] = H
 
     at = setting(seed, fresh)
     try:
-        found = chain(*at.data.known, at.new, hidden=tuple(hidden), heteroscedastic=True, warmup=draws, draws=draws, seed=seed)
+        found = chain(
+            *at.data.known,
+            at.new,
+            hidden=tuple(hidden),
+            heteroscedastic=True,
+            warmup=draws,
+            draws=draws,
+            seed=seed,
+        )
     except MissingPeerError as error:
         return {"missing": str(error)}
-    chains = {"r_hat": found.r_hat, "effective": found.effective, "divergent": found.divergent, "draws": draws}
+    chains = {
+        "r_hat": found.r_hat,
+        "effective": found.effective,
+        "divergent": found.divergent,
+        "draws": draws,
+    }
     return {**done(at, iter([("nuts", at.cut(found.answer))])), "chain": chains}

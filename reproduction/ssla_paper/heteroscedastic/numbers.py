@@ -77,7 +77,9 @@ def mean_of(values: list[float]) -> Mean:
 
 @dataclass(frozen=True)
 class Found:
-    """Scores by method: over seeds with fresh test rows, and on the module's 25 rows at its own seed."""
+    """Scores by method: over seeds with fresh test rows, and on the module's 25 rows at its own
+    seed.
+    """
 
     means: Mapping[str, Mapping[str, Mean]]
     each: Mapping[str, Mapping[int, Mapping[str, float]]]  # method -> seed -> scores
@@ -86,7 +88,9 @@ class Found:
 
     def gap(self, method: str) -> float:
         """The mean over the four levels of |coverage − nominal|."""
-        return statistics.mean(abs(self.means[method][f"cover{level}"].value - level) for level in LEVELS)
+        return statistics.mean(
+            abs(self.means[method][f"cover{level}"].value - level) for level in LEVELS
+        )
 
     def coverage(self, method: str) -> str:
         return "/".join(f"{self.means[method][f'cover{level}'].value:.1f}" for level in LEVELS)
@@ -94,7 +98,9 @@ class Found:
     def difference(self, one: str, other: str, score: str) -> Mean:
         """one − other on the seeds that both have."""
         both = sorted(set(self.each[one]) & set(self.each[other]))
-        return mean_of([self.each[one][seed][score] - self.each[other][seed][score] for seed in both])
+        return mean_of(
+            [self.each[one][seed][score] - self.each[other][seed][score] for seed in both]
+        )
 
 
 def gathered(records: Mapping[str, Record]) -> Found:
@@ -119,15 +125,25 @@ def by_seed(records: Mapping[str, Record]) -> dict[int, dict[str, list[float]]]:
     """Coverage by the published procedures: data seed -> column of Table 2 -> the four levels."""
     found: dict[int, dict[str, list[float]]] = {}
     for record in records.values():
-        for seed, assla, la in zip(record.get("seeds", []), record.get("assla", []), record.get("la", []), strict=True):
-            found[seed] = {f"ASSLA {structure}": assla for structure in la} | {f"LA {s}": column for s, column in la.items()}
+        for seed, assla, la in zip(
+            record.get("seeds", []), record.get("assla", []), record.get("la", []), strict=True
+        ):
+            found[seed] = {f"ASSLA {structure}": assla for structure in la} | {
+                f"LA {s}": column for s, column in la.items()
+            }
     return found
 
 
-def percentiles(rows: list[list[float]], low: float = 0.025, high: float = 0.975) -> list[tuple[float, float]]:
-    """By level, the ends of the central range over rows (N, 4): order statistics, so that they are observed coverages."""
+def percentiles(
+    rows: list[list[float]], low: float = 0.025, high: float = 0.975
+) -> list[tuple[float, float]]:
+    """By level, the ends of the central range over rows (N, 4): order statistics, so that they
+    are observed coverages.
+    """
     ends = []
     for column in zip(*rows, strict=True):
         ordered = sorted(column)
-        ends.append((ordered[int(low * (len(ordered) - 1))], ordered[math.ceil(high * (len(ordered) - 1))]))
+        ends.append(
+            (ordered[int(low * (len(ordered) - 1))], ordered[math.ceil(high * (len(ordered) - 1))])
+        )
     return ends

@@ -1,9 +1,11 @@
-"""The published procedures: one output trained by squared error, and intervals ŷ ± z·s, where s is not from a predictive.
+"""The published procedures: one output trained by squared error, and intervals ŷ ± z·s, where s is
+not from a predictive.
 
-ASSLA: s is the bandwidth of a kernel density estimate over 30 candidates y on ŷ ± 1.96, weighted by exp(−(y − ŷ)²): 0.3985 for
-every input. LA: σ stays at 1 on standardised targets. SSLA: for each of 20 candidates all weights are trained on from θ̂ by a new
-Adam for up to ten epochs (here: ten), batches of 32, and s is the bandwidth again, now with weights exp(ℓ_D(θ̃) − ℓ_D(θ̂) − (y −
-f̃)²); the curvature increment was identically zero.
+ASSLA: s is the bandwidth of a kernel density estimate over 30 candidates y on ŷ ± 1.96, weighted by
+exp(−(y − ŷ)²): 0.3985 for every input. LA: σ stays at 1 on standardised targets. SSLA: for each of
+20 candidates all weights are trained on from θ̂ by a new Adam for up to ten epochs (here: ten),
+batches of 32, and s is the bandwidth again, now with weights exp(ℓ_D(θ̃) − ℓ_D(θ̂) − (y − f̃)²);
+the curvature increment was identically zero.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ STRUCTURES = {"KFAC": "kron", "DIAG": "diag", "DENSE": "full"}
 
 
 def bandwidth(points: np.ndarray, weights: np.ndarray) -> float:
-    """√ of the kernel's variance: Scott's factor n_eff^(−1/5) times the weighted standard deviation."""
+    """√ of the kernel's variance: Scott's factor n_eff^(−1/5) times the weighted standard
+    deviation.
+    """
     return float(np.sqrt(gaussian_kde(points, weights=weights).covariance[0, 0]))
 
 
@@ -69,7 +73,9 @@ def of_seeds(seeds: list[int]) -> Record:
             net, _ = trained(data, seed)
             residuals = _residuals(net, data.test)
             assla.append(coverage(residuals, constant_width()))
-            la.append({name: coverage(residuals, s) for name, s in laplace_widths(net, data).items()})
+            la.append(
+                {name: coverage(residuals, s) for name, s in laplace_widths(net, data).items()}
+            )
     except MissingPeerError as error:
         return {"missing": str(error)}
     return {"seeds": seeds, "assla": assla, "la": la}
@@ -86,7 +92,9 @@ def laplace_widths(net: nn.Module, data: Toy) -> dict[str, Tensor]:
 
 
 def of_settings(rates: list[float], seed: int = 42) -> Record:
-    """The same on the module's default seed, by learning rate and batch size: possible results of a search over them."""
+    """The same on the module's default seed, by learning rate and batch size: possible results
+    of a search over them.
+    """
     data, found = toy(seed), []
     for rate in rates:
         for batch in BATCHES:
@@ -104,8 +112,12 @@ def of_settings(rates: list[float], seed: int = 42) -> Record:
     return {"settings": found}
 
 
-def refitted(seed: int, rate: float, points: int = 25, data_seed: int = 42, epochs: int = EPOCHS) -> Record:
-    """SSLA as published, by a network trained and refitted at this rate; `seed` draws the rows' order in the refits alone."""
+def refitted(
+    seed: int, rate: float, points: int = 25, data_seed: int = 42, epochs: int = EPOCHS
+) -> Record:
+    """SSLA as published, by a network trained and refitted at this rate; `seed` draws the rows'
+    order in the refits alone.
+    """
     data = toy(data_seed)
     net, _ = trained(data, data_seed, Recipe(learning_rate=rate, batch_size=RECIPE.batch_size))
     x, y = data.test[0][:points], data.test[1][:points]
@@ -119,8 +131,12 @@ def refitted(seed: int, rate: float, points: int = 25, data_seed: int = 42, epoc
     return {"seed": seed, "rate": rate, "coverage": coverage(y - centre, s), "widths": widths}
 
 
-def _refits(net: nn.Module, data: Pair, x: Tensor, candidates: Tensor, seed: int, rate: float, epochs: int) -> Tensor:
-    """ℓ_D(θ̃) − ℓ_D(θ̂) − (y − f̃)² for each candidate (N, k), every refit with its own Adam and order of rows; ℓ = −Σ(y − f)²."""
+def _refits(
+    net: nn.Module, data: Pair, x: Tensor, candidates: Tensor, seed: int, rate: float, epochs: int
+) -> Tensor:
+    """ℓ_D(θ̃) − ℓ_D(θ̂) − (y − f̃)² for each candidate (N, k), every refit with its own Adam
+    and order of rows; ℓ = −Σ(y − f)².
+    """
     generator = torch.Generator().manual_seed(seed)
     names, shapes = zip(*[(name, p.shape) for name, p in net.named_parameters()], strict=True)
     sizes = [math.prod(shape) for shape in shapes]
@@ -133,7 +149,9 @@ def _refits(net: nn.Module, data: Pair, x: Tensor, candidates: Tensor, seed: int
         return found
 
     forward = vmap(outputs)
-    inputs = torch.cat([data[0].expand(tasks, -1, 1), x.repeat_interleave(candidates.shape[1], 0)[:, None]], 1).float()
+    inputs = torch.cat(
+        [data[0].expand(tasks, -1, 1), x.repeat_interleave(candidates.shape[1], 0)[:, None]], 1
+    ).float()
     targets = torch.cat([data[1].expand(tasks, -1), candidates.reshape(-1, 1)], 1).float()
     theta = start.repeat(tasks, 1).requires_grad_(True)
     adam = torch.optim.Adam([theta], lr=rate)  # elementwise: one each
@@ -171,5 +189,6 @@ def bands(low: float, high: float, steps: int, seed: int = 42) -> Record:
 def _ends(centre: Tensor, widths: dict[str, Tensor]) -> dict[str, list[list[float]]]:
     reach = FACTORS[0]
     return {
-        name: torch.stack([centre, centre - reach * width, centre + reach * width]).tolist() for name, width in widths.items()
+        name: torch.stack([centre, centre - reach * width, centre + reach * width]).tolist()
+        for name, width in widths.items()
     }

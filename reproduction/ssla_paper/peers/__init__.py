@@ -1,7 +1,8 @@
 """Methods to compare with: each peer from its usual library, with fitted noise and prior.
 
-A peer is one module with one function, from a trained network (or the data) and new inputs to a GaussianMixture. Heavy imports
-are inside the functions; if a library is not installed they raise MissingPeerError, and the table names what to install.
+A peer is one module with one function, from a trained network (or the data) and new inputs to a
+GaussianMixture. Heavy imports are inside the functions; if a library is not installed they raise
+MissingPeerError, and the table names what to install.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class MissingPeerError(ImportError):
 
 
 def library(module: str, install: str) -> ModuleType:
-    """Import a peer's library, silent about its own warnings. MissingPeerError names what to install."""
+    """Import a peer's library, silent about its own warnings.
+
+    MissingPeerError names what to install.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,11 @@
-"""Black-box α-divergence inference (Hernández-Lobato et al., used by Depeweg et al.): independent Gaussians over the weights.
+"""Black-box α-divergence inference (Hernández-Lobato et al., used by Depeweg et al.): independent
+Gaussians over the weights.
 
-With one site for all n rows, q ∝ p₀ fⁿ, so that f = (q/p₀)^(1/n) up to a constant that cancels, the energy is
+With one site for all n rows, q ∝ p₀ fⁿ, so that f = (q/p₀)^(1/n) up to a constant that cancels, the
+energy is
     E_α(q) = −(1/α) Σᵢ log E_q[(p(yᵢ|w) (p₀(w)/q(w))^(1/n))^α].
-α → 0 is the negative evidence bound; α = 1 is like expectation propagation. At n = 1, α = 1 it is −log p(y) for every q.
+α → 0 is the negative evidence bound; α = 1 is like expectation propagation. At n = 1, α = 1 it is
+−log p(y) for every q.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 def energy(log_likelihoods: Tensor, log_ratio: Tensor, alpha: float) -> Tensor:
-    """E_α from S draws of q: log p(yᵢ|w) (S, n) and log p₀(w) − log q(w) (S,). alpha = 0 is the limit."""
+    """E_α from S draws of q: log p(yᵢ|w) (S, n) and log p₀(w) − log q(w) (S,).
+
+    alpha = 0 is the limit.
+    """
     draws, n = log_likelihoods.shape
     sites = log_likelihoods + log_ratio[:, None] / n
     if alpha == 0:
@@ -42,16 +48,25 @@ def black_box_alpha(
     draws: int = 200,
     seed: int = 0,
 ) -> GaussianMixture:
-    """p(y|new) of a tanh network with outputs (μ, log σ²), as a mixture over draws of q; x (n, d), y (n,), standardised.
+    """p(y|new) of a tanh network with outputs (μ, log σ²), as a mixture over draws of q; x (n, d),
+    y (n,), standardised.
 
-    Weights have the prior N(0, prior_sd²/inputs of the layer), biases N(0, prior_sd²). All rows in every step.
+    Weights have the prior N(0, prior_sd²/inputs of the layer), biases N(0, prior_sd²). All rows in
+    every step.
     """
     generator = torch.Generator().manual_seed(seed)
     x, y, new = x.float(), y.float().flatten(), new.float()
     widths = (x.shape[1], *hidden, 2)
     shapes = [shape for a, b in pairwise(widths) for shape in ((a, b), (b,))]
-    sds = torch.cat([torch.full((math.prod(s),), prior_sd / (math.sqrt(s[0]) if len(s) == 2 else 1.0)) for s in shapes])
-    centre = torch.randn(len(sds), generator=generator).requires_grad_(True)  # in units of the prior's deviations
+    sds = torch.cat(
+        [
+            torch.full((math.prod(s),), prior_sd / (math.sqrt(s[0]) if len(s) == 2 else 1.0))
+            for s in shapes
+        ]
+    )
+    centre = torch.randn(len(sds), generator=generator).requires_grad_(
+        True
+    )  # in units of the prior's deviations
     log_sd = torch.full((len(sds),), math.log(START_SD)).requires_grad_(True)
     adam = torch.optim.Adam([centre, log_sd], lr=RATE)
     decline = torch.optim.lr_scheduler.LinearLR(adam, 1.0, LAST_RATE / RATE, steps)

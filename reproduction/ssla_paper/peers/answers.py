@@ -1,4 +1,6 @@
-"""The prediction of a peer: Gaussians, one for each draw or member, with equal weights; and its scores."""
+"""The prediction of a peer: Gaussians, one for each draw or member, with equal weights; and its
+scores.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class GaussianMixture:
 
     def __post_init__(self) -> None:
         if self.means.dim() != 2 or self.means.shape != self.sds.shape:
-            raise ValueError(f"means and sds must both be (S, N), but are {tuple(self.means.shape)} and {tuple(self.sds.shape)}.")
+            raise ValueError(
+                f"means and sds must both be (S, N), but are {tuple(self.means.shape)} and "
+                f"{tuple(self.sds.shape)}."
+            )
         if not bool((torch.isfinite(self.means) & torch.isfinite(self.sds) & (self.sds > 0)).all()):
             raise ValueError("means must be finite and sds positive and finite.")
 
@@ -74,7 +79,12 @@ class GaussianMixture:
         for rows in range(0, len(y), size):
             part = slice(rows, rows + size)
             parts.append(
-                scoringrules.crps_mixnorm(y[part].numpy(), self.means[:, part].T.numpy(), self.sds[:, part].T.numpy(), m_axis=-1)
+                scoringrules.crps_mixnorm(
+                    y[part].numpy(),
+                    self.means[:, part].T.numpy(),
+                    self.sds[:, part].T.numpy(),
+                    m_axis=-1,
+                )
             )
         return torch.from_numpy(np.concatenate(parts))
 
@@ -86,13 +96,17 @@ class GaussianMixture:
 
 
 def scores(answer: Any, y: Tensor, levels: Sequence[float] = metrics.LEVELS) -> dict[str, float]:
-    """NLL, CRPS, RMSE, calibration error, coverage and mean width in per cent by level, of a Predictive or a peer's answer."""
+    """NLL, CRPS, RMSE, calibration error, coverage and mean width in per cent by level, of a
+    Predictive or a peer's answer.
+    """
     y = y.double().flatten()
     crps = answer.crps(y).mean() if isinstance(answer, GaussianMixture) else metrics.crps(answer, y)
     found = {"nll": metrics.nll(answer, y), "crps": crps, "rmse": metrics.rmse(answer, y)}
     found["calibration"] = metrics.calibration_error(answer, y)
     for level in levels:
         ends = answer.interval(level).double()
-        found[f"cover{round(100 * level)}"] = 100 * ((y >= ends[:, 0]) & (y <= ends[:, 1])).double().mean()
+        found[f"cover{round(100 * level)}"] = (
+            100 * ((y >= ends[:, 0]) & (y <= ends[:, 1])).double().mean()
+        )
         found[f"width{round(100 * level)}"] = (ends[:, 1] - ends[:, 0]).mean()
     return {name: float(value) for name, value in found.items()}

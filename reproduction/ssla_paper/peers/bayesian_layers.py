@@ -1,4 +1,6 @@
-"""Mean-field variational inference by bayesian-torch's layers: no compilation, so many small sets take little time."""
+"""Mean-field variational inference by bayesian-torch's layers: no compilation, so many small
+sets take little time.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ def layered_mean_field(
 ) -> GaussianMixture:
     """p(y|new) as a mixture over draws from q; x (n, d), y (n,), new (N, d), standardised.
 
-    Weights have the prior N(0, 1/inputs of the layer), biases N(0, 1); σ is a parameter. The bound is n·E log p(y|f) − KL, the KL
-    being a sum over weights: the layers' own is a mean for each tensor, as if there were one weight. Adam's rate falls from
-    0.01 to 0.0001. Torch's global random state is restored.
+    Weights have the prior N(0, 1/inputs of the layer), biases N(0, 1); σ is a parameter. The bound
+    is n·E log p(y|f) − KL, the KL being a sum over weights: the layers' own is a mean for each
+    tensor, as if there were one weight. Adam's rate falls from 0.01 to 0.0001. Torch's global
+    random state is restored.
     """
     layers = library("bayesian_torch.layers", INSTALL)
     x, y, new = x.float(), y.float().flatten(), new.float()
@@ -41,8 +44,12 @@ def layered_mean_field(
         torch.manual_seed(seed)  # the layers draw from the global state
         stack = [_layer(layers, a, b) for a, b in pairwise((x.shape[1], *hidden, 1))]
         log_noise = torch.zeros((), requires_grad=True)
-        optimiser = torch.optim.Adam([*(p for layer in stack for p in layer.parameters()), log_noise], lr=RATE)
-        falling = torch.optim.lr_scheduler.ExponentialLR(optimiser, (LAST_RATE / RATE) ** (1 / steps))
+        optimiser = torch.optim.Adam(
+            [*(p for layer in stack for p in layer.parameters()), log_noise], lr=RATE
+        )
+        falling = torch.optim.lr_scheduler.ExponentialLR(
+            optimiser, (LAST_RATE / RATE) ** (1 / steps)
+        )
         order, place = torch.randperm(len(x)), 0
         for _ in range(steps):
             if place >= len(x):
@@ -82,7 +89,10 @@ def divergence(stack: Sequence[Any]) -> Tensor:
     total = torch.zeros(())
     for layer in stack:
         for part in ("weight", "bias"):
-            mean, spread = getattr(layer, f"mu_{part}"), nn.functional.softplus(getattr(layer, f"rho_{part}"))
+            mean, spread = (
+                getattr(layer, f"mu_{part}"),
+                nn.functional.softplus(getattr(layer, f"rho_{part}")),
+            )
             prior = getattr(layer, f"prior_{part}_mu"), getattr(layer, f"prior_{part}_sigma")
             total = total + mean.numel() * layer.kl_div(mean, spread, *prior)
     return total

@@ -38,16 +38,20 @@ def split_conformal(
     new: np.ndarray,
     levels: Sequence[float] = (0.95, 0.75, 0.5),
 ) -> dict[float, np.ndarray]:
-    """Intervals f(new) ± q by level, each (N, 2), infinite if there are too few rows; x, y must not be training rows.
+    """Intervals f(new) ± q by level, each (N, 2), infinite if there are too few rows; x, y must not
+    be training rows.
 
-    q is the ⌈(n + 1)·level⌉-th smallest |y − f(x)|, so a row exchangeable with these is covered with at least that probability.
+    q is the ⌈(n + 1)·level⌉-th smallest |y − f(x)|, so a row exchangeable with these is covered
+    with at least that probability.
     """
     peer = library("mapie.regression", INSTALL)
     enough = [level for level in levels if math.ceil((len(y) + 1) * level - 1e-9) <= len(y)]
     found = {level: np.tile([-np.inf, np.inf], (len(new), 1)) for level in levels}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = peer.SplitConformalRegressor(_Fitted(function), confidence_level=enough or [0.5], prefit=True)
+        wrapped = peer.SplitConformalRegressor(
+            _Fitted(function), confidence_level=enough or [0.5], prefit=True
+        )
         if enough:
             wrapped.conformalize(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
             _, ends = wrapped.predict_interval(np.asarray(new, dtype=np.float64))

@@ -1,4 +1,6 @@
-"""Monte Carlo dropout: the paper's network with dropout after each hidden layer, active in predictions."""
+"""Monte Carlo dropout: the paper's network with dropout after each hidden layer, active in
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ def mc_dropout(
     seed: int = 0,
     recipe: Recipe | None = None,
 ) -> GaussianMixture:
-    """p(y|new) as a mixture over draws of the dropped units; x (n, d), y (n,), new (N, d), standardised.
+    """p(y|new) as a mixture over draws of the dropped units; x (n, d), y (n,), new (N, d),
+    standardised.
 
-    A tenth of the rows is held out (for small sets up to thirty): for early stopping, and to choose the noise σ and one of
-    several rates by the likelihood of those rows under the mixture. σ is at least that of the training residuals, because early
-    stopping selected the best epoch on the held-out rows. Torch's global random state is restored.
+    A tenth of the rows is held out (for small sets up to thirty): for early stopping, and to choose
+    the noise σ and one of several rates by the likelihood of those rows under the mixture. σ is at
+    least that of the training residuals, because early stopping selected the best epoch on the
+    held-out rows. Torch's global random state is restored.
     """
     rates = (rate,) if isinstance(rate, float | int) else tuple(rate)
     generator = torch.Generator().manual_seed(seed)
@@ -67,6 +71,9 @@ def _draws(net: nn.Sequential, x: Tensor, draws: int) -> Tensor:
 def _noise(means: Tensor, y: Tensor, least: float) -> tuple[float, float]:
     """The σ ≥ least of the highest mean log likelihood, and that."""
     choices = [least, *(s for s in NOISES if s > least)]
-    found = [(float(GaussianMixture(means, torch.full_like(means, s)).log_prob(y).mean()), s) for s in choices]
+    found = [
+        (float(GaussianMixture(means, torch.full_like(means, s)).log_prob(y).mean()), s)
+        for s in choices
+    ]
     score, noise = max(found)
     return noise, score

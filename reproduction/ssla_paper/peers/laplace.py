@@ -1,4 +1,6 @@
-"""Classical Laplace by laplace-torch: as published with the noise left at one, or with noise and prior fitted to the evidence."""
+"""Classical Laplace by laplace-torch: as published with the noise left at one, or with noise
+and prior fitted to the evidence.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ def laplace(
 ) -> GaussianMixture:
     """N(f(x), K(x) + σ²) of a network with one output; x (n, d), y (n,), new (N, d).
 
-    structure: "kron", "diag" or "full". noise None: σ and the prior's precision maximise the Laplace evidence by Adam, from
-    the training residuals and one; a number is kept, with the prior N(0, 1): the published setting is 1. fit_prior: with a
-    given noise, only the prior's precision maximises the evidence.
-    scale, new_scale: a known σ(x) > 0 at the rows, by which outputs and targets are divided first; σ is then its factor.
+    structure: "kron", "diag" or "full". noise None: σ and the prior's precision maximise the
+    Laplace evidence by Adam, from the training residuals and one; a number is kept, with the prior
+    N(0, 1): the published setting is 1. fit_prior: with a given noise, only the prior's precision
+    maximises the evidence. scale, new_scale: a known σ(x) > 0 at the rows, by which outputs and
+    targets are divided first; σ is then its factor.
     """
     peer = library("laplace", INSTALL)
     net = copy.deepcopy(model).double().eval()
@@ -54,7 +57,9 @@ def laplace(
         la.fit(loader)
         if noise is None:
             with torch.no_grad():
-                noise = _maximise_evidence(la, math.log(float((net(x) - y).square().mean().sqrt()) + 1e-6))
+                noise = _maximise_evidence(
+                    la, math.log(float((net(x) - y).square().mean().sqrt()) + 1e-6)
+                )
         elif fit_prior:
             _maximise_evidence(la, math.log(noise), noise_too=False)
         else:
@@ -94,9 +99,18 @@ class _Before(nn.Module):
 
 
 def _divided(net: nn.Module) -> nn.Sequential:
-    """f / σ with a linear last layer: laplace-torch ignores what comes after it, so the division comes before."""
-    if not isinstance(net, nn.Sequential) or not isinstance(net[-1], nn.Linear) or net[-1].out_features != 1:
-        raise TypeError("A known σ(x) with subset='last_layer' needs an nn.Sequential that ends in nn.Linear(…, 1).")
+    """f / σ with a linear last layer: laplace-torch ignores what comes after it, so the
+    division comes before.
+    """
+    if (
+        not isinstance(net, nn.Sequential)
+        or not isinstance(net[-1], nn.Linear)
+        or net[-1].out_features != 1
+    ):
+        raise TypeError(
+            "A known σ(x) with subset='last_layer' needs an nn.Sequential that ends in "
+            "nn.Linear(…, 1)."
+        )
     head = nn.Linear(net[-1].in_features + 1, 1, bias=False).double()
     with torch.no_grad():
         head.weight.copy_(torch.cat([net[-1].weight, net[-1].bias[:, None]], 1))
@@ -104,7 +118,9 @@ def _divided(net: nn.Module) -> nn.Sequential:
 
 
 def _maximise_evidence(la: object, log_noise: float, noise_too: bool = True) -> float:
-    """Adam on (log σ, log τ), or on log τ alone, as the library's documentation shows; the library keeps the result."""
+    """Adam on (log σ, log τ), or on log τ alone, as the library's documentation shows; the
+    library keeps the result.
+    """
     with torch.enable_grad():
         noise = torch.tensor(log_noise, dtype=torch.float64, requires_grad=noise_too)
         prior = torch.zeros(1, dtype=torch.float64, requires_grad=True)

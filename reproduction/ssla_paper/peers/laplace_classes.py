@@ -1,4 +1,6 @@
-"""Classical Laplace for classes by laplace-torch: last layer, Kronecker factors, the prior by the evidence, the probit link."""
+"""Classical Laplace for classes by laplace-torch: last layer, Kronecker factors, the prior by
+the evidence, the probit link.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def laplace_classes(
 ) -> Callable[[Tensor], Tensor]:
     """Fitted to x (n, d), y (n,) -> a function from new inputs (N, d) to probabilities (N, C).
 
-    precision None: of the highest evidence, by the library's own search. link: "probit" or "bridge".
+    precision None: of the highest evidence, by the library's own search. link: "probit" or
+    "bridge".
     """
     peer = library("laplace", INSTALL)
     loader: torch.utils.data.DataLoader[tuple[Tensor, ...]] = torch.utils.data.DataLoader(
@@ -34,7 +37,10 @@ def laplace_classes(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la = peer.Laplace(
-            copy.deepcopy(model).double().eval(), "classification", subset_of_weights=subset, hessian_structure=structure
+            copy.deepcopy(model).double().eval(),
+            "classification",
+            subset_of_weights=subset,
+            hessian_structure=structure,
         )
         la.fit(loader)
         if precision is None:

@@ -1,7 +1,8 @@
 """The Bayesian network that sampling and mean-field inference share, as a numpyro program.
 
-Weights w ~ N(0, s²/inputs of the layer), biases b ~ N(0, s²), both as s times standard normals, which is the better geometry for
-both. The last layer gives μ, or (μ, log σ²); with μ alone, σ ~ HalfNormal(1). Rows should be standardised.
+Weights w ~ N(0, s²/inputs of the layer), biases b ~ N(0, s²), both as s times standard normals,
+which is the better geometry for both. The last layer gives μ, or (μ, log σ²); with μ alone, σ ~
+HalfNormal(1). Rows should be standardised.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ class Program:
             x = act(x) if i < len(self.hidden) else x
         if not self.heteroscedastic:
             return x[:, 0], jax.numpy.broadcast_to(values["sigma"], x[:, 0].shape)
-        return x[:, 0], jax.numpy.exp(0.5 * jax.numpy.clip(x[:, 1], -MOST_LOG_VARIANCE, MOST_LOG_VARIANCE))
+        return x[:, 0], jax.numpy.exp(
+            0.5 * jax.numpy.clip(x[:, 1], -MOST_LOG_VARIANCE, MOST_LOG_VARIANCE)
+        )
 
     def model(self, batch_size: int | None = None) -> Callable[..., None]:
-        """The program itself: model(x, y). batch_size: rows of a random subset, weighted to the full data."""
+        """The program itself: model(x, y).
+
+        batch_size: rows of a random subset, weighted to the full data.
+        """
         numpyro, dist = library("numpyro", INSTALL), library("numpyro.distributions", INSTALL)
 
         def model(x: Any, y: Any) -> None:
@@ -75,7 +81,9 @@ class Program:
         """One Gaussian for each draw: every array of `draws` has the draws in front."""
         jax = library("jax", INSTALL)
         mean, sd = jax.vmap(lambda values: self.outputs(values, new))(dict(draws))
-        return GaussianMixture(*(torch.from_numpy(np.array(part, dtype=np.float64)) for part in (mean, sd)))
+        return GaussianMixture(
+            *(torch.from_numpy(np.array(part, dtype=np.float64)) for part in (mean, sd))
+        )
 
 
 def arrays(*tensors: Tensor) -> tuple[Any, ...]:
@@ -86,7 +94,11 @@ def arrays(*tensors: Tensor) -> tuple[Any, ...]:
 
 def _activation(name: str) -> Callable[[Any], Any]:
     jax = library("jax", INSTALL)
-    known: dict[str, Callable[[Any], Any]] = {"tanh": jax.numpy.tanh, "relu": jax.nn.relu, "silu": jax.nn.silu}
+    known: dict[str, Callable[[Any], Any]] = {
+        "tanh": jax.numpy.tanh,
+        "relu": jax.nn.relu,
+        "silu": jax.nn.silu,
+    }
     if name not in known:
         raise ValueError(unknown_name("activation", name, known))
     return known[name]

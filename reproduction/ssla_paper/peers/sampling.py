@@ -39,7 +39,8 @@ def chain(
     thin: int = 1,
     seed: int = 0,
 ) -> Chain:
-    """p(y|new) as a mixture over the draws of one chain; x (n, d), y (n,), new (N, d), standardised.
+    """p(y|new) as a mixture over the draws of one chain; x (n, d), y (n,), new (N, d),
+    standardised.
 
     Weights of a layer are exchangeable, so the diagnostics use predictions, not weights.
     """
@@ -48,8 +49,12 @@ def chain(
     inputs, targets, rows = arrays(x, y.flatten(), new)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernel = infer.NUTS(program.model(), max_tree_depth=TREE_DEPTH, init_strategy=infer.init_to_sample())
-        sampler = infer.MCMC(kernel, num_warmup=warmup, num_samples=draws, thinning=thin, progress_bar=False)
+        kernel = infer.NUTS(
+            program.model(), max_tree_depth=TREE_DEPTH, init_strategy=infer.init_to_sample()
+        )
+        sampler = infer.MCMC(
+            kernel, num_warmup=warmup, num_samples=draws, thinning=thin, progress_bar=False
+        )
         sampler.run(jax.random.PRNGKey(seed), inputs, targets)
         answer = program.mixture(sampler.get_samples(), rows)
         r_hat, effective = _diagnostics(answer.means.numpy())
@@ -58,10 +63,15 @@ def chain(
 
 
 def _diagnostics(means: np.ndarray) -> tuple[float, float]:
-    """Split R̂ and the effective number of draws of μ at each row (draws, rows), then the median."""
+    """Split R̂ and the effective number of draws of μ at each row (draws, rows), then the
+    median.
+    """
     diagnostics = library("numpyro.diagnostics", INSTALL)
     if len(means) < 4:
-        raise ValueError(f"Diagnostics need four draws or more, but there are {len(means)}. Increase draws, or decrease thin.")
+        raise ValueError(
+            f"Diagnostics need four draws or more, but there are {len(means)}. Increase draws, or "
+            "decrease thin."
+        )
     several = means[None].astype(np.float64)
     r_hat = diagnostics.split_gelman_rubin(several)
     effective = diagnostics.effective_sample_size(several)

@@ -1,4 +1,6 @@
-"""Mean-field variational inference by numpyro: independent Gaussians over the weights, the evidence bound by Adam."""
+"""Mean-field variational inference by numpyro: independent Gaussians over the weights, the
+evidence bound by Adam.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def mean_field(
 ) -> GaussianMixture:
     """p(y|new) as a mixture over draws from q; x (n, d), y (n,), new (N, d), standardised.
 
-    Adam's rate falls from 0.01 to 0.0001 in even steps. q starts at a draw from the prior (its mean is a saddle, where all units
-    are equal) with deviations of a hundredth of the prior's: larger ones hide the data at first. particles: draws in each
-    estimate of the bound.
+    Adam's rate falls from 0.01 to 0.0001 in even steps. q starts at a draw from the prior (its mean
+    is a saddle, where all units are equal) with deviations of a hundredth of the prior's: larger
+    ones hide the data at first. particles: draws in each estimate of the bound.
     """
-    jax, numpyro, infer = library("jax", INSTALL), library("numpyro", INSTALL), library("numpyro.infer", INSTALL)
+    jax, numpyro, infer = (
+        library("jax", INSTALL),
+        library("numpyro", INSTALL),
+        library("numpyro.infer", INSTALL),
+    )
     guides = library("numpyro.infer.autoguide", INSTALL)
     program = Program(x.shape[1], tuple(hidden), activation, heteroscedastic, prior_sd)
     inputs, targets, rows = arrays(x, y.flatten(), new)

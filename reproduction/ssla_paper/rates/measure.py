@@ -57,7 +57,12 @@ def one(model: str, seed: int, sizes: list[int]) -> Record:
     """Every quantity at every n, for one seed."""
     data = rows(model, max(sizes), seed)
     found = [measure(model, data[:n]) for n in sizes]
-    return {"model": model, "seed": seed, "n": sizes, **{key: [point[key] for point in found] for key in found[0]}}
+    return {
+        "model": model,
+        "seed": seed,
+        "n": sizes,
+        **{key: [point[key] for point in found] for key in found[0]},
+    }
 
 
 def measure(model: str, data: Tensor) -> dict[str, float]:
@@ -73,19 +78,25 @@ def measure(model: str, data: Tensor) -> dict[str, float]:
         found: Tensor = -jacrev(grad(total))(theta, some)
         return found
 
-    known = ssla.ExplicitModel(partial(log_prob, model), data, TRUTH[model], ssla.priors.Gaussian(1.0))
+    known = ssla.ExplicitModel(
+        partial(log_prob, model), data, TRUTH[model], ssla.priors.Gaussian(1.0)
+    )
     new = torch.tensor([[*POINTS[model], TARGETS[model]]], dtype=F64)
     hat, tilde = known.mode, known.modes(new)[0]
     parts, still = known.increments(new), known.increments(new, refit=False)
     f = output(model, hat, new[0, :-1])
     self_predicted = torch.cat([new[0, :-1], (f.exp() if model == "poisson" else f).reshape(1)])
-    at_prediction = [known.increments(self_predicted.unsqueeze(0), refit=refit).total for refit in (True, False)]
+    at_prediction = [
+        known.increments(self_predicted.unsqueeze(0), refit=refit).total for refit in (True, False)
+    ]
 
     J = curvature(hat, data)
     augmented = torch.cat([data, new])
     J_hat, J_tilde = (curvature(theta, augmented) for theta in (hat, tilde))
     step = tilde - hat
-    newton = torch.linalg.solve(J_hat + torch.eye(len(hat), dtype=F64), grad(own)(hat, new[0]))  # the unit prior's precision
+    newton = torch.linalg.solve(
+        J_hat + torch.eye(len(hat), dtype=F64), grad(own)(hat, new[0])
+    )  # the unit prior's precision
     gradients = vmap(grad(own), in_dims=(None, 0))(hat, data)
     own_gradient = grad(own)(hat, self_predicted)
     G = gradients.sum(0) + own_gradient
@@ -104,7 +115,8 @@ def measure(model: str, data: Tensor) -> dict[str, float]:
         "curvature": float(parts.curvature.abs()),
         "gap": float((parts.total - still.total).abs()),
         "gap_at_prediction": float((at_prediction[0] - at_prediction[1]).abs()),
-        "outer": float(G @ G) / float(curvature(hat, torch.cat([data, self_predicted.unsqueeze(0)])).trace()),
+        "outer": float(G @ G)
+        / float(curvature(hat, torch.cat([data, self_predicted.unsqueeze(0)])).trace()),
         "rows_outer": float(gradients.square().sum() / J.trace()),
         "own_outer": float(own_gradient.square().sum()),
         "own_fisher": fisher * float(Jx.square().sum()),

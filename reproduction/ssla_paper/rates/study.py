@@ -20,7 +20,9 @@ CLOSE = 0.1  # a slope within this distance of a power of n counts as that power
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity, its place in the paper, the power of n that the paper states and the correct one."""
+    """A quantity, its place in the paper, the power of n that the paper states and the correct
+    one.
+    """
 
     key: str
     words: str
@@ -32,14 +34,37 @@ class Quantity:
 
 QUANTITIES = (
     Quantity("step", "‖θ̃ − θ̂‖", "Lemma 1", "−1", "−1", -1),
-    Quantity("smallest", "smallest eigenvalue of J", "proof of Lemma 1", "1, by (A2)", "1 if inputs keep varying", 1),
+    Quantity(
+        "smallest",
+        "smallest eigenvalue of J",
+        "proof of Lemma 1",
+        "1, by (A2)",
+        "1 if inputs keep varying",
+        1,
+    ),
     Quantity("gain", "ℓ̃(θ̃) − ℓ̃(θ̂) with log π", "Theorem 1", "−1", "−1", -1),
     Quantity("loss", "ℓ(θ̂) − ℓ(θ̃) with log π", "proof of Theorem 1", "−2", "−1: ℓ″ is O(n)", -1),
     Quantity("bend", "‖J̃(θ̃) − J̃(θ̂)‖/n", "Corollary 1", "−1", "−1, or no change", -1),
-    Quantity("prior", "log π(θ̃) − log π(θ̂)", "Corollary 1", "−1, below leading order", "−1, leading order", -1),
-    Quantity("curvature", "½ log det J̃(θ̃) − ½ log det J(θ̂)", "equation of ASSLA", "leading order", "−1", -1),
+    Quantity(
+        "prior",
+        "log π(θ̃) − log π(θ̂)",
+        "Corollary 1",
+        "−1, below leading order",
+        "−1, leading order",
+        -1,
+    ),
+    Quantity(
+        "curvature",
+        "½ log det J̃(θ̃) − ½ log det J(θ̂)",
+        "equation of ASSLA",
+        "leading order",
+        "−1",
+        -1,
+    ),
     Quantity("gap", "log SSLA − log ASSLA, off ŷ", "Theorem 1, Corollary 1", "−1", "−1", -1),
-    Quantity("outer", "tr G̃ᵀG̃ / tr(−ℓ̃″) at ŷ, G̃ = ∇ℓ̃(θ̂)", "Corollary 2", "0", "−1: rank one, O(1)", -1),
+    Quantity(
+        "outer", "tr G̃ᵀG̃ / tr(−ℓ̃″) at ŷ, G̃ = ∇ℓ̃(θ̂)", "Corollary 2", "0", "−1: rank one, O(1)", -1
+    ),
 )
 
 
@@ -51,7 +76,11 @@ class Slope:
     error: float
 
     def __str__(self) -> str:
-        return "none: exactly 0" if self.mean is None else f"{self.mean:.3f} ± {self.error:.3f}".replace("-", "−")
+        return (
+            "none: exactly 0"
+            if self.mean is None
+            else f"{self.mean:.3f} ± {self.error:.3f}".replace("-", "−")
+        )
 
     def near(self, power: float) -> bool:
         return self.mean is None or abs(self.mean - power) < CLOSE
@@ -66,7 +95,9 @@ def slope(records: list[Record], key: str) -> Slope:
 
 
 def _line(n: list[int], values: list[float]) -> float:
-    return statistics.linear_regression([math.log(a) for a in n], [math.log(abs(b)) for b in values]).slope
+    return statistics.linear_regression(
+        [math.log(a) for a in n], [math.log(abs(b)) for b in values]
+    ).slope
 
 
 @dataclass(frozen=True)
@@ -77,21 +108,40 @@ class Rates:
     def tasks(self, quick: bool) -> list[Task]:
         sizes, seeds = (list(SIZES[:5]), 3) if quick else (list(SIZES), SEEDS)
         return [
-            Task(f"{'bounded' if model == BOUNDED else model}-{seed}", one, {"model": model, "seed": seed, "sizes": sizes})
+            Task(
+                f"{'bounded' if model == BOUNDED else model}-{seed}",
+                one,
+                {"model": model, "seed": seed, "sizes": sizes},
+            )
             for model in (*MODELS, BOUNDED)
             for seed in range(seeds)
         ]
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
-        by_model = {model: [r for r in records.values() if r["model"] == model] for model in (*MODELS, BOUNDED)}
-        slopes = {(q.key, model): slope(runs, q.key) for model, runs in by_model.items() for q in QUANTITIES}
+        by_model = {
+            model: [r for r in records.values() if r["model"] == model]
+            for model in (*MODELS, BOUNDED)
+        }
+        slopes = {
+            (q.key, model): slope(runs, q.key)
+            for model, runs in by_model.items()
+            for q in QUANTITIES
+        }
         first = by_model["linear"][0]
         rows_: list[list[Cell]] = [
-            [q.words, q.where, q.published, q.corrected, *(str(slopes[q.key, model]) for model in by_model)] for q in QUANTITIES
+            [
+                q.words,
+                q.where,
+                q.published,
+                q.corrected,
+                *(str(slopes[q.key, model]) for model in by_model),
+            ]
+            for q in QUANTITIES
         ]
         caption = (
-            f"Powers of n: slopes of log |quantity| on log n, n = {first['n'][0]:,} to {first['n'][-1]:,}, mean ± standard error "
-            f"over {len(by_model['linear'])} seeds. The last model satisfies (A1) to (A3) with a bounded J."
+            f"Powers of n: slopes of log |quantity| on log n, n = {first['n'][0]:,} to "
+            f"{first['n'][-1]:,}, mean ± standard error over {len(by_model['linear'])} seeds. The "
+            "last model satisfies (A1) to (A3) with a bounded J."
         )
         columns = ["quantity", "in", "published power", "corrected", *by_model]
         Table("rates", caption, columns, rows_, {}).write(folder)
@@ -123,11 +173,19 @@ def _signs(by_model: dict[str, list[Record]]) -> Table:
         "tr Σ gᵢgᵢᵀ / tr J",
     ]
     caption = (
-        "The step θ̃ − θ̂ in units of J̃⁻¹∇log p (published: −1); at y = ŷ, the largest difference between SSLA and ASSLA, and the "
-        "trace of the new row's curvature by the outer product of its gradient and by the generalised Gauss–Newton; the outer "
-        "products of all rows against J at the largest n."
+        "The step θ̃ − θ̂ in units of J̃⁻¹∇log p (published: −1); at y = ŷ, the largest difference "
+        "between SSLA and ASSLA, and the trace of the new row's curvature by the outer product of "
+        "its gradient and by the generalised Gauss–Newton; the outer products of all rows against "
+        "J at the largest n."
     )
-    formats = {columns[1]: ".3f", columns[2]: ".3f", columns[3]: ".1e", columns[4]: ".1e", columns[5]: ".2f", columns[6]: ".3f"}
+    formats = {
+        columns[1]: ".3f",
+        columns[2]: ".3f",
+        columns[3]: ".1e",
+        columns[4]: ".1e",
+        columns[5]: ".2f",
+        columns[6]: ".3f",
+    }
     return Table("rates-signs", caption, columns, rows_, formats)
 
 
@@ -138,13 +196,17 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
     def all_near(key: str, power: float) -> bool:
         return all(slopes[key, model].near(power) for model in MODELS)
 
-    def holds(statement: str, published: str, key: str, power: float = -1, reason: str = "") -> Claim:
+    def holds(
+        statement: str, published: str, key: str, power: float = -1, reason: str = ""
+    ) -> Claim:
         return Claim(statement, published, found(key), all_near(key, power), reason)
 
     along = [end for model in by_model for end in _ends(by_model[model], "along")]
     bounded_step, bounded_J = slopes["step", BOUNDED], slopes["smallest", BOUNDED]
     ratios = [
-        statistics.mean(p / c for p, c in zip(run["prior"], run["curvature"], strict=True)) for m in MODELS for run in by_model[m]
+        statistics.mean(p / c for p, c in zip(run["prior"], run["curvature"], strict=True))
+        for m in MODELS
+        for run in by_model[m]
     ]
     own = max(_ends(by_model[model], "own_outer")[1] for model in MODELS)
     return [
@@ -170,26 +232,36 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "power −2",
             "loss",
             -2,
-            "The second derivative of ℓ is a sum over n: O(n) · O(1/n)² = O(1/n). The rate of the theorem does not change, since "
-            "its other term is O(1/n) as well. (Measured with log π in ℓ, so that θ̂ is its mode and the first order vanishes.)",
+            "The second derivative of ℓ is a sum over n: O(n) · O(1/n)² = O(1/n). The rate of the "
+            "theorem does not change, since its other term is O(1/n) as well. (Measured with log "
+            "π in ℓ, so that θ̂ is its mode and the first order vanishes.)",
         ),
-        holds("Corollary 1: J̃(θ̃)/n = J̃(θ̂)/n + O(1/n)", "power −1", "bend", -1, "For the line J does not depend on θ at all."),
+        holds(
+            "Corollary 1: J̃(θ̃)/n = J̃(θ̂)/n + O(1/n)",
+            "power −1",
+            "bend",
+            -1,
+            "For the line J does not depend on θ at all.",
+        ),
         holds("Corollary 1: π(θ̃) = π(θ̂) + O(1/n)", "power −1", "prior"),
         Claim(
-            "The prior increment is of higher order than the curvature increment, so ASSLA may drop the one and keep the other",
+            "The prior increment is of higher order than the curvature increment, so ASSLA may "
+            "drop the one and keep the other",
             "subleading",
             f"both have power −1; their ratio lies between {min(ratios):.2f} and {max(ratios):.2f}",
             not (all_near("prior", -1) and all_near("curvature", -1)),
-            "Prior, curvature and the refit's gain are all O(1/n), the order of the whole difference between a predictive and "
-            "the plug-in: of three terms of the same order ASSLA keeps one.",
+            "Prior, curvature and the refit's gain are all O(1/n), the order of the whole "
+            "difference between a predictive and the plug-in: of three terms of the same order "
+            "ASSLA keeps one.",
         ),
         Claim(
             "Corollary 2: J̃ ≈ G̃ᵀG̃/n with G̃ from ℓ̃ at θ̂",
             "equal to leading order",
             f"at ŷ tr G̃ᵀG̃ / tr(−ℓ̃″) has {found('outer')}; the new row's own part is {own:g}",
             all_near("outer", 0),
-            "G̃ is zero at θ̂ except for the gradient of the prior, and the new row's gradient is zero at ŷ. Curvature needs the "
-            "generalised Gauss–Newton, or for the data rows the sum of their own outer products.",
+            "G̃ is zero at θ̂ except for the gradient of the prior, and the new row's gradient is "
+            "zero at ŷ. Curvature needs the generalised Gauss–Newton, or for the data rows the "
+            "sum of their own outer products.",
         ),
         holds("SSLA and ASSLA differ by O(1/n), off the prediction", "power −1", "gap"),
     ]
@@ -199,16 +271,30 @@ def picture(by_model: dict[str, list[Record]]) -> Any:
     """Every quantity against n, geometric mean over seeds, between lines of power −1 and −2."""
     import matplotlib.pyplot as plt
 
-    shown = {"step": "o", "gain": "s", "loss": "^", "bend": "D", "prior": "v", "curvature": "P", "gap": "X", "outer": "*"}
+    shown = {
+        "step": "o",
+        "gain": "s",
+        "loss": "^",
+        "bend": "D",
+        "prior": "v",
+        "curvature": "P",
+        "gap": "X",
+        "outer": "*",
+    }
     words = {q.key: q.words for q in QUANTITIES}
-    figure, axes = plt.subplots(1, len(by_model), figsize=(4.1 * len(by_model), 4.4), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(by_model), figsize=(4.1 * len(by_model), 4.4), sharey=True, constrained_layout=True
+    )
     colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     for ax, (model, runs) in zip(axes, by_model.items(), strict=True):
         n = runs[0]["n"]
         for color, (key, mark) in zip(colors, shown.items(), strict=False):
             if any(value == 0 for run in runs for value in run[key]):
                 continue
-            means = [math.exp(statistics.mean(math.log(run[key][i]) for run in runs)) for i in range(len(n))]
+            means = [
+                math.exp(statistics.mean(math.log(run[key][i]) for run in runs))
+                for i in range(len(n))
+            ]
             ax.plot(n, means, marker=mark, ms=5, lw=1, color=color, label=words[key], alpha=0.85)
         for power, style in ((-1, "--"), (-2, ":")):
             ax.plot(

@@ -1,7 +1,9 @@
-"""Ablations, one setting changed at a time: curvature, structure, selected weights, refit, prior, mode.
+"""Ablations, one setting changed at a time: curvature, structure, selected weights, refit, prior,
+mode.
 
-The base is a dense last layer, polished, the prior by the evidence, the output refit. Classes: the digits 0–4. Regression: the
-toy with (μ, log σ²), and a table with Gaussian noise, tested on inputs like the training inputs.
+The base is a dense last layer, polished, the prior by the evidence, the output refit. Classes: the
+digits 0–4. Regression: the toy with (μ, log σ²), and a table with Gaussian noise, tested on inputs
+like the training inputs.
 """
 
 from __future__ import annotations
@@ -51,12 +53,18 @@ def variants() -> list[Variant]:
         Variant("refit", "output (default)"),
         Variant("refit", "weights (SSLA)", "weights"),
     ]
-    found += [Variant("curvature", f"none, {kind}", ssla.NoRefit(kind)) for kind in ("observed", "fisher", "empirical")]
+    found += [
+        Variant("curvature", f"none, {kind}", ssla.NoRefit(kind))
+        for kind in ("observed", "fisher", "empirical")
+    ]
     found += [Variant("curvature", "weights, fisher", ssla.WeightRefit(curvature="fisher"))]
     found += [Variant("structure", "dense (default)")]
     found += [Variant("structure", kind, structure=kind) for kind in ("kfac", "diag", "low_rank")]
     found += [Variant("weights", "last layer, kfac", structure="kfac")]
-    found += [Variant("weights", f"all, {kind}", structure=kind, weights="all") for kind in ("kfac", "diag", "low_rank")]
+    found += [
+        Variant("weights", f"all, {kind}", structure=kind, weights="all")
+        for kind in ("kfac", "diag", "low_rank")
+    ]
     found += [Variant("prior", f"{precision:g}", tuned=precision) for precision in PRECISIONS]
     found += [Variant("prior", "evidence (default)"), Variant("prior", HELD_OUT, tuned=HELD_OUT)]
     return [*found, Variant("mode", "polish (default)"), Variant("mode", "tilt", mode="tilt")]
@@ -112,16 +120,33 @@ class Case:
         if bad > 0:
             found = dict.fromkeys(found)
         mass = float(predictive.mass.double().median())
-        return {"factor": variant.factor, "level": variant.level, **found, "mass": mass, "no_density": bad, "predict": took}
+        return {
+            "factor": variant.factor,
+            "level": variant.level,
+            **found,
+            "mass": mass,
+            "no_density": bad,
+            "predict": took,
+        }
 
 
-def one(dataset: str, seed: int, size: float = 1.0, epochs: int = 200, skip: Sequence[str] = ()) -> Record:
+def one(
+    dataset: str, seed: int, size: float = 1.0, epochs: int = 200, skip: Sequence[str] = ()
+) -> Record:
     """Every variant on one case."""
-    case = _classes(dataset, seed, size, epochs) if dataset in data.SIZES else _regression(dataset, seed, size, epochs)
+    case = (
+        _classes(dataset, seed, size, epochs)
+        if dataset in data.SIZES
+        else _regression(dataset, seed, size, epochs)
+    )
     chosen = [variant for variant in variants() if variant.factor not in skip]
     if dataset not in data.SIZES:  # the pipeline's noise already comes from the held-out rows
         chosen = [variant for variant in chosen if variant.tuned != HELD_OUT]
-    return {"dataset": dataset, "seed": seed, "variants": [case.record(variant) for variant in chosen]}
+    return {
+        "dataset": dataset,
+        "seed": seed,
+        "variants": [case.record(variant) for variant in chosen],
+    }
 
 
 def _classes(dataset: str, seed: int, size: float, epochs: int) -> Case:
@@ -131,7 +156,15 @@ def _classes(dataset: str, seed: int, size: float, epochs: int) -> Case:
     def scored(predictive: Any) -> Record:
         return {**class_scores(predictive.probs.double(), found.target[:REFITTED])}
 
-    return Case(methods.modules[0], found.x, found.y, methods.held_out[0], Categorical(), found.new[:REFITTED], scored)
+    return Case(
+        methods.modules[0],
+        found.x,
+        found.y,
+        methods.held_out[0],
+        Categorical(),
+        found.new[:REFITTED],
+        scored,
+    )
 
 
 def _regression(dataset: str, seed: int, size: float, epochs: int) -> Case:
@@ -150,4 +183,12 @@ def _regression(dataset: str, seed: int, size: float, epochs: int) -> Case:
 
     y = whole.target(found.y[:, None])[:, 0]
     likelihood = whole.components[0].posterior.likelihood
-    return Case(whole.modules[0], whole.inputs(found.x), y, none, likelihood, whole.inputs(found.new[inside]), scored)
+    return Case(
+        whole.modules[0],
+        whole.inputs(found.x),
+        y,
+        none,
+        likelihood,
+        whole.inputs(found.new[inside]),
+        scored,
+    )

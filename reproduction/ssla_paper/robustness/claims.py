@@ -21,7 +21,8 @@ def claims(results: Results) -> list[Claim]:
             NOT_SHOWN,
             "nothing to compare with; the tables here are new",
             False,
-            "All experiments of the paper are regressions, where Brier score and ECE of classes have no meaning.",
+            "All experiments of the paper are regressions, where Brier score and ECE of classes "
+            "have no meaning.",
         ),
         *_by_dataset(results),
         _at_the_mode(results),
@@ -43,7 +44,9 @@ def _value(results: Results, dataset: str, method: str, score: str) -> float | N
     return mean(values) if values else None
 
 
-def _best(value: Callable[[str], float | None], methods: tuple[str, ...], lower: bool = True) -> tuple[str, float]:
+def _best(
+    value: Callable[[str], float | None], methods: tuple[str, ...], lower: bool = True
+) -> tuple[str, float]:
     known = {m: v for m in methods if (v := value(m)) is not None}
     best = (min if lower else max)(known, key=lambda m: known[m])
     return best, known[best]
@@ -53,31 +56,46 @@ def _by_dataset(results: Results) -> list[Claim]:
     datasets = results.datasets()
     worst = {}
     for dataset in datasets:
-        _, best = _best(lambda m, d=dataset: _value(results, d, m, "accuracy"), BASELINES, lower=False)  # type: ignore[misc]
+        _, best = _best(
+            lambda m, d=dataset: _value(results, d, m, "accuracy"),  # type: ignore[misc]
+            BASELINES,
+            lower=False,
+        )
         worst[dataset] = (_value(results, dataset, "default", "accuracy") or 0.0) - best
     low = min(worst, key=lambda d: worst[d])
     found = [
         Claim(
-            "Accuracy matches or exceeds that of the baselines (within a point of the best of five, on every set)",
+            "Accuracy matches or exceeds that of the baselines (within a point of the best of "
+            "five, on every set)",
             NOT_SHOWN,
             f"at worst {100 * worst[low]:+.1f} points, on {low}",
             worst[low] >= -CLOSE_ACCURACY - 1e-9,
             kind=OURS,
         )
     ]
-    for method, label, kind in (("default", "our default", OURS), ("none", "ASSLA", PAPER), ("weights", "SSLA", PAPER)):
+    for method, label, kind in (
+        ("default", "our default", OURS),
+        ("none", "ASSLA", PAPER),
+        ("weights", "SSLA", PAPER),
+    ):
         known = [d for d in datasets if results.scores(d, method, "nll")]
         for score in ("ece", "nll"):
             wins, findings = 0, []
             for dataset in known:
-                name, best = _best(lambda m, d=dataset, s=score: _value(results, d, m, s), BASELINES)  # type: ignore[misc]
+                name, best = _best(
+                    lambda m, d=dataset, s=score: _value(results, d, m, s),  # type: ignore[misc]
+                    BASELINES,
+                )
                 ours = _value(results, dataset, method, score)
                 assert ours is not None
                 wins += ours < best
                 findings.append(f"{dataset} {ours:.3f} against {best:.3f} ({NAMES[name]})")
             if known:
                 reason = "" if wins == len(known) else _why(results, method, score)
-                statement = f"Uncertainties are better calibrated than every baseline's: {score.upper()} of {label}"
+                statement = (
+                    f"Uncertainties are better calibrated than every baseline's: {score.upper()} "
+                    f"of {label}"
+                )
                 found.append(
                     Claim(
                         statement,
@@ -88,10 +106,15 @@ def _by_dataset(results: Results) -> list[Claim]:
                         kind=kind,
                     )
                 )
-    wins = sum((_value(results, d, "default5", "nll") or 9e9) < (_value(results, d, "ensemble", "nll") or 0.0) for d in datasets)
+    wins = sum(
+        (_value(results, d, "default5", "nll") or 9e9)
+        < (_value(results, d, "ensemble", "nll") or 0.0)
+        for d in datasets
+    )
     found.append(
         Claim(
-            "Our default on five networks has a lower NLL than the deep ensemble of the same five, on every set",
+            "Our default on five networks has a lower NLL than the deep ensemble of the same "
+            "five, on every set",
             "not stated",
             f"on {wins} of {len(datasets)}",
             wins == len(datasets),
@@ -110,7 +133,11 @@ def _why(results: Results, method: str, score: str) -> str:
     if method == "none":
         return "It is the plug-in of the polished network."
     known = [d for d in results.datasets() if results.scores(d, method, score)]
-    plain, words = ("none", "the plug-in of its own polished network") if method == "weights" else ("plug_in", "its own network")
+    plain, words = (
+        ("none", "the plug-in of its own polished network")
+        if method == "weights"
+        else ("plug_in", "its own network")
+    )
     plain, words = ("ensemble", "the ensemble") if method == "default5" else (plain, words)
     lost = [d for d in known if _above(results, d, method, plain, score)]
     return f"Against {words} it is worse on {', '.join(lost) or 'none'} of these."
@@ -118,28 +145,41 @@ def _why(results: Results, method: str, score: str) -> str:
 
 def _at_the_mode(results: Results) -> Claim:
     """Why the default is not the Gaussian at the mode."""
-    nll = {d: [_value(results, d, m, "nll") or 0.0 for m in ("default", "output", "plug_in")] for d in results.datasets()}
+    nll = {
+        d: [_value(results, d, m, "nll") or 0.0 for m in ("default", "output", "plug_in")]
+        for d in results.datasets()
+    }
     even = [d for d in results.datasets() if _above(results, d, "output", "none", "ece")]
     findings = [
-        "A saturated softmax has almost no curvature at the mode, so the linearised K is wide and the probabilities are "
-        f"underconfident: ECE is above that of its own network's plug-in on {', '.join(even) or 'no set'}."
+        "A saturated softmax has almost no curvature at the mode, so the linearised K is wide and "
+        "the probabilities are underconfident: ECE is above that of its own network's plug-in on "
+        f"{', '.join(even) or 'no set'}."
     ]
-    ece = {d: {m: _value(results, d, m, "ece") for m in ("plug_in", "laplace", "output", "weights")} for d in results.datasets()}
+    ece = {
+        d: {m: _value(results, d, m, "ece") for m in ("plug_in", "laplace", "output", "weights")}
+        for d in results.datasets()
+    }
     peers = [(one["laplace"], one["plug_in"]) for one in ece.values() if one["laplace"] is not None]
     if peers:
         worse = sum(la > plain for la, plain in peers if la is not None and plain is not None)
-        findings.append(f"laplace-torch's ECE is above its network's own on {worse} of {len(peers)} sets.")
+        findings.append(
+            f"laplace-torch's ECE is above its network's own on {worse} of {len(peers)} sets."
+        )
     refitted = [one for one in ece.values() if one["weights"] is not None]
     if refitted:
-        before, after, plain = (mean([one[m] for one in refitted]) or 0.0 for m in ("output", "weights", "plug_in"))
+        before, after, plain = (
+            mean([one[m] for one in refitted]) or 0.0 for m in ("output", "weights", "plug_in")
+        )
         findings.append(
-            f"A real refit (SSLA) reduces the ECE from {before:.3f} to {after:.3f} on average over the {len(refitted)} sets that "
-            f"have one (plug-in {plain:.3f})."
+            f"A real refit (SSLA) reduces the ECE from {before:.3f} to {after:.3f} on average over "
+            f"the {len(refitted)} sets that have one (plug-in {plain:.3f})."
         )
     return Claim(
-        "Our default has a lower NLL than the Gaussian at the mode with the prior by the evidence, on every set",
+        "Our default has a lower NLL than the Gaussian at the mode with the prior by the "
+        "evidence, on every set",
         "not stated",
-        "default / at the mode / plug-in: " + "; ".join(f"{d} {_three(values)}" for d, values in nll.items()),
+        "default / at the mode / plug-in: "
+        + "; ".join(f"{d} {_three(values)}" for d, values in nll.items()),
         all(values[0] < values[1] for values in nll.values()),
         " ".join(findings),
     )
@@ -155,35 +195,49 @@ def _price(results: Results) -> Claim | None:
         return mean([_value(results, d, method, score) for d in datasets]) or 0.0
 
     def told_apart(method: str) -> float:
-        return mean([mean(results.aurocs(d, p, method)) for d in datasets for p in results.places(d)]) or 0.0
+        return (
+            mean([mean(results.aurocs(d, p, method)) for d in datasets for p in results.places(d)])
+            or 0.0
+        )
 
     by = ("output", "validated", "plug_in")
-    nll, ece, auroc = [average(m, "nll") for m in by], [average(m, "ece") for m in by], [told_apart(m) for m in by]
+    nll, ece, auroc = (
+        [average(m, "nll") for m in by],
+        [average(m, "ece") for m in by],
+        [told_apart(m) for m in by],
+    )
     return Claim(
-        "The epistemic uncertainty of the Gaussian at the mode costs likelihood in distribution and detects out-of-distribution "
-        "inputs: the prior by held-out rows, which almost removes it, undoes both",
+        "The epistemic uncertainty of the Gaussian at the mode costs likelihood in distribution "
+        "and detects out-of-distribution inputs: the prior by held-out rows, which almost removes "
+        "it, undoes both",
         "not stated",
-        f"means over {len(datasets)} sets, evidence / held-out rows / plug-in: NLL {_three(nll)}; ECE {_three(ece)}; AUROC by "
-        f"entropy {_three(auroc)}",
+        f"means over {len(datasets)} sets, evidence / held-out rows / plug-in: NLL {_three(nll)}; "
+        f"ECE {_three(ece)}; AUROC by entropy {_three(auroc)}",
         nll[1] < nll[0] and auroc[1] < auroc[0],
     )
 
 
 def _both(results: Results) -> Claim | None:
-    """Real refits: as confident as the plug-in in distribution, as uncertain as our default outside."""
+    """Real refits: as confident as the plug-in in distribution, as uncertain as our default
+    outside.
+    """
     datasets = [d for d in results.datasets() if results.scores(d, "weights", "nll")]
     pairs = [(d, p) for d in datasets for p in results.places(d) if results.aurocs(d, p, "weights")]
     if not pairs:
         return None
     by = ("weights", "default", "none")
-    nll, ece = ([mean([_value(results, d, m, score) for d in datasets]) or 0.0 for m in by] for score in ("nll", "ece"))
+    nll, ece = (
+        [mean([_value(results, d, m, score) for d in datasets]) or 0.0 for m in by]
+        for score in ("nll", "ece")
+    )
     auroc = [mean([mean(results.aurocs(*pair, m)) for pair in pairs]) or 0.0 for m in by]
     return Claim(
-        "SSLA is as well calibrated as the plug-in of its network (ECE within 0.01) and detects out-of-distribution inputs as "
-        "well as our default (AUROC within 0.02)",
+        "SSLA is as well calibrated as the plug-in of its network (ECE within 0.01) and detects "
+        "out-of-distribution inputs as well as our default (AUROC within 0.02)",
         "not stated",
-        f"SSLA / our default / plug-in of the polished network: NLL {_three(nll)}, ECE {_three(ece)} over {len(datasets)} sets; "
-        f"AUROC {_three(auroc)} over {len(pairs)} kinds of inputs",
+        f"SSLA / our default / plug-in of the polished network: NLL {_three(nll)}, ECE "
+        f"{_three(ece)} over {len(datasets)} sets; AUROC {_three(auroc)} over {len(pairs)} kinds "
+        "of inputs",
         ece[0] <= ece[2] + CLOSE_ECE and auroc[0] >= auroc[1] - CLOSE_AUROC,
     )
 
@@ -207,10 +261,12 @@ def _outside(results: Results) -> Claim:
         for m in ("weights", "none", "default", "output")
     )
     return Claim(
-        "Out-of-distribution inputs are detected about as well as by the best baseline (mean AUROC by entropy within 0.02)",
+        "Out-of-distribution inputs are detected about as well as by the best baseline (mean "
+        "AUROC by entropy within 0.02)",
         NOT_SHOWN,
-        f"our default {ours:.3f} (on five networks {five:.3f}) against {best:.3f} ({NAMES[name]}), plug-in "
-        f"{average('plug_in') or 0.0:.3f}" + (f"; on the {len(few)} on which SSLA was run: {refitted}" if few else ""),
+        f"our default {ours:.3f} (on five networks {five:.3f}) against {best:.3f} ({NAMES[name]}), "
+        f"plug-in {average('plug_in') or 0.0:.3f}"
+        + (f"; on the {len(few)} on which SSLA was run: {refitted}" if few else ""),
         ours >= best - CLOSE_AUROC,
         kind=OURS,
     )
@@ -222,14 +278,21 @@ def _shift(results: Results) -> Claim:
         last = unique(d for r in results.shift for d in r[kind])[-1]
 
         def value(method: str, kind: str = kind, last: str = last) -> float | None:
-            return mean([r[kind][last][method]["nll"] for r in results.shift if method in r[kind][last]] or [None])
+            return mean(
+                [r[kind][last][method]["nll"] for r in results.shift if method in r[kind][last]]
+                or [None]
+            )
 
         name, best = _best(value, BASELINES)
         ours = value("default") or 0.0
         good &= ours <= best
-        findings.append(f"{kind} {last}: {ours:.2f} against {best:.2f} ({NAMES[name]}), plug-in {value('plug_in') or 0.0:.2f}")
+        findings.append(
+            f"{kind} {last}: {ours:.2f} against {best:.2f} ({NAMES[name]}), plug-in "
+            f"{value('plug_in') or 0.0:.2f}"
+        )
     return Claim(
-        "Robust under shift (our reading: at its strongest our default's NLL is no worse than any baseline's)",
+        "Robust under shift (our reading: at its strongest our default's NLL is no worse than any "
+        "baseline's)",
         NOT_SHOWN,
         "; ".join(findings),
         good,
@@ -241,7 +304,9 @@ def _labels(results: Results) -> Claim:
     findings, good = [], True
     for dataset in unique(r["dataset"] for r in results.labels):
         most = max(r["share"] for r in results.labels if r["dataset"] == dataset)
-        runs = [r["methods"] for r in results.labels if r["dataset"] == dataset and r["share"] == most]
+        runs = [
+            r["methods"] for r in results.labels if r["dataset"] == dataset and r["share"] == most
+        ]
 
         def value(method: str, runs: list[dict[str, dict[str, float]]] = runs) -> float | None:
             return mean([run[method]["nll"] for run in runs if method in run] or [None])
@@ -250,7 +315,8 @@ def _labels(results: Results) -> Claim:
         ours = value("default") or 0.0
         good &= ours <= best
         findings.append(
-            f"{dataset}, {most:.0%}: {ours:.3f} against {best:.3f} ({NAMES[name]}), plug-in {value('plug_in') or 0.0:.3f}"
+            f"{dataset}, {most:.0%}: {ours:.3f} against {best:.3f} ({NAMES[name]}), plug-in "
+            f"{value('plug_in') or 0.0:.3f}"
         )
     statement = "Robust to wrong labels: our default's NLL is no worse than any baseline's"
     return Claim(statement, NOT_SHOWN, "; ".join(findings), good, kind=OURS)
@@ -261,7 +327,12 @@ def _distance(results: Results) -> Claim:
     for source in unique(r["source"] for r in results.covariate):
         runs = [r["methods"] for r in results.covariate if r["source"] == source]
 
-        def value(method: str, place: int, score: str, runs: list[dict[str, list[dict[str, float]]]] = runs) -> float | None:
+        def value(
+            method: str,
+            place: int,
+            score: str,
+            runs: list[dict[str, list[dict[str, float]]]] = runs,
+        ) -> float | None:
             return mean([run[method][place][score] for run in runs if method in run] or [None])
 
         def wider(method: str) -> float:
@@ -269,20 +340,28 @@ def _distance(results: Results) -> Claim:
 
         def holds(method: str) -> str:
             cover, lost = value(method, 3, "cover95"), value(method, 3, "no_density")
-            return f"no density in {lost:.0%} of rows" if lost else "not known" if cover is None else f"{cover:.0f}%"
+            return (
+                f"no density in {lost:.0%} of rows"
+                if lost
+                else "not known"
+                if cover is None
+                else f"{cover:.0f}%"
+            )
 
         ratio, plain = wider("default"), wider("plug_in")
         good &= ratio > plain
         findings.append(
-            f"{source}: our default's 95% interval is {ratio:.2f} times as wide far outside as inside (plug-in {plain:.2f}), and "
-            f"covers {holds('default')} (on five networks {holds('default5')}, SSLA {holds('weights')}, ASSLA {holds('none')})"
+            f"{source}: our default's 95% interval is {ratio:.2f} times as wide far outside as "
+            f"inside (plug-in {plain:.2f}), and covers {holds('default')} (on five networks "
+            f"{holds('default5')}, SSLA {holds('weights')}, ASSLA {holds('none')})"
         )
     return Claim(
         "Under drift the increments can still indicate unusual inputs",
         "stated in the conclusion, with caution",
         "; ".join(findings),
         good,
-        "Intervals widen, but far too little: the uncertainty of the last layer does not cover errors of the features.",
+        "Intervals widen, but far too little: the uncertainty of the last layer does not cover "
+        "errors of the features.",
         kind=OURS,
     )
 
@@ -292,13 +371,17 @@ def _cost(results: Results) -> list[Claim]:
     for method, label, kind in (("default", "our default", OURS), ("weights", "SSLA", PAPER)):
         runs = [r for r in results.cost if r["method"] == method]
         if runs:
-            train, fit, predict = (mean([r[key] for r in runs]) or 0.0 for key in ("train", "fit", "predict"))
+            train, fit, predict = (
+                mean([r[key] for r in runs]) or 0.0 for key in ("train", "fit", "predict")
+            )
             share = mean([r["predict"] / r["forward"] for r in runs]) or 0.0
             found.append(
                 Claim(
-                    f"The additional cost is modest: {label} fits and predicts 1,000 rows in less time than training took",
+                    f"The additional cost is modest: {label} fits and predicts 1,000 rows in less "
+                    "time than training took",
                     NOT_SHOWN,
-                    f"training {train:.1f} s, fit {fit:.1f} s, 1,000 rows {predict:,.1f} s ({share:,.0f} forward passes)",
+                    f"training {train:.1f} s, fit {fit:.1f} s, 1,000 rows {predict:,.1f} s "
+                    f"({share:,.0f} forward passes)",
                     fit + predict < train,
                     kind=kind,
                 )
@@ -309,7 +392,8 @@ def _cost(results: Results) -> list[Claim]:
 def _identity(results: Results) -> Claim:
     gap = max(r["assla_gap"] for r in results.calibration)
     return Claim(
-        "For classes ASSLA is the plug-in of the polished network: the curvature of a softmax does not depend on y",
+        "For classes ASSLA is the plug-in of the polished network: the curvature of a softmax "
+        "does not depend on y",
         "not stated",
         f"largest difference of a probability {gap:.1e}",
         gap < 1e-10,
@@ -318,7 +402,8 @@ def _identity(results: Results) -> Claim:
 
 def _newton(results: Results) -> Claim | None:
     findings = {
-        d: (_value(results, d, "newton", "nll") or 0.0, _value(results, d, "plug_in", "nll") or 0.0) for d in results.datasets()
+        d: (_value(results, d, "newton", "nll") or 0.0, _value(results, d, "plug_in", "nll") or 0.0)
+        for d in results.datasets()
     }
     bad = [d for d, (newton, plain) in findings.items() if newton > 2 * plain]
     return Claim(
@@ -326,7 +411,8 @@ def _newton(results: Results) -> Claim | None:
         "not stated",
         "; ".join(f"{d} {a:.2f} against {b:.2f}" for d, (a, b) in findings.items()),
         not bad,
-        "The quadratic value ½gᵀK(I+ΛK)⁻¹g is not bounded by log p ≤ 0: an improbable class with a wide K dominates all others."
+        "The quadratic value ½gᵀK(I+ΛK)⁻¹g is not bounded by log p ≤ 0: an improbable class with a "
+        "wide K dominates all others."
         if bad
         else "",
     )

@@ -1,4 +1,6 @@
-"""Tasks on classes: scores and calibration, out-of-distribution inputs, increasing shift, wrong labels."""
+"""Tasks on classes: scores and calibration, out-of-distribution inputs, increasing shift, wrong
+labels.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,50 @@ FEW = 3  # classes: with more, SSLA is run on one out-of-distribution set only
 
 
 def calibration(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -> Record:
-    """Scores on in-distribution test rows, and how well each method detects out-of-distribution inputs."""
+    """Scores on in-distribution test rows, and how well each method detects out-of-distribution
+    inputs.
+    """
     found = data.classes(dataset, seed, size)
     methods = trained(found.x, found.y, found.count, seed, epochs)
     answers, missing = methods.answers(found.new, methods.affordable(), epistemic=True)
     elsewhere = {}
     for place, x in found.outside.items():
-        names = [name for name in answers if name != "weights" or found.count <= FEW or place == data.LEFT_OUT]
+        names = [
+            name
+            for name in answers
+            if name != "weights" or found.count <= FEW or place == data.LEFT_OUT
+        ]
         elsewhere[place] = methods.answers(x, names, epistemic=True)[0]
-    record: Record = {"dataset": dataset, "seed": seed, "rows": len(found.x), "tests": len(found.new), "missing": missing}
+    record: Record = {
+        "dataset": dataset,
+        "seed": seed,
+        "rows": len(found.x),
+        "tests": len(found.new),
+        "missing": missing,
+    }
     record["temperature"] = methods.temperature
     record["methods"] = {
         name: {
             "scores": class_scores(answer.probs, found.target),
             "reliability": reliability(answer.probs, found.target),
-            "auroc": {place: _auroc(answer, other[name]) for place, other in elsewhere.items() if name in other},
+            "auroc": {
+                place: _auroc(answer, other[name])
+                for place, other in elsewhere.items()
+                if name in other
+            },
         }
         for name, answer in answers.items()
     }
-    record["assla_gap"] = float((answers["none"].probs - _polished(methods.first, found.new)).abs().max())
+    record["assla_gap"] = float(
+        (answers["none"].probs - _polished(methods.first, found.new)).abs().max()
+    )
     return record
 
 
 def _auroc(inside: Answer, outside: Answer) -> dict[str, float]:
-    """AUROC by entropy, by the highest probability, and by the method's own epistemic measure, if it has one."""
+    """AUROC by entropy, by the highest probability, and by the method's own epistemic measure,
+    if it has one.
+    """
     aurocs = {
         "entropy": auroc(entropy(inside.probs), entropy(outside.probs)),
         "highest": auroc(-inside.probs.amax(1), -outside.probs.amax(1)),
@@ -59,7 +81,11 @@ def _polished(posterior: object, x: Tensor) -> Tensor:
 
 
 def shift(
-    seed: int, size: float = 1.0, epochs: int = 200, noises: Sequence[float] = NOISES, angles: Sequence[float] = ANGLES
+    seed: int,
+    size: float = 1.0,
+    epochs: int = 200,
+    noises: Sequence[float] = NOISES,
+    angles: Sequence[float] = ANGLES,
 ) -> Record:
     """Digits with increasing noise, and with increasing rotation."""
     found = data.classes("digits", seed, size)
@@ -70,9 +96,13 @@ def shift(
     record: Record = {"seed": seed, "noise": {}, "rotation": {}, "missing": {}}
     for kind, degrees in (("noise", noises), ("rotation", angles)):
         for degree in degrees:
-            images = data.noisy(raw, degree, generator) if kind == "noise" else data.rotated(raw, degree)
+            images = (
+                data.noisy(raw, degree, generator) if kind == "noise" else data.rotated(raw, degree)
+            )
             answers, record["missing"] = methods.answers(found.scale(images), names)
-            record[kind][f"{degree:g}"] = {name: class_scores(answer.probs, target) for name, answer in answers.items()}
+            record[kind][f"{degree:g}"] = {
+                name: class_scores(answer.probs, target) for name, answer in answers.items()
+            }
     return record
 
 

@@ -22,7 +22,11 @@ BINS = 4  # inside, and three bins of equal size outside, by distance
 
 def settings_for(found: Regression, seed: int, epochs: int, members: int) -> Settings:
     return Settings(
-        likelihood=found.likelihood, members=members, activation="relu", schedule=Schedule(max_epochs=epochs), seed=seed
+        likelihood=found.likelihood,
+        members=members,
+        activation="relu",
+        schedule=Schedule(max_epochs=epochs),
+        seed=seed,
     )
 
 
@@ -30,9 +34,19 @@ def one(dataset: str, seed: int, size: float = 1.0, epochs: int = 200) -> Record
     """Every method at every distance."""
     found = regression(dataset, seed, size)
     ones = torch.ones(len(found.x)).double()
-    alone, whole = (fit_ensemble(found.x, found.y, ones, settings_for(found, seed, epochs, members)) for members in (1, 5))
+    alone, whole = (
+        fit_ensemble(found.x, found.y, ones, settings_for(found, seed, epochs, members))
+        for members in (1, 5)
+    )
     place, edges = _places(found.distance)
-    record: Record = {"dataset": dataset, "source": found.source, "seed": seed, "edges": edges, "methods": {}, "missing": {}}
+    record: Record = {
+        "dataset": dataset,
+        "source": found.source,
+        "seed": seed,
+        "edges": edges,
+        "methods": {},
+        "missing": {},
+    }
     ways: dict[str, Callable[[Tensor], Any]] = {
         "plug_in": lambda x: alone.predict(x, ssla.PlugIn()),
         "laplace": lambda x: _laplace(alone, found, x),
@@ -71,7 +85,9 @@ def _scored(way: Callable[[Tensor], Any], found: Regression, rows: Tensor) -> Re
 
 
 def _laplace(alone: Ensemble, found: Regression, new: Tensor) -> GaussianMixture:
-    """laplace-torch on the first network: noise and prior by the evidence; σ(x) of a (μ, log σ²) network as a known scale."""
+    """laplace-torch on the first network: noise and prior by the evidence; σ(x) of a (μ, log
+    σ²) network as a known scale.
+    """
     assert alone.target is not None
     z, fresh, y = alone.inputs(found.x), alone.inputs(new), alone.target(found.y[:, None])[:, 0]
     net = alone.modules[0]
@@ -101,6 +117,11 @@ def _dropout(found: Regression, new: Tensor, seed: int) -> GaussianMixture:
     centre, spread = found.x.mean(0), found.x.std(0)
     shift, scale = float(found.y.mean()), float(found.y.std())
     findings: GaussianMixture = peer.mc_dropout(
-        (found.x - centre) / spread, (found.y - shift) / scale, (new - centre) / spread, rate=0.1, draws=50, seed=seed
+        (found.x - centre) / spread,
+        (found.y - shift) / scale,
+        (new - centre) / spread,
+        rate=0.1,
+        draws=50,
+        seed=seed,
     )
     return GaussianMixture(findings.means * scale + shift, findings.sds * scale)

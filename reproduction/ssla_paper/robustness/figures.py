@@ -1,4 +1,6 @@
-"""The figures: reliability, out-of-distribution inputs and shift, wrong labels, distance, ablations."""
+"""The figures: reliability, out-of-distribution inputs and shift, wrong labels, distance,
+ablations.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def _axes(rows: int, columns: int, width: float = 3.4, height: float = 3.0) -> t
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
+    return plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
+    )
 
 
 def _legend(figure: Any, axis: Any) -> None:
@@ -53,9 +57,13 @@ def _legend(figure: Any, axis: Any) -> None:
 
 
 def _style(method: str) -> dict[str, Any]:
-    return {"color": COLOURS[method], "label": NAMES[method], "marker": "o", "markersize": 3.5, "linewidth": 1.3} | (
-        {"linestyle": "--"} if method in ("none", "temperature") else {}
-    )
+    return {
+        "color": COLOURS[method],
+        "label": NAMES[method],
+        "marker": "o",
+        "markersize": 3.5,
+        "linewidth": 1.3,
+    } | ({"linestyle": "--"} if method in ("none", "temperature") else {})
 
 
 def _reliability(results: Results, folder: Path) -> None:
@@ -68,10 +76,20 @@ def _reliability(results: Results, folder: Path) -> None:
         for method in methods_in(runs):
             if method == "newton":
                 continue
-            count, confidence, right = torch.tensor([run[method]["reliability"] for run in runs]).sum(0)
+            count, confidence, right = torch.tensor(
+                [run[method]["reliability"] for run in runs]
+            ).sum(0)
             known = count >= max(5, 0.01 * float(count.sum()))
-            axis.plot(confidence[known] / count[known], right[known] / count[known], **_style(method))
-        axis.set(title=dataset, xlabel="highest probability", ylabel="accuracy", xlim=(0.2, 1.02), ylim=(0.0, 1.02))
+            axis.plot(
+                confidence[known] / count[known], right[known] / count[known], **_style(method)
+            )
+        axis.set(
+            title=dataset,
+            xlabel="highest probability",
+            ylabel="accuracy",
+            xlim=(0.2, 1.02),
+            ylim=(0.0, 1.02),
+        )
     _legend(figure, max(axes[0], key=lambda a: len(a.lines)))
     draw(figure, folder, "robustness-reliability")
 
@@ -82,9 +100,16 @@ def _outside(results: Results, folder: Path) -> None:
     figure, axes = _axes(1, 1, 7.5, 0.42 * len(pairs) + 1.6)
     axis = axes[0, 0]
     for method in NAMES:
-        points = [(mean(results.aurocs(d, p, method)), i) for i, (d, p) in enumerate(pairs) if results.aurocs(d, p, method)]
+        points = [
+            (mean(results.aurocs(d, p, method)), i)
+            for i, (d, p) in enumerate(pairs)
+            if results.aurocs(d, p, method)
+        ]
         if points and method != "newton":
-            axis.plot(*zip(*points, strict=True), **{**_style(method), "linestyle": "none", "markersize": 6, "alpha": 0.85})
+            axis.plot(
+                *zip(*points, strict=True),
+                **{**_style(method), "linestyle": "none", "markersize": 6, "alpha": 0.85},
+            )
     axis.axvline(0.5, color="black", linewidth=0.6)
     axis.set_yticks(range(len(pairs)), [f"{d}: {p}" for d, p in pairs], fontsize=8)
     axis.invert_yaxis()
@@ -98,13 +123,17 @@ def _shift(results: Results, folder: Path) -> None:
     if not results.shift:
         return
     figure, axes = _axes(2, 3)
-    for row, (kind, label) in zip(axes, (("noise", "noise (of full brightness)"), ("rotation", "degrees")), strict=True):
+    for row, (kind, label) in zip(
+        axes, (("noise", "noise (of full brightness)"), ("rotation", "degrees")), strict=True
+    ):
         degrees = unique(d for r in results.shift for d in r[kind])
         for axis, score in zip(row, ("nll", "ece", "accuracy"), strict=True):
             for method in methods_in([r[kind][degrees[0]] for r in results.shift]):
                 values = [mean([r[kind][d][method][score] for r in results.shift]) for d in degrees]
                 axis.plot([float(d) for d in degrees], values, **_style(method))
-            axis.set(xlabel=label, ylabel={"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}[score])
+            axis.set(
+                xlabel=label, ylabel={"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}[score]
+            )
     _legend(figure, axes[0, 0])
     draw(figure, folder, "robustness-shift")
 
@@ -117,9 +146,16 @@ def _labels(results: Results, folder: Path) -> None:
         shares = unique(r["share"] for r in runs)
         for axis, score in zip(row, ("accuracy", "nll", "ece"), strict=True):
             for method in methods_in([r["methods"] for r in runs]):
-                values = [mean([r["methods"][method][score] for r in runs if r["share"] == s]) for s in shares]
+                values = [
+                    mean([r["methods"][method][score] for r in runs if r["share"] == s])
+                    for s in shares
+                ]
                 axis.plot([100 * s for s in shares], values, **_style(method))
-            axis.set(title=dataset, xlabel="% of labels wrong", ylabel={"nll": "NLL", "ece": "ECE"}.get(score, score))
+            axis.set(
+                title=dataset,
+                xlabel="% of labels wrong",
+                ylabel={"nll": "NLL", "ece": "ECE"}.get(score, score),
+            )
     _legend(figure, axes[0, 0])
     draw(figure, folder, "robustness-labels")
 
@@ -132,7 +168,10 @@ def _distance(results: Results, folder: Path) -> None:
         places = [mean([r["edges"][b] for r in runs]) for b in range(4)]
         for axis, score in zip(row, ("nll", "cover95", "width95"), strict=True):
             for method in methods_in([r["methods"] for r in runs]):
-                values = [mean([r["methods"][method][b][score] for r in runs if method in r["methods"]]) for b in range(4)]
+                values = [
+                    mean([r["methods"][method][b][score] for r in runs if method in r["methods"]])
+                    for b in range(4)
+                ]
                 known = [(x, v) for x, v in zip(places, values, strict=True) if v is not None]
                 if known:
                     axis.plot(*zip(*known, strict=True), **_style(method))
@@ -157,8 +196,19 @@ def _ablation(results: Results, folder: Path) -> None:
         base = [next(v["nll"] for v in run if v["level"] == "output (default)") for run in runs]
         names = [f"{v['factor']}: {v['level']}" for v in runs[0]]
         for i in range(len(names)):
-            gaps = [run[i]["nll"] - b for run, b in zip(runs, base, strict=True) if run[i]["nll"] is not None]
-            axis.plot(gaps, [i] * len(gaps), "o", color=_factor_colour(runs[0][i]["factor"]), markersize=3.5, alpha=0.6)
+            gaps = [
+                run[i]["nll"] - b
+                for run, b in zip(runs, base, strict=True)
+                if run[i]["nll"] is not None
+            ]
+            axis.plot(
+                gaps,
+                [i] * len(gaps),
+                "o",
+                color=_factor_colour(runs[0][i]["factor"]),
+                markersize=3.5,
+                alpha=0.6,
+            )
             if gaps:
                 axis.plot([sum(gaps) / len(gaps)], [i], "|", color="black", markersize=11)
         axis.axvline(0, color="black", linewidth=0.6)

@@ -1,9 +1,12 @@
-"""All methods for classes, fitted to the same rows: five networks are trained, and each method uses one or all of them.
+"""All methods for classes, fitted to the same rows: five networks are trained, and each method uses
+one or all of them.
 
-The plug-in, temperature scaling and laplace-torch have the first network, early stopped on a tenth of the rows (the temperature
-is from the held-out rows of each of the five). So has our default, `ssla.fit` on all rows without prior, mode or gaussian. The
-other methods of ours have the Gaussian at the mode: they polish the last layer on all rows and tune the prior's precision by the
-evidence, or by the NLL of the held-out rows ("validated"). The deep ensemble and "ours, default × 5" have all five.
+The plug-in, temperature scaling and laplace-torch have the first network, early stopped on a tenth
+of the rows (the temperature is from the held-out rows of each of the five). So has our default,
+`ssla.fit` on all rows without prior, mode or gaussian. The other methods of ours have the Gaussian
+at the mode: they polish the last layer on all rows and tune the prior's precision by the evidence,
+or by the NLL of the held-out rows ("validated"). The deep ensemble and "ours, default × 5" have all
+five.
 """
 
 from __future__ import annotations
@@ -117,7 +120,9 @@ class Methods:
 
     @cached_property
     def validated(self) -> ssla.Posterior:
-        """The first network's, polished under the prior of its training; then the precision by the held-out rows, θ̂ kept."""
+        """The first network's, polished under the prior of its training; then the precision by
+        the held-out rows, θ̂ kept.
+        """
         out, module = self.held_out[0], self.modules[0]
         with quiet():
             part = ssla.fit(
@@ -128,7 +133,9 @@ class Methods:
                 mode="polish",
                 gaussian="laplace",
             )
-            prior = part.tune(objective="nll", data=(self.x[out], self.y[out]), per_layer=False).prior
+            prior = part.tune(
+                objective="nll", data=(self.x[out], self.y[out]), per_layer=False
+            ).prior
             return ssla.fit(
                 module,
                 (self.x, self.y),
@@ -140,7 +147,9 @@ class Methods:
 
     @cached_property
     def temperature(self) -> float:
-        """From the held-out rows of all networks: one network is often right on all of its own, and then T does not exist."""
+        """From the held-out rows of all networks: one network is often right on all of its own,
+        and then T does not exist.
+        """
         logits = torch.cat([self._logits(m, self.x[rows]) for m, rows in enumerate(self.held_out)])
         return temperature(logits, torch.cat([self.y[rows] for rows in self.held_out]))
 
@@ -151,7 +160,9 @@ class Methods:
     @cached_property
     def dropout(self) -> Any:
         recipe = Recipe(batch_size=64, epochs=self.epochs, weight_decay=1 / len(self.x))
-        return dropout_classes(self.x, self.y, self.held_out[0], self.classes, seed=self.seed, recipe=recipe)
+        return dropout_classes(
+            self.x, self.y, self.held_out[0], self.classes, seed=self.seed, recipe=recipe
+        )
 
     def _logits(self, member: int, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -174,7 +185,11 @@ class Methods:
             elif name == "default5":
                 predictive = self.five(x, self.first_default.predict(x))
             else:
-                predictive = self.validated.predict(x) if name == "validated" else self.first.predict(x, name)
+                predictive = (
+                    self.validated.predict(x)
+                    if name == "validated"
+                    else self.first.predict(x, name)
+                )
         return _answer(predictive, epistemic and name not in ("none", "newton"))
 
     def five(self, x: Tensor, first: ssla.Predictive) -> ssla.Predictive:
@@ -184,7 +199,9 @@ class Methods:
     def _softmaxes(self, x: Tensor) -> Tensor:
         return torch.stack([torch.softmax(self._logits(m, x), 1) for m in range(len(self.modules))])
 
-    def answers(self, x: Tensor, names: Sequence[str], epistemic: bool = False) -> tuple[dict[str, Answer], dict[str, str]]:
+    def answers(
+        self, x: Tensor, names: Sequence[str], epistemic: bool = False
+    ) -> tuple[dict[str, Answer], dict[str, str]]:
         """The predictions of several methods; and what to install for missing ones."""
         found: dict[str, Answer] = {}
         missing: dict[str, str] = {}
@@ -193,7 +210,9 @@ class Methods:
         for name in names:
             try:
                 if name in ("default", "default5"):
-                    found[name] = _answer(first if name == "default" else self.five(x, first), epistemic)
+                    found[name] = _answer(
+                        first if name == "default" else self.five(x, first), epistemic
+                    )
                 else:
                     found[name] = self.answer(name, x, epistemic)
             except MissingPeerError as error:
@@ -202,7 +221,11 @@ class Methods:
 
     def affordable(self, without: Sequence[str] = ()) -> list[str]:
         """All methods, but refits of the weights only where there are few classes."""
-        return [name for name in NAMES if name not in without and (name != "weights" or self.classes <= MOST_REFITTED)]
+        return [
+            name
+            for name in NAMES
+            if name not in without and (name != "weights" or self.classes <= MOST_REFITTED)
+        ]
 
 
 def _answer(predictive: Any, epistemic: bool) -> Answer:
@@ -210,11 +233,15 @@ def _answer(predictive: Any, epistemic: bool) -> Answer:
     return Answer(predictive.probs.double(), doubt)
 
 
-def trained(x: Tensor, y: Tensor, classes: int, seed: int, epochs: int = 200, members: int = MEMBERS) -> Methods:
+def trained(
+    x: Tensor, y: Tensor, classes: int, seed: int, epochs: int = 200, members: int = MEMBERS
+) -> Methods:
     """2 × 50 ReLU networks under the prior N(0, 1), early stopped."""
     generator = torch.Generator().manual_seed(seed)
     held = folds(len(x), members, LEFT_OUT, generator, y)
     architecture = Architecture(x.shape[1], classes, activation="relu")
     rows = Rows(x.float(), y, torch.ones(len(x)), held)
     found = train(architecture, Categorical(), rows, Schedule(max_epochs=epochs), seed)
-    return Methods(x, y, classes, seed, held, tuple(module.double() for module in found.modules), epochs)
+    return Methods(
+        x, y, classes, seed, held, tuple(module.double() for module in found.modules), epochs
+    )

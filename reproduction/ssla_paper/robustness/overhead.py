@@ -1,6 +1,8 @@
-"""The cost of each method beyond a trained network: seconds to fit, seconds to predict, peak memory.
+"""The cost of each method beyond a trained network: seconds to fit, seconds to predict, peak
+memory.
 
-Each method runs in its own process, started by `measured`, so that it cannot reuse the memory of another.
+Each method runs in its own process, started by `measured`, so that it cannot reuse the memory of
+another.
 """
 
 from __future__ import annotations
@@ -27,10 +29,23 @@ RESET, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 def measured(method: str, seed: int, size: float = 1.0, epochs: int = 200) -> Record:
     """`cost` of one method in a fresh process."""
-    command = [sys.executable, "-W", "ignore", "-m", __name__, method, str(seed), str(size), str(epochs)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        __name__,
+        method,
+        str(seed),
+        str(size),
+        str(epochs),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"The process that measures {method!r} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"The process that measures {method!r} ended with code "
+            f"{done.returncode}:\n{done.stderr[-2000:]}"
+        )
     found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -41,7 +56,9 @@ def cost(method: str, seed: int, size: float, epochs: int) -> Record:
     found = data.classes("digits", seed, size)
     members = MEMBERS if method in ("ensemble", "default5", "temperature") else 1
     record: Record = {"method": method, "seed": seed}
-    record["train"], methods = _timed(lambda: trained(found.x, found.y, found.count, seed, epochs, members))
+    record["train"], methods = _timed(
+        lambda: trained(found.x, found.y, found.count, seed, epochs, members)
+    )
     whole = max(round(ROWS * size), REFITTED)
     x = found.new.repeat(-(-whole // len(found.new)), 1)[:whole]
     record["forward"] = _predicting(methods, "plug_in", x) * ROWS / whole
@@ -50,7 +67,11 @@ def cost(method: str, seed: int, size: float, epochs: int) -> Record:
         _warmed(method)
         before = _peak(reset=True)
         record["fit"], _ = _timed(lambda: _fitted(methods, method))
-        record["predict"] = _predicting(methods, method, x[:rows], 1 if method == "weights" else REPEATS) * ROWS / rows
+        record["predict"] = (
+            _predicting(methods, method, x[:rows], 1 if method == "weights" else REPEATS)
+            * ROWS
+            / rows
+        )
         record["memory"] = max(_peak() - before, 0.0)
     except MissingPeerError as error:
         record["missing"] = str(error)
@@ -85,7 +106,9 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _peak(reset: bool = False) -> float:
-    """The highest resident memory in MiB, since the last reset where the system has one (Linux), else of the process."""
+    """The highest resident memory in MiB, since the last reset where the system has one
+    (Linux), else of the process.
+    """
     if reset and RESET.exists():
         RESET.write_text("5")
     if STATUS.exists():

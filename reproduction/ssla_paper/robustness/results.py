@@ -26,9 +26,16 @@ class Results:
     @staticmethod
     def of(records: Mapping[str, Record]) -> Results:
         def kind(name: str) -> list[Record]:
-            return [record for key, record in records.items() if key.startswith(f"{name}-") and record]
+            return [
+                record for key, record in records.items() if key.startswith(f"{name}-") and record
+            ]
 
-        return Results(*(kind(name) for name in ("calibration", "shift", "labels", "covariate", "ablation", "cost")))
+        return Results(
+            *(
+                kind(name)
+                for name in ("calibration", "shift", "labels", "covariate", "ablation", "cost")
+            )
+        )
 
     def missing(self) -> dict[str, str]:
         """Methods whose library was missing."""
@@ -43,14 +50,23 @@ class Results:
         return [run[method]["scores"][score] for run in runs if method in run]
 
     def aurocs(self, dataset: str, place: str, method: str, by: str = "entropy") -> list[float]:
-        runs = [r["methods"].get(method, {}).get("auroc", {}) for r in self.calibration if r["dataset"] == dataset]
+        runs = [
+            r["methods"].get(method, {}).get("auroc", {})
+            for r in self.calibration
+            if r["dataset"] == dataset
+        ]
         return [run[place][by] for run in runs if by in run.get(place, {})]
 
     def datasets(self) -> list[str]:
         return unique(r["dataset"] for r in self.calibration)
 
     def places(self, dataset: str) -> list[str]:
-        return unique(p for r in self.calibration if r["dataset"] == dataset for p in r["methods"]["plug_in"]["auroc"])
+        return unique(
+            p
+            for r in self.calibration
+            if r["dataset"] == dataset
+            for p in r["methods"]["plug_in"]["auroc"]
+        )
 
 
 def unique(values: Any) -> list[Any]:

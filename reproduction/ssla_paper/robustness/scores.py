@@ -17,7 +17,9 @@ def entropy(probs: Tensor) -> Tensor:
 def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     """NLL, Brier score (0 … 2), expected calibration error and accuracy."""
     hit = torch.nn.functional.one_hot(y, probs.shape[1]).double()
-    count, confidence, right = (torch.tensor(part, dtype=torch.float64) for part in reliability(probs, y))
+    count, confidence, right = (
+        torch.tensor(part, dtype=torch.float64) for part in reliability(probs, y)
+    )
     return {
         "nll": float(-probs.gather(1, y[:, None]).clamp_min(1e-300).log().mean()),
         "brier": float(((probs - hit) ** 2).sum(1).mean()),
@@ -27,7 +29,10 @@ def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def reliability(probs: Tensor, y: Tensor) -> tuple[list[float], list[float], list[float]]:
-    """By bin of the highest probability: rows, the sum of those probabilities, and correct rows. Sums can be added."""
+    """By bin of the highest probability: rows, the sum of those probabilities, and correct rows.
+
+    Sums can be added.
+    """
     confidence, guess = probs.double().max(1)
     place = (confidence * BINS).long().clamp(0, BINS - 1)
     found = []

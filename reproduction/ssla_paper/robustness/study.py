@@ -38,18 +38,36 @@ def _full() -> list[Task]:
     found = []
     for seed in range(SEEDS):
         at = {"seed": seed}
-        found += [Task(f"calibration-{_slug(d)}-{seed}", classification.calibration, {"dataset": d, **at}, 3) for d in SIZES]
+        found += [
+            Task(
+                f"calibration-{_slug(d)}-{seed}",
+                classification.calibration,
+                {"dataset": d, **at},
+                3,
+            )
+            for d in SIZES
+        ]
         found += [Task(f"shift-{seed}", classification.shift, at, 2)]
         for dataset, shares in SHARES.items():
             size = {"size": 0.6} if dataset == "digits" else {}
             for share in shares:
                 settings = {"dataset": dataset, "share": share, **at, **size}
-                found += [Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings, 3)]
-        found += [Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}, 3) for d in ("toy", table_at_hand())]
+                found += [
+                    Task(f"labels-{dataset}-{share:g}-{seed}", classification.labels, settings, 3)
+                ]
+        found += [
+            Task(f"covariate-{d}-{seed}", covariate.one, {"dataset": d, **at}, 3)
+            for d in ("toy", table_at_hand())
+        ]
         cases = ("digits 0–4", "toy", table_at_hand())
-        found += [Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}, 2) for d in cases]
+        found += [
+            Task(f"ablation-{_slug(d)}-{seed}", ablation.one, {"dataset": d, **at}, 2)
+            for d in cases
+        ]
     costs = [(m, s) for m in NAMES for s in range(COST_SEEDS)]
-    return found + [Task(f"cost-{m}-{s}", overhead.measured, {"method": m, "seed": s}, 2) for m, s in costs]
+    return found + [
+        Task(f"cost-{m}-{s}", overhead.measured, {"method": m, "seed": s}, 2) for m, s in costs
+    ]
 
 
 def _quick() -> list[Task]:
@@ -63,14 +81,27 @@ def _quick() -> list[Task]:
     found += [Task("shift-0", classification.shift, {"seed": 0, **small, "size": 0.2, **degrees})]
     shares = (0.0, 0.4)
     found += [
-        Task(f"labels-cancer-{s:g}-0", classification.labels, {"dataset": "cancer", "share": s, "seed": 0, **small})
+        Task(
+            f"labels-cancer-{s:g}-0",
+            classification.labels,
+            {"dataset": "cancer", "share": s, "seed": 0, **small},
+        )
         for s in shares
     ]
     table = table_at_hand()
     found += [Task(f"covariate-{table}-0", covariate.one, {"dataset": table, "seed": 0, **small})]
     skip = {"skip": ["weights", "structure", "mode"]}
-    found += [Task("ablation-wine-0", ablation.one, {"dataset": "wine", "seed": 0, **small, **skip})]
-    return [*found, Task("cost-default-0", overhead.measured, {"method": "default", "seed": 0, "size": 0.2, "epochs": 20})]
+    found += [
+        Task("ablation-wine-0", ablation.one, {"dataset": "wine", "seed": 0, **small, **skip})
+    ]
+    return [
+        *found,
+        Task(
+            "cost-default-0",
+            overhead.measured,
+            {"method": "default", "seed": 0, "size": 0.2, "epochs": 20},
+        ),
+    ]
 
 
 def _slug(name: str) -> str:

@@ -35,7 +35,9 @@ def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
     )
     if ranks["nll"].blocks >= ENOUGH_BLOCKS:
         pairs = (("output", "LA"), ("output", "LA, noise"), ("output x5", "ensemble, noise"))
-        found += [_rank(results, ranks, one, other) for one, other in pairs if other in results.scores]
+        found += [
+            _rank(results, ranks, one, other) for one, other in pairs if other in results.scores
+        ]
     if "LA, polished" in results.scores:
         found.append(_same(results))
     if "LA" in results.scores:
@@ -48,9 +50,15 @@ def claims(results: Results, ranks: dict[str, Ranking]) -> list[Claim]:
 def _reproduced(results: Results) -> list[Claim]:
     """The Auto MPG rows, then all cells."""
     found = []
-    searched = {name: r for name, r in results.published.items() if r.get("trials", 0) >= ENOUGH_TRIALS}
+    searched = {
+        name: r for name, r in results.published.items() if r.get("trials", 0) >= ENOUGH_TRIALS
+    }
     if "auto_mpg" in searched:
-        methods = [m for m in ("ASSLA", "LA", "SSLA") if "missing" not in searched["auto_mpg"]["runs"][0]["methods"][m]]
+        methods = [
+            m
+            for m in ("ASSLA", "LA", "SSLA")
+            if "missing" not in searched["auto_mpg"]["runs"][0]["methods"][m]
+        ]
         found = [_auto_mpg(searched["auto_mpg"], method) for method in methods]
     rows = total = 0
     cells = {"ASSLA": 0, "LA": 0}
@@ -63,19 +71,24 @@ def _reproduced(results: Results) -> list[Claim]:
     if total:
         found.append(
             Claim(
-                "a constant width (ASSLA) and a noise of one (LA) give the rows of Table 4 (one test row, 0.02)",
+                "a constant width (ASSLA) and a noise of one (LA) give the rows of Table 4 (one "
+                "test row, 0.02)",
                 f"{total} rows of 5 cells",
-                f"{rows} rows are reproduced completely by at least one of ten networks; by that of the lowest validation error "
-                f"{cells['ASSLA']} cells of ASSLA and {cells['LA']} of LA, of {5 * total // 2} each",
+                f"{rows} rows are reproduced completely by at least one of ten networks; by that "
+                f"of the lowest validation error {cells['ASSLA']} cells of ASSLA and "
+                f"{cells['LA']} of LA, of {5 * total // 2} each",
                 rows == total,
                 ""
                 if rows == total
-                else "With the widths fixed, what differs is the network's error on the rows scored. Not published: which 50 "
-                "test rows of the larger sets, which rows validated, which columns were one-hot (none here), and the seeds.",
+                else "With the widths fixed, what differs is the network's error on the rows "
+                "scored. Not published: which 50 test rows of the larger sets, which rows "
+                "validated, which columns were one-hot (none here), and the seeds.",
                 kind=REPEATED,
             )
         )
-    if "auto_mpg" in searched and "nll" in searched["auto_mpg"]["runs"][0]["methods"].get("LA fitted", {}):
+    if "auto_mpg" in searched and "nll" in searched["auto_mpg"]["runs"][0]["methods"].get(
+        "LA fitted", {}
+    ):
         found.append(_fitted(searched))
     return found
 
@@ -88,14 +101,18 @@ def _fitted(searched: dict[str, Record]) -> Claim:
         better += nll < min(PUBLISHED[name][m][SCORES.index("nll")] for m in ("SSLA", "ASSLA"))
         if name == "auto_mpg":
             every = sorted(run["methods"]["LA fitted"]["nll"] for run in record["runs"])
-            findings = f"Auto MPG: NLL {nll:.3f} ({every[0]:.3f} to {every[-1]:.3f} over the networks), published ASSLA 0.32"
+            findings = (
+                f"Auto MPG: NLL {nll:.3f} ({every[0]:.3f} to {every[-1]:.3f} over the networks), "
+                "published ASSLA 0.32"
+            )
     return Claim(
-        "Our goal: with its noise fitted, LA on the published networks has a lower NLL than the published SSLA and ASSLA",
+        "Our goal: with its noise fitted, LA on the published networks has a lower NLL than the "
+        "published SSLA and ASSLA",
         "noise of one",
         f"on {better} of {len(searched)} sets; {findings}",
         2 * better > len(searched),
-        "The network of the lowest validation error; the noise is that of the training residuals, which an over-fitted network "
-        "makes too small.",
+        "The network of the lowest validation error; the noise is that of the training residuals, "
+        "which an over-fitted network makes too small.",
     )
 
 
@@ -105,15 +122,21 @@ def _auto_mpg(record: Record, method: str) -> Claim:
     near, count = hits(record, best, method), whole_rows(record, method)
     misses = [HEADS[score] for score, hit in zip(SCORES, near, strict=True) if not hit]
     shown = " ".join(f"{best['methods'][method][score]:.2f}" for score in SCORES)
-    reason = "The seed that was published is not known: it holds if one of the networks reproduces the whole row."
+    reason = (
+        "The seed that was published is not known: it holds if one of the networks reproduces the "
+        "whole row."
+    )
     if method == "SSLA":
-        reason = "A constant 0.4414 without the optimiser's noise: the published refits are not repeated here."
+        reason = (
+            "A constant 0.4414 without the optimiser's noise: the published refits are not "
+            "repeated here."
+        )
     return Claim(
-        f"the {'width of 20 candidates' if method == 'SSLA' else 'published procedure'} gives the {method} row of Auto MPG "
-        "(one test row, 0.02)",
+        f"the {'width of 20 candidates' if method == 'SSLA' else 'published procedure'} gives the "
+        f"{method} row of Auto MPG (one test row, 0.02)",
         " ".join(f"{value:g}" for value in PUBLISHED["auto_mpg"][method]),
-        f"whole by {count} of {len(record['runs'])} networks; that of the lowest validation error gives {shown}"
-        + (f" (outside: {', '.join(misses)})" if misses else ""),
+        f"whole by {count} of {len(record['runs'])} networks; that of the lowest validation error "
+        f"gives {shown}" + (f" (outside: {', '.join(misses)})" if misses else ""),
         count > 0,
         reason,
         kind=REPEATED,
@@ -127,25 +150,38 @@ def _lower(results: Results, names: list[str], method: str, published_split: boo
         wins = 0
         for name in names:
             record = results.on_published_split(method, name)
-            ours = (record or {}).get(score) if published_split else results.mean(method, name, score)
+            ours = (
+                (record or {}).get(score) if published_split else results.mean(method, name, score)
+            )
             best = min(PUBLISHED[name][m][SCORES.index(score)] for m in ("SSLA", "ASSLA"))
             if ours is not None and ours < best:
                 wins += 1
             else:
-                lost.append(f"{title(name)} {score.upper()} {'–' if ours is None else format(ours, '.3f')} against {best:.2f}")
+                lost.append(
+                    f"{title(name)} {score.upper()} {'–' if ours is None else format(ours, '.3f')} "
+                    f"against {best:.2f}"
+                )
         counts.append(wins)
-    where = "on the published split, all its test rows" if published_split else "mean over the random splits"
+    where = (
+        "on the published split, all its test rows"
+        if published_split
+        else "mean over the random splits"
+    )
     return Claim(
-        f"Our goal: {NAMES[method]}, lower NLL and CRPS than every published SSLA and ASSLA cell, on all sets but one ({where})",
+        f"Our goal: {NAMES[method]}, lower NLL and CRPS than every published SSLA and ASSLA cell, "
+        f"on all sets but one ({where})",
         f"at least {max(len(names) - OPEN_SETS, 1)} of {len(names)}",
-        f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}" + (f" (not: {'; '.join(lost)})" if lost else ""),
+        f"NLL on {counts[0]}, CRPS on {counts[1]} of {len(names)}"
+        + (f" (not: {'; '.join(lost)})" if lost else ""),
         min(counts) >= max(len(names) - OPEN_SETS, 1),
         _why_lost(results, names, method) if lost and not published_split else "",
     )
 
 
 def _why_lost(results: Results, names: list[str], method: str) -> str:
-    """The effect of the one published split on a lost set: our RMSE there and on the random splits."""
+    """The effect of the one published split on a lost set: our RMSE there and on the random
+    splits.
+    """
     findings = []
     for name in names:
         there, mean = results.on_published_split(method, name), results.mean(method, name, "rmse")
@@ -154,7 +190,10 @@ def _why_lost(results: Results, names: list[str], method: str) -> str:
             findings.append(f"{title(name)} {there['rmse']:.2f} against {mean:.2f}")
     if not findings:
         return ""
-    return f"Published is one split. Our own RMSE on it against the mean over random splits: {', '.join(findings)}."
+    return (
+        "Published is one split. Our own RMSE on it against the mean over random splits: "
+        f"{', '.join(findings)}."
+    )
 
 
 def _coverage(results: Results, names: list[str], method: str) -> Claim:
@@ -167,11 +206,14 @@ def _coverage(results: Results, names: list[str], method: str) -> Claim:
     }
     peers = [f"{NAMES[m]} {value:.1f}" for m, value in others.items()]
     return Claim(
-        f"Our goal: {NAMES[method]}, coverage of a split closer to nominal than published SSLA's and ASSLA's",
+        f"Our goal: {NAMES[method]}, coverage of a split closer to nominal than published SSLA's "
+        "and ASSLA's",
         ", ".join(f"{m} {value:.1f}" for m, value in published.items()) + " points off on average",
         f"{ours:.1f}; beside it, on the same splits, {', '.join(peers)}",
         ours < min(published["SSLA"], published["ASSLA"]),
-        "Ours is not the closest of these." if any(value < ours for value in others.values()) else "",
+        "Ours is not the closest of these."
+        if any(value < ours for value in others.values())
+        else "",
     )
 
 
@@ -189,51 +231,77 @@ def _rank(results: Results, ranks: dict[str, Ranking], one: str, other: str) -> 
             f"(lower in {wins} of {total} splits, in the mean of {sets} of {len(pairs)} sets)"
         )
         better.append(ranking.of(one) < ranking.of(other))
-    apart = max(ranking.of(other) - ranking.of(one) for ranking in ranks.values() if {one, other} <= set(ranking.methods))
+    apart = max(
+        ranking.of(other) - ranking.of(one)
+        for ranking in ranks.values()
+        if {one, other} <= set(ranking.methods)
+    )
     critical = ranks["nll"].critical
     return Claim(
         f"Our goal: {NAMES[one]} has a better mean rank than {NAMES[other]}",
         "–",
         "; ".join(parts),
         bool(better) and all(better),
-        f"The ranks are at most {apart:.2f} apart, {'below' if apart < critical else 'above'} Nemenyi's critical difference of "
-        f"{critical:.2f} for so many methods and {ranks['nll'].sets} sets."
+        f"The ranks are at most {apart:.2f} apart, {'below' if apart < critical else 'above'} "
+        f"Nemenyi's critical difference of {critical:.2f} for so many methods and "
+        f"{ranks['nll'].sets} sets."
         + (" Ours has polished last layers, the ensemble has not." if "x5" in one else ""),
     )
 
 
 def _same(results: Results) -> Claim:
-    """The source of a lead over LA: with the same network, noise and mode, the two predictives are equal."""
+    """The source of a lead over LA: with the same network, noise and mode, the two predictives
+    are equal.
+    """
     pairs = results.matrix(("output", "LA, polished"), "nll")
     apart = max(float(abs(part[:, 0] - part[:, 1]).max()) for part in pairs.values())
     return Claim(
-        "Our goal: with the same network, mode and noise, output equals classical Laplace (Gaussian noise, last layer)",
+        "Our goal: with the same network, mode and noise, output equals classical Laplace "
+        "(Gaussian noise, last layer)",
         "–",
-        f"NLL of a split differs by at most {apart:.4f}, from the two ways to choose the prior's precision",
+        f"NLL of a split differs by at most {apart:.4f}, from the two ways to choose the prior's "
+        "precision",
         apart < 0.02,
-        "A lead over LA here comes from the noise on held-out rows and the last layer refitted on all rows, not the refit on y.",
+        "A lead over LA here comes from the noise on held-out rows and the last layer refitted on "
+        "all rows, not the refit on y.",
     )
 
 
 def _sharper(results: Results) -> Claim:
     """With the same noise and mode on the same network, ASSLA beside LA."""
-    names, a, b = results.sets, "none", "LA, polished" if "LA, polished" in results.scores else "LA, noise"
-    widths = [(results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0) for n in names]
-    nll = sum((results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names)
+    names, a, b = (
+        results.sets,
+        "none",
+        "LA, polished" if "LA, polished" in results.scores else "LA, noise",
+    )
+    widths = [
+        (results.mean(a, n, "width95") or 0.0) / (results.mean(b, n, "width95") or 1.0)
+        for n in names
+    ]
+    nll = sum(
+        (results.mean(a, n, "nll") or 0.0) < (results.mean(b, n, "nll") or 0.0) for n in names
+    )
     errors = [results.coverage_error(m, names) for m in (a, b, "output")]
     return Claim(
-        "ASSLA is sharper and better calibrated than classical Laplace (narrower, closer to nominal, a lower NLL on most sets)",
+        "ASSLA is sharper and better calibrated than classical Laplace (narrower, closer to "
+        "nominal, a lower NLL on most sets)",
         "NLL lower on 7 of 8 sets",
-        f"with the same noise and mode its 95% intervals are {100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on "
-        f"{nll} of {len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} points (output: {errors[2]:.1f})",
+        "with the same noise and mode its 95% intervals are "
+        f"{100 * (1 - statistics.fmean(widths)):.1f}% narrower, NLL lower on {nll} of "
+        f"{len(names)} sets, coverage off by {errors[0]:.1f} against {errors[1]:.1f} points "
+        f"(output: {errors[2]:.1f})",
         bool(statistics.fmean(widths) < 1 and nll > len(names) / 2 and errors[0] < errors[1]),
-        "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, ASSLA is the plug-in.",
+        "Published: noise of one for LA, of 0.3985 for ASSLA. With the noise fitted for both, "
+        "ASSLA is the plug-in.",
     )
 
 
 def _conservative(results: Results) -> Claim:
     """Coverage of LA with its noise fitted."""
-    cover = [statistics.fmean(results.mean("LA", name, f"cover{level}") or 0.0 for name in results.sets) for level in LEVELS]
+    cover = [
+        statistics.fmean(results.mean("LA", name, f"cover{level}") or 0.0 for name in results.sets)
+        for level in LEVELS
+    ]
     names = [name for name in results.sets if name in PUBLISHED] or list(PUBLISHED)
     published = [statistics.fmean(PUBLISHED[name]["LA"][i] for name in names) for i in range(3)]
     return Claim(
@@ -248,12 +316,18 @@ def _conservative(results: Results) -> Claim:
 def _liver(results: Results) -> Claim:
     """Both published methods under-cover there."""
     name = "liver_disorders"
-    found = {m: (results.mean(m, name, "cover95") or 0.0, results.mean(m, name, "nll") or 0.0) for m in ("output", "none", "LA")}
+    found = {
+        m: (results.mean(m, name, "cover95") or 0.0, results.mean(m, name, "nll") or 0.0)
+        for m in ("output", "none", "LA")
+    }
     return Claim(
         "SSLA and ASSLA fail on Liver Disorders, where classical Laplace does not",
         "cover 73.9 and 49.3 at 95, NLL 2.74 and 5.94, LA 1.68",
-        "; ".join(f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()),
+        "; ".join(
+            f"{NAMES[m]} covers {cover:.1f}, NLL {nll:.2f}" for m, (cover, nll) in found.items()
+        ),
         max(found["output"][0], found["none"][0]) < 90 <= found["LA"][0],
-        "As published, ASSLA has a width of 0.3985 where the residuals have a standard deviation near one: the width failed, not "
-        "the method. SSLA's published row is wider than its constant width gives (table above).",
+        "As published, ASSLA has a width of 0.3985 where the residuals have a standard deviation "
+        "near one: the width failed, not the method. SSLA's published row is wider than its "
+        "constant width gives (table above).",
     )

@@ -15,7 +15,9 @@ from sklearn.model_selection import train_test_split
 
 FOLDER = "SSLA_DATA"
 STAND_IN = "synthetic_stand_in"
-TEST_SHARE = 0.2  # 79 of Auto MPG's 392 rows, 69 of Liver's 345: what the published steps of coverage imply
+TEST_SHARE = (
+    0.2  # 79 of Auto MPG's 392 rows, 69 of Liver's 345: what the published steps of coverage imply
+)
 
 
 class MissingDataError(ValueError):
@@ -24,7 +26,9 @@ class MissingDataError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """What the paper calls a set, its number at UCI, its target, and columns that are not inputs."""
+    """What the paper calls a set, its number at UCI, its target, and columns that are not
+    inputs.
+    """
 
     title: str
     number: int
@@ -36,12 +40,16 @@ class Source:
 SETS = {
     "auto_mpg": Source("Auto MPG", 9, "mpg", ("car_name",)),
     "liver_disorders": Source("Liver Disorders", 60, "alkphos", ("selector",)),
-    "concrete": Source("Concrete Compressive Strength", 165, "Concrete compressive strength", medium=True),
+    "concrete": Source(
+        "Concrete Compressive Strength", 165, "Concrete compressive strength", medium=True
+    ),
     "wine_quality": Source("Wine Quality", 186, "alcohol", medium=True),
     "bike_sharing_hour": Source("Bike Sharing", 275, "temp", ("instant", "dteday"), medium=True),
     "airfoil_self_noise": Source("Airfoil Self-Noise", 291, "scaled-sound-pressure", medium=True),
     "daily_demand_orders": Source("Daily Demand Forecasting Orders", 409, "Target (Total orders)"),
-    "real_estate_valuation": Source("Real Estate Valuation", 477, "Y house price of unit area", ("No",)),
+    "real_estate_valuation": Source(
+        "Real Estate Valuation", 477, "Y house price of unit area", ("No",)
+    ),
 }
 
 
@@ -92,7 +100,8 @@ def read(folder: Path, name: str) -> Rows:
     path = folder / f"{name}.csv"
     if not path.exists():
         raise MissingDataError(
-            f"{path} does not exist. Set {FOLDER} to a folder that contains it, or unset it to download the set."
+            f"{path} does not exist. Set {FOLDER} to a folder that contains it, or unset it to "
+            "download the set."
         )
     with path.open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
@@ -106,18 +115,24 @@ def _downloaded(name: str) -> tuple[list[str], list[list[str]]]:
         frame: Any = fetch_ucirepo(id=SETS[name].number).data.original
     except Exception as error:
         raise MissingDataError(
-            f"The UCI set {name!r} is not available: {FOLDER} is not set, and downloading it by ucimlrepo failed ({error}). "
-            f"Set {FOLDER} to a folder that contains {name}.csv, or install ucimlrepo and connect to the internet."
+            f"The UCI set {name!r} is not available: {FOLDER} is not set, and downloading it by "
+            f"ucimlrepo failed ({error}). Set {FOLDER} to a folder that contains {name}.csv, or "
+            "install ucimlrepo and connect to the internet."
         ) from error
     cells = frame.astype(object).where(frame.notna(), "").astype(str)
     return [str(column) for column in frame.columns], cells.to_numpy().tolist()
 
 
 def _arranged(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Rows:
-    """Complete rows; a text column of two values becomes 0 and 1. Codes of categories stay numbers."""
+    """Complete rows; a text column of two values becomes 0 and 1.
+
+    Codes of categories stay numbers.
+    """
     source = SETS[name]
     if source.target not in head:
-        raise MissingDataError(f"{name} must have the column {source.target!r}, but has {', '.join(head)}.")
+        raise MissingDataError(
+            f"{name} must have the column {source.target!r}, but has {', '.join(head)}."
+        )
     whole = [row for row in rows if all(cell not in ("", "?") for cell in row)]
     columns = {}
     for i, column in enumerate(head):
@@ -133,7 +148,9 @@ def _arranged(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def stand_in(rows: int = 120, seed: int = 0) -> Rows:
-    """No UCI set: a smooth function of three inputs with Gaussian noise, so that the code runs without data."""
+    """No UCI set: a smooth function of three inputs with Gaussian noise, so that the code runs
+    without data.
+    """
     generator = np.random.default_rng(seed)
     x = generator.normal(size=(rows, 3))
     y = np.sin(x[:, 0]) + 0.5 * x[:, 1] ** 2 - x[:, 2] + 0.3 * generator.normal(size=rows)

@@ -1,7 +1,9 @@
-"""One split of one set, each method with scalers of the training rows alone, scored on all test rows.
+"""One split of one set, each method with scalers of the training rows alone, scored on all test
+rows.
 
-Scores are in the unit of the published table, the target's standard deviation over all rows; no method uses that number. Seconds
-are of the processor, of one thread: training, noise, curvature and tuning, and prediction for all test rows.
+Scores are in the unit of the published table, the target's standard deviation over all rows; no
+method uses that number. Seconds are of the processor, of one thread: training, noise, curvature and
+tuning, and prediction for all test rows.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from ssla_paper.uci.data import load, split
 LEVELS = (0.95, 0.75, 0.5)
 REFITTED = 100  # test rows with real refits of the weights, to compare with the closed form
 FEWEST = 20  # rows for an interval of 95%
-TIMES = tuple(round(6 * share) for _, share in NODES)  # 4, 1, 1: the shares of the noise as repetitions
+TIMES = tuple(
+    round(6 * share) for _, share in NODES
+)  # 4, 1, 1: the shares of the noise as repetitions
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +58,14 @@ class Case:
     def of(name: str, seed: int) -> Case:
         rows = load(name)
         parts = split(len(rows.y), seed)
-        return Case(rows.x[parts.train], rows.y[parts.train], rows.x[parts.test], rows.y[parts.test], rows.unit, seed)
+        return Case(
+            rows.x[parts.train],
+            rows.y[parts.train],
+            rows.x[parts.test],
+            rows.y[parts.test],
+            rows.unit,
+            seed,
+        )
 
     def scored(self, answer: Any, seconds: float) -> Record:
         """The scores of an answer in y's own unit."""
@@ -73,7 +84,9 @@ class Case:
 def in_unit(found: dict[str, float], unit: float) -> dict[str, float]:
     """Scores of y as scores of y/unit."""
     length = ("crps", "rmse", "width")
-    moved = {name: value / unit if name.startswith(length) else value for name, value in found.items()}
+    moved = {
+        name: value / unit if name.startswith(length) else value for name, value in found.items()
+    }
     return moved | ({"nll": found["nll"] - math.log(unit)} if "nll" in found else {})
 
 
@@ -89,14 +102,23 @@ def own(name: str, seed: int, epochs: int = 200) -> Record:
     methods: Record = {}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        shared: dict[str, Any] = {"likelihood": "gaussian", "activation": "silu", "max_epochs": epochs, "random_state": seed}
+        shared: dict[str, Any] = {
+            "likelihood": "gaussian",
+            "activation": "silu",
+            "max_epochs": epochs,
+            "random_state": seed,
+        }
         one, fit_one = _clocked(lambda: SSLARegressor(members=1, **shared).fit(case.x, case.y))
         five, fit_five = _clocked(lambda: SSLARegressor(members=5, **shared).fit(case.x, case.y))
     for label, model, cost in (("", one, fit_one), (" x5", five, fit_five)):
         for rung in ("output", "weights", "none"):
-            answer, answering = _clocked(partial(model.ensemble_.predict, torch.from_numpy(case.new), rung))
+            answer, answering = _clocked(
+                partial(model.ensemble_.predict, torch.from_numpy(case.new), rung)
+            )
             methods[rung + label] = case.scored(answer, cost + answering)
-    training_noise, held_out_noise = (networks(one.ensemble_, case, own_noise) for own_noise in (True, False))
+    training_noise, held_out_noise = (
+        networks(one.ensemble_, case, own_noise) for own_noise in (True, False)
+    )
     methods["plug-in"] = case.scored(training_noise, fit_one)
     methods["plug-in, noise"] = case.scored(held_out_noise, fit_one)
     methods["ensemble"] = case.scored(networks(five.ensemble_, case, True), fit_five)
@@ -123,7 +145,9 @@ def own(name: str, seed: int, epochs: int = 200) -> Record:
 
 
 def refit_gap(ensemble: Ensemble, case: Case) -> float:
-    """Largest difference of log density between the output refit and real refits of the last layer on all rows and (x, y)."""
+    """Largest difference of log density between the output refit and real refits of the last
+    layer on all rows and (x, y).
+    """
     assert ensemble.target is not None
     z = ensemble.inputs(torch.from_numpy(case.new[:REFITTED]))
     y = ensemble.target(torch.from_numpy(case.target[:REFITTED])[:, None])[:, 0]
@@ -133,7 +157,9 @@ def refit_gap(ensemble: Ensemble, case: Case) -> float:
 
 
 def networks(ensemble: Ensemble, case: Case, own_noise: bool) -> GaussianMixture:
-    """The networks as they were trained, each with the noise of its training residuals or that from held-out rows."""
+    """The networks as they were trained, each with the noise of its training residuals or that
+    from held-out rows.
+    """
     assert ensemble.target is not None
     z, new = (ensemble.inputs(torch.from_numpy(part)) for part in (case.x, case.new))
     target = ensemble.target(torch.from_numpy(case.y)[:, None])
@@ -148,23 +174,33 @@ def networks(ensemble: Ensemble, case: Case, own_noise: bool) -> GaussianMixture
 
 
 def classical(ensemble: Ensemble, case: Case) -> GaussianMixture:
-    """laplace-torch on the last layer of the same network as it was trained, noise and prior by its evidence."""
+    """laplace-torch on the last layer of the same network as it was trained, noise and prior by
+    its evidence.
+    """
     return _in_unit_of(ensemble, _laplace(ensemble, case, ensemble.modules[0], None))
 
 
 def fair(ensemble: Ensemble, case: Case, polished: bool) -> GaussianMixture:
-    """The same with our noise from held-out rows, at its three values, and the prior by its evidence.
+    """The same with our noise from held-out rows, at its three values, and the prior by its
+    evidence.
 
-    polished: at the mode of the last layer on all rows, like our posteriors, and not at the trained weights.
+    polished: at the mode of the last layer on all rows, like our posteriors, and not at the trained
+    weights.
     """
     parts = {}
     for component in ensemble.components:
         if component.member == 0:
             noise = _noise(component.posterior.likelihood)
-            module = with_last_layer(ensemble.modules[0], component.posterior.theta) if polished else ensemble.modules[0]
+            module = (
+                with_last_layer(ensemble.modules[0], component.posterior.theta)
+                if polished
+                else ensemble.modules[0]
+            )
             parts[noise] = _laplace(ensemble, case, module, noise)
     noises = noise_nodes(ensemble, 0)
-    means, sds = (torch.cat([getattr(parts[noise], what) for noise in noises]) for what in ("means", "sds"))
+    means, sds = (
+        torch.cat([getattr(parts[noise], what) for noise in noises]) for what in ("means", "sds")
+    )
     return _in_unit_of(ensemble, GaussianMixture(means, sds))
 
 
@@ -179,7 +215,9 @@ def with_last_layer(module: nn.Sequential, theta: Tensor) -> nn.Sequential:
     return net
 
 
-def _laplace(ensemble: Ensemble, case: Case, module: nn.Module, noise: float | None) -> GaussianMixture:
+def _laplace(
+    ensemble: Ensemble, case: Case, module: nn.Module, noise: float | None
+) -> GaussianMixture:
     assert ensemble.target is not None
     z, new = (ensemble.inputs(torch.from_numpy(part)) for part in (case.x, case.new))
     y = ensemble.target(torch.from_numpy(case.y)[:, None])[:, 0]
@@ -224,14 +262,19 @@ def peers(name: str, seed: int, steps: int, epochs: int = EPOCHS) -> Record:
     try:
         intervals, seconds = _clocked(lambda: conformal(x, y, new, seed, recipe))
         ends = {level: shift + scale * part for level, part in intervals.items()}
-        methods["conformal"] = {**in_unit(interval_scores(ends, case.target), case.unit), "cost": seconds}
+        methods["conformal"] = {
+            **in_unit(interval_scores(ends, case.target), case.unit),
+            "cost": seconds,
+        }
     except MissingPeerError as error:
         methods["conformal"] = {"missing": str(error)}
     return {"set": name, "split": seed, "methods": methods}
 
 
 def sampled(name: str, seed: int, warmup: int, draws: int) -> Record:
-    """NUTS on one hidden layer of 50, with its diagnostics: a chain that has not converged is no reference."""
+    """NUTS on one hidden layer of 50, with its diagnostics: a chain that has not converged is
+    no reference.
+    """
     from ssla_paper.peers.sampling import chain
 
     case = Case.of(name, seed)
@@ -239,7 +282,9 @@ def sampled(name: str, seed: int, warmup: int, draws: int) -> Record:
     told: Record = {}
 
     def draw() -> GaussianMixture:
-        found = chain(x, y, new, hidden=(50,), heteroscedastic=False, warmup=warmup, draws=draws, seed=seed)
+        found = chain(
+            x, y, new, hidden=(50,), heteroscedastic=False, warmup=warmup, draws=draws, seed=seed
+        )
         told.update(r_hat=found.r_hat, effective=found.effective, divergent=found.divergent)
         return found.answer
 
@@ -259,8 +304,12 @@ def _batch(rows: int) -> int:
     return min(256, max(16, rows // 16))
 
 
-def conformal(x: Tensor, y: Tensor, new: Tensor, seed: int, recipe: Recipe) -> dict[float, np.ndarray]:
-    """A fifth of the training rows (20 at least) calibrates, a tenth stops the training of the paper's network on the rest."""
+def conformal(
+    x: Tensor, y: Tensor, new: Tensor, seed: int, recipe: Recipe
+) -> dict[float, np.ndarray]:
+    """A fifth of the training rows (20 at least) calibrates, a tenth stops the training of the
+    paper's network on the rest.
+    """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     calibrating, stopping = max(len(x) // 5, FEWEST), max(len(x) // 10, 1)

@@ -1,20 +1,25 @@
-"""Table 4 by the procedure that produced it: one split, scalers of all rows, a constant width for ASSLA, noise of one for LA.
+"""Table 4 by the procedure that produced it: one split, scalers of all rows, a constant width for
+ASSLA, noise of one for LA.
 
-ASSLA. The "log likelihood" of a candidate y was −(y − ŷ)², its curvature one number for all test rows, which cancels. The
-reported uncertainty is the bandwidth of a weighted kernel density estimate over the 30 candidates on ŷ ± 1.96,
+ASSLA. The "log likelihood" of a candidate y was −(y − ŷ)², its curvature one number for all test
+rows, which cancels. The reported uncertainty is the bandwidth of a weighted kernel density estimate
+over the 30 candidates on ŷ ± 1.96,
 
     s² = Σ̂ · m^(−2/5),   w_i ∝ exp(−(y_i − ŷ)²),   m = 1/Σw²,   Σ̂ = Σ w (y_i − ȳ)² / (1 − Σw²)
 
-(Scott's rule), which depends only on the grid: 0.3985 for every row of every set. Intervals are ŷ ± {1.96, 1.15, 0.67} s.
+(Scott's rule), which depends only on the grid: 0.3985 for every row of every set. Intervals are ŷ ±
+{1.96, 1.15, 0.67} s.
 
-LA. laplace-torch on the last layer with the noise left at one and a standard normal prior; beside it, of the same networks, with
-noise and prior by its evidence ("LA fitted", which was not published).
+LA. laplace-torch on the last layer with the noise left at one and a standard normal prior; beside
+it, of the same networks, with noise and prior by its evidence ("LA fitted", which was not
+published).
 
-SSLA. Refits of all weights by at most ten epochs of a fresh Adam for each of 20 candidates, scored in the same way: the result
-is the optimiser's noise around the same kernel's bandwidth, 0.4414 for 20 candidates. Here: that width, without noise.
+SSLA. Refits of all weights by at most ten epochs of a fresh Adam for each of 20 candidates, scored
+in the same way: the result is the optimiser's noise around the same kernel's bandwidth, 0.4414 for
+20 candidates. Here: that width, without noise.
 
-The text does not say how many rows validated the search (here a fifth of the training rows), which 50 test rows of the larger
-sets were scored, nor the seeds of the networks; ten are tried.
+The text does not say how many rows validated the search (here a fifth of the training rows), which
+50 test rows of the larger sets were scored, nor the seeds of the networks; ten are tried.
 """
 
 from __future__ import annotations
@@ -119,12 +124,28 @@ def as_published(name: str, trials: int, seeds: int = SEEDS) -> Record:
     runs = []
     for seed in range(seeds):
         net = trained(data, validation, Recipe(rate, batch), seed)
-        runs.append({"validation": _error(net, *validation), "methods": _answers(net, data, x[test], y[test])})
-    return {"set": name, "trials": trials, "rate": rate, "batch": batch, "test": len(test), "runs": runs}
+        runs.append(
+            {
+                "validation": _error(net, *validation),
+                "methods": _answers(net, data, x[test], y[test]),
+            }
+        )
+    return {
+        "set": name,
+        "trials": trials,
+        "rate": rate,
+        "batch": batch,
+        "test": len(test),
+        "runs": runs,
+    }
 
 
-def search(data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], trials: int) -> tuple[float, int]:
-    """Learning rate and batch size of the lowest validation error, by Optuna's TPE; of larger sets on part of the rows."""
+def search(
+    data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], trials: int
+) -> tuple[float, int]:
+    """Learning rate and batch size of the lowest validation error, by Optuna's TPE; of larger
+    sets on part of the rows.
+    """
     optuna = library("optuna", "optuna")
     epochs = SMALL_EPOCHS if len(data[0]) <= SMALL_ROWS else SEARCH_EPOCHS
     some = tuple(part[:SEARCH_ROWS] for part in data)
@@ -141,7 +162,9 @@ def search(data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], trial
     return float(study.best_params["rate"]), int(study.best_params["batch"])
 
 
-def trained(data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], recipe: Recipe, seed: int) -> nn.Sequential:
+def trained(
+    data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], recipe: Recipe, seed: int
+) -> nn.Sequential:
     assert recipe.epochs <= EPOCHS
     generator = torch.Generator().manual_seed(seed)
     net = perceptron(data[0].shape[1], 1, generator)
@@ -159,7 +182,9 @@ def _answers(net: nn.Sequential, data: tuple[Tensor, Tensor], new: Tensor, y: Te
         f = net(new).double().T  # (1, N)
     found: Record = {"rmse": float((f[0] - y).square().mean().sqrt())}
     for method, points in (("SSLA", SSLA_POINTS), ("ASSLA", ASSLA_POINTS)):
-        found[method] = published_scores(GaussianMixture(f, torch.full_like(f, constant_width(points))), y)
+        found[method] = published_scores(
+            GaussianMixture(f, torch.full_like(f, constant_width(points))), y
+        )
     for method, noise in (("LA", 1.0), ("LA fitted", None)):
         try:
             found[method] = published_scores(laplace(net, *data, new, noise=noise), y)

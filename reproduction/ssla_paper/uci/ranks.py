@@ -15,7 +15,9 @@ LEVEL = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Methods with their mean ranks over all blocks (1 is best), and the test statistics over the sets."""
+    """Methods with their mean ranks over all blocks (1 is best), and the test statistics over
+    the sets.
+    """
 
     methods: tuple[str, ...]
     ranks: np.ndarray  # (k,)
@@ -31,12 +33,20 @@ class Ranking:
 def ranking(methods: tuple[str, ...], scores: dict[str, np.ndarray]) -> Ranking:
     """scores: by set, (splits, k), lower is better.
 
-    Ranks are averaged over sets × splits. Splits of one set share most of their rows, so they are not independent blocks: the
-    test and the critical difference count sets, ranked by their mean scores.
+    Ranks are averaged over sets × splits. Splits of one set share most of their rows, so they are
+    not independent blocks: the test and the critical difference count sets, ranked by their mean
+    scores.
     """
     each = np.concatenate([ranked(part) for part in scores.values()])
     means = np.stack([part.mean(0) for part in scores.values()])
-    return Ranking(methods, each.mean(0), len(each), len(means), friedman(means), critical_difference(len(methods), len(means)))
+    return Ranking(
+        methods,
+        each.mean(0),
+        len(each),
+        len(means),
+        friedman(means),
+        critical_difference(len(methods), len(means)),
+    )
 
 
 def ranked(scores: np.ndarray) -> np.ndarray:
@@ -46,7 +56,9 @@ def ranked(scores: np.ndarray) -> np.ndarray:
 
 
 def friedman(scores: np.ndarray) -> float:
-    """p that all columns are equal, from the ranks in rows; NaN with fewer than two rows or three columns."""
+    """p that all columns are equal, from the ranks in rows; NaN with fewer than two rows or
+    three columns.
+    """
     if len(scores) < 2 or scores.shape[1] < 3:
         return math.nan
     return float(library("scipy.stats", "scipy").friedmanchisquare(*scores.T).pvalue)
@@ -54,12 +66,16 @@ def friedman(scores: np.ndarray) -> float:
 
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
     """Nemenyi: q √(k(k + 1)/6N), with q the studentised range's quantile over √2."""
-    q = float(library("scipy.stats", "scipy").studentized_range.ppf(1 - level, methods, np.inf)) / math.sqrt(2)
+    q = float(
+        library("scipy.stats", "scipy").studentized_range.ppf(1 - level, methods, np.inf)
+    ) / math.sqrt(2)
     return q * math.sqrt(methods * (methods + 1) / (6 * blocks))
 
 
 def cliques(ranks: np.ndarray, critical: float) -> list[tuple[float, float]]:
-    """The widest stretches of ranks that differ by less than the critical difference, of two methods or more."""
+    """The widest stretches of ranks that differ by less than the critical difference, of two
+    methods or more.
+    """
     order = np.sort(ranks)
     found: list[tuple[float, float]] = []
     for start in order:
@@ -93,12 +109,30 @@ def draw_ranking(found: Ranking, names: dict[str, str], score: str) -> Any:
         rank = float(found.ranks[method])
         ax.plot([rank, rank, end], [0, depth, depth], color="#2f6db5", lw=1)
         text = f"{names[found.methods[method]]} ({rank:.2f})"
-        ax.text(end - 0.08 if left else end + 0.08, depth, text, ha="right" if left else "left", va="center", fontsize=8)
+        ax.text(
+            end - 0.08 if left else end + 0.08,
+            depth,
+            text,
+            ha="right" if left else "left",
+            va="center",
+            fontsize=8,
+        )
     for row, (start, end) in enumerate(bars):
         ax.hlines(-0.3 - 0.22 * row, start - 0.05, end + 0.05, color="#d1651f", lw=3.5)
     ax.hlines(0.95, low, low + found.critical, color="black", lw=1.5)
-    ax.text(low + found.critical / 2, 1.02, f"critical difference {found.critical:.2f}", ha="center", va="bottom", fontsize=8)
-    ax.set_title(f"Mean rank in {score}: {found.sets} sets, {found.blocks} sets × splits; Friedman p = {found.p:.2g}", fontsize=9)
+    ax.text(
+        low + found.critical / 2,
+        1.02,
+        f"critical difference {found.critical:.2f}",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+    )
+    ax.set_title(
+        f"Mean rank in {score}: {found.sets} sets, {found.blocks} sets × splits; Friedman p = "
+        f"{found.p:.2g}",
+        fontsize=9,
+    )
     ax.set_xlim(low - 3.4, high + 3.4)
     ax.set_ylim(-top - 0.42 * half, 1.5)
     ax.axis("off")

@@ -12,22 +12,31 @@ from ssla_paper.uci.published import PUBLISHED, SCORES
 from ssla_paper.uci.ranks import Ranking, draw_ranking, ranking
 from ssla_paper.uci.results import COMPARED, LEVELS, NAMES, Results
 
-HEADS = {"cover95": "cov 95", "cover75": "cov 75", "cover50": "cov 50", "nll": "NLL", "crps": "CRPS"}
+HEADS = {
+    "cover95": "cov 95",
+    "cover75": "cov 75",
+    "cover50": "cov 50",
+    "nll": "NLL",
+    "crps": "CRPS",
+}
 DIGITS = {"cover95": 1, "cover75": 1, "cover50": 1, "nll": 2, "crps": 2}
 TOLERANCE = 0.02  # of NLL and CRPS
 PUBLISHED_CAPTION = (
-    "Table 4 by the procedure that produced it: one split, scalers of all rows, {trials} trials of Optuna (above 500 rows: on "
-    "at most 2,000 and at most 60 epochs for each trial; otherwise at most 200). Found: the network of the lowest validation "
-    "error of {seeds} seeds (range over them). Cells hit: to one test row of coverage, 0.02 of NLL and CRPS, by that network; "
-    "whole row hit: by how many of the seeds' networks. SSLA: its width without the optimiser's noise, which is not "
-    "reproduced: the authors' code takes 22 to 37 s for each test row, and its results differ between seeds. LA fitted: the same "
-    "networks, noise and prior by the evidence; not published."
+    "Table 4 by the procedure that produced it: one split, scalers of all rows, {trials} trials of "
+    "Optuna (above 500 rows: on at most 2,000 and at most 60 epochs for each trial; otherwise at "
+    "most 200). Found: the network of the lowest validation error of {seeds} seeds (range over "
+    "them). Cells hit: to one test row of coverage, 0.02 of NLL and CRPS, by that network; whole "
+    "row hit: by how many of the seeds' networks. SSLA: its width without the optimiser's noise, "
+    "which is not reproduced: the authors' code takes 22 to 37 s for each test row, and its "
+    "results differ between seeds. LA fitted: the same networks, noise and prior by the evidence; "
+    "not published."
 )
 
 PEERS = (
-    " LA: laplace-torch on our network. MC dropout: 2×50, early stopping; its rate and noise by held-out rows. MFVI: "
-    "bayesian-torch, 2×50, 2,000 steps, the noise learned. NUTS: numpyro, one hidden layer of 50, tanh, one chain of 200 draws "
-    "after 200. Split conformal: MAPIE, a fifth of the rows, around the paper's network."
+    " LA: laplace-torch on our network. MC dropout: 2×50, early stopping; its rate and noise by "
+    "held-out rows. MFVI: bayesian-torch, 2×50, 2,000 steps, the noise learned. NUTS: numpyro, one "
+    "hidden layer of 50, tanh, one chain of 200 draws after 200. Split conformal: MAPIE, a fifth "
+    "of the rows, around the paper's network."
 )
 
 
@@ -45,7 +54,10 @@ def allowed(score: str, test_rows: int) -> float:
 def hits(record: Record, run: Record, method: str) -> list[bool]:
     """For each published cell of a row whether that network's is within the tolerance."""
     pairs = zip(SCORES, PUBLISHED[record["set"]][method], strict=True)
-    return [abs(run["methods"][method][score] - published) <= allowed(score, record["test"]) for score, published in pairs]
+    return [
+        abs(run["methods"][method][score] - published) <= allowed(score, record["test"])
+        for score, published in pairs
+    ]
 
 
 def whole_rows(record: Record, method: str) -> int:
@@ -79,10 +91,15 @@ def published_table(results: Results, folder: Path) -> None:
                 best = best_run(record)["methods"][method][score]
                 known = method in PUBLISHED.get(name, {})
                 published = f"{PUBLISHED[name][method][i]:.{digits}f}" if known else None
-                row += [published, f"{best:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})"]
+                row += [
+                    published,
+                    f"{best:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})",
+                ]
             near = method in PUBLISHED.get(name, {})
             row.append(f"{sum(hits(record, best_run(record), method))} of 5" if near else None)
-            rows.append([*row, f"{whole_rows(record, method)} of {len(record['runs'])}" if near else None])
+            rows.append(
+                [*row, f"{whole_rows(record, method)} of {len(record['runs'])}" if near else None]
+            )
     caption = PUBLISHED_CAPTION.format(trials=trials, seeds=seeds)
     Table("uci-1-published", caption, columns, rows, {}).write(folder)
 
@@ -92,14 +109,24 @@ def score_tables(results: Results, folder: Path) -> None:
     methods = [m for m in NAMES if m in results.scores]
     splits = "; ".join(sorted({str(len(results.splits("output", name))) for name in results.sets}))
     note = _chains(results) + "".join(f" {NAMES[m]}: {why}." for m, why in results.missing.items())
-    note += "".join(f" Our fits warned on {count} splits: {said}" for said, count in sorted(results.notes.items()))
+    note += "".join(
+        f" Our fits warned on {count} splits: {said}"
+        for said, count in sorted(results.notes.items())
+    )
     for number, score, text in ((2, "nll", "NLL"), (3, "crps", "CRPS"), (4, "rmse", "RMSE")):
-        shown = [m for m in methods if any(results.mean(m, name, score) is not None for name in results.sets)]
+        shown = [
+            m
+            for m in methods
+            if any(results.mean(m, name, score) is not None for name in results.sets)
+        ]
         rows: list[list[Cell]] = []
         for name in results.sets:
             row: list[Cell] = [title(name)]
             if score != "rmse":
-                row += [PUBLISHED[name][m][SCORES.index(score)] if name in PUBLISHED else None for m in ("SSLA", "ASSLA", "LA")]
+                row += [
+                    PUBLISHED[name][m][SCORES.index(score)] if name in PUBLISHED else None
+                    for m in ("SSLA", "ASSLA", "LA")
+                ]
             for method in shown:
                 value, count = results.mean(method, name, score), len(results.splits(method, name))
                 error = results.deviation(method, name, score) / max(count, 1) ** 0.5
@@ -107,28 +134,50 @@ def score_tables(results: Results, folder: Path) -> None:
             rows.append(row)
         published = [f"published {m}" for m in ("SSLA", "ASSLA", "LA")] if score != "rmse" else []
         caption = (
-            f"{text} in units of the target's standard deviation: mean ± standard error over {splits} splits (NUTS: 5 splits of "
-            f"small sets), all test rows, scalers of the training rows; our networks by their defaults, on Bike Sharing "
-            f"with at most 100 epochs. Published: one split.{PEERS if score == 'nll' else ''}{note}"
+            f"{text} in units of the target's standard deviation: mean ± standard error over "
+            f"{splits} splits (NUTS: 5 splits of small sets), all test rows, scalers of the "
+            "training rows; our networks by their defaults, on Bike Sharing with at most 100 "
+            f"epochs. Published: one split.{PEERS if score == 'nll' else ''}{note}"
         )
-        Table(f"uci-{number}-{score}", caption, ["set", *published, *(NAMES[m] for m in shown)], rows, {}).write(folder)
+        Table(
+            f"uci-{number}-{score}",
+            caption,
+            ["set", *published, *(NAMES[m] for m in shown)],
+            rows,
+            {},
+        ).write(folder)
     rows = []
     for name in results.sets:
         row = [title(name)]
         for m in ("SSLA", "ASSLA", "LA"):
-            row.append("/".join(f"{v:.0f}" for v in PUBLISHED[name][m][:3]) if name in PUBLISHED else None)
+            row.append(
+                "/".join(f"{v:.0f}" for v in PUBLISHED[name][m][:3]) if name in PUBLISHED else None
+            )
         for method in methods:
             found = [results.mean(method, name, f"cover{level}") for level in LEVELS]
             row.append("/".join(f"{v:.0f}" for v in found if v is not None) or None)
         rows.append(row)
-    caption = f"Coverage in per cent at 95/75/50: mean over {splits} splits. Split conformal gives only intervals, no density."
-    columns = ["set", *(f"published {m}" for m in ("SSLA", "ASSLA", "LA")), *(NAMES[m] for m in methods)]
+    caption = (
+        f"Coverage in per cent at 95/75/50: mean over {splits} splits. Split conformal gives only "
+        "intervals, no density."
+    )
+    columns = [
+        "set",
+        *(f"published {m}" for m in ("SSLA", "ASSLA", "LA")),
+        *(NAMES[m] for m in methods),
+    ]
     Table("uci-5-coverage", caption, columns, rows, {}).write(folder)
     rows = []
     for name in results.sets:
         widths = [results.mean(method, name, "width95") for method in methods]
         rows.append([title(name), *(None if w is None else f"{w:.2f}" for w in widths)])
-    Table("uci-6-width", "Mean width of 95% intervals, same unit.", ["set", *(NAMES[m] for m in methods)], rows, {}).write(folder)
+    Table(
+        "uci-6-width",
+        "Mean width of 95% intervals, same unit.",
+        ["set", *(NAMES[m] for m in methods)],
+        rows,
+        {},
+    ).write(folder)
 
 
 def _chains(results: Results) -> str:
@@ -138,7 +187,11 @@ def _chains(results: Results) -> str:
         chains = results.splits("NUTS", name)
         if chains:
             worst.append(f"{title(name)} {max(c['r_hat'] for c in chains):.2f}")
-    return f" Worst split R̂ of a NUTS chain, over splits, of the median test row: {', '.join(worst)}." if worst else ""
+    return (
+        f" Worst split R̂ of a NUTS chain, over splits, of the median test row: {', '.join(worst)}."
+        if worst
+        else ""
+    )
 
 
 def cost_table(results: Results, folder: Path) -> None:
@@ -148,9 +201,10 @@ def cost_table(results: Results, folder: Path) -> None:
         costs = [results.mean(method, name, "cost") for method in methods]
         rows.append([title(name), *(None if c is None else f"{c:.1f}" for c in costs)])
     caption = (
-        "Seconds of the processor for one split: training, noise, curvature and tuning, and predictions for all test rows. "
-        "Methods on our networks include the whole of our fit (plug-in, ensemble and LA need only its training). The closed form "
-        f"is used for SSLA; real refits of 100 test rows took {results.refit_seconds:.2f} s and gave the same log "
+        "Seconds of the processor for one split: training, noise, curvature and tuning, and "
+        "predictions for all test rows. Methods on our networks include the whole of our fit "
+        "(plug-in, ensemble and LA need only its training). The closed form is used for SSLA; "
+        f"real refits of 100 test rows took {results.refit_seconds:.2f} s and gave the same log "
         f"densities to {results.gap:.0e}."
     )
     Table("uci-8-cost", caption, ["set", *(NAMES[m] for m in methods)], rows, {}).write(folder)
@@ -165,11 +219,18 @@ def rank_tables(results: Results, folder: Path) -> dict[str, Ranking]:
     ]
     one = found["nll"]
     caption = (
-        f"Mean ranks of {len(methods)} methods over {one.sets} sets × splits ({one.blocks} blocks). Splits of a set share rows, "
-        f"so the test counts sets: Friedman p = {found['nll'].p:.2g} (NLL), {found['crps'].p:.2g} (CRPS); Nemenyi's critical "
-        f"difference {one.critical:.2f}."
+        f"Mean ranks of {len(methods)} methods over {one.sets} sets × splits ({one.blocks} "
+        "blocks). Splits of a set share rows, so the test counts sets: Friedman p = "
+        f"{found['nll'].p:.2g} (NLL), {found['crps'].p:.2g} (CRPS); Nemenyi's critical difference "
+        f"{one.critical:.2f}."
     )
-    Table("uci-7-ranks", caption, ["method", "rank NLL", "rank CRPS", "sets with the lowest NLL/CRPS"], rows, {}).write(folder)
+    Table(
+        "uci-7-ranks",
+        caption,
+        ["method", "rank NLL", "rank CRPS", "sets with the lowest NLL/CRPS"],
+        rows,
+        {},
+    ).write(folder)
     for score, ranks in found.items():
         draw(draw_ranking(ranks, NAMES, score.upper()), folder, f"uci-ranks-{score}")
     return found
@@ -198,7 +259,9 @@ def coverage_figure(results: Results, folder: Path) -> None:
     if not names:
         return
     bars = {f"published {m}": published_coverage_error(m, names) for m in ("SSLA", "ASSLA", "LA")}
-    methods = [m for m in NAMES if m in results.scores and all(results.splits(m, name) for name in names)]
+    methods = [
+        m for m in NAMES if m in results.scores and all(results.splits(m, name) for name in names)
+    ]
     bars |= {NAMES[m]: results.coverage_error(m, names) for m in methods}
     figure, ax = plt.subplots(figsize=(7, 0.28 * len(bars) + 0.8))
     colors = ["#d1651f" if label.startswith("published") else "#2f6db5" for label in bars]
@@ -213,5 +276,7 @@ def coverage_figure(results: Results, folder: Path) -> None:
 
 def published_coverage_error(method: str, names: list[str]) -> float:
     return statistics.fmean(
-        abs(value - level) for name in names for value, level in zip(PUBLISHED[name][method][:3], LEVELS, strict=True)
+        abs(value - level)
+        for name in names
+        for value, level in zip(PUBLISHED[name][method][:3], LEVELS, strict=True)
     )

@@ -49,7 +49,9 @@ LEVELS = (95, 75, 50)
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """Scores by method, set and split; what is missing and why; the published procedure's records by set."""
+    """Scores by method, set and split; what is missing and why; the published procedure's
+    records by set.
+    """
 
     scores: dict[str, dict[str, dict[int, Record]]]
     missing: dict[str, str]
@@ -84,16 +86,22 @@ class Results:
         """By set, (splits, methods), over the splits that all have."""
         found = {}
         for name in self.sets:
-            shared = set.intersection(*(set(self.scores.get(m, {}).get(name, {})) for m in methods)) - {SEED}
+            shared = set.intersection(
+                *(set(self.scores.get(m, {}).get(name, {})) for m in methods)
+            ) - {SEED}
             rows = [[self.scores[m][name][seed][score] for m in methods] for seed in sorted(shared)]
             if rows:
                 found[name] = np.array(rows)
         return found
 
     def coverage_error(self, method: str, names: list[str]) -> float:
-        """Mean over sets, splits and levels of |coverage − level|, per cent: of one split, as published."""
+        """Mean over sets, splits and levels of |coverage − level|, per cent: of one split, as
+        published.
+        """
         return statistics.fmean(
-            statistics.fmean(abs(record[f"cover{level}"] - level) for record in self.splits(method, name))
+            statistics.fmean(
+                abs(record[f"cover{level}"] - level) for record in self.splits(method, name)
+            )
             for name in names
             for level in LEVELS
         )
@@ -123,4 +131,6 @@ def gathered(records: Mapping[str, Record]) -> Results:
             seconds.append(record["refit_seconds"])
             for note in sorted(set(record.get("warnings", []))):
                 notes[note] = notes.get(note, 0) + 1
-    return Results(scores, missing, published, max(gaps), statistics.fmean(seconds[1:] or seconds), notes)
+    return Results(
+        scores, missing, published, max(gaps), statistics.fmean(seconds[1:] or seconds), notes
+    )

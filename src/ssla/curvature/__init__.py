@@ -1,4 +1,6 @@
-"""Curvature of the data: sufficient statistics (add, merge) -> operator (K, logdet, solve, sample)."""
+"""Curvature of the data: sufficient statistics (add, merge) -> operator (K, logdet, solve,
+sample).
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,36 @@ from ssla.curvature.low_rank import LowRank
 from ssla.curvature.structure import Extent, Operator, Structure
 from ssla.curvature.woodbury import WoodburyOperator
 
-__all__ = ["STRUCTURES", "Dense", "Diagonal", "Extent", "Kfac", "LowRank", "Operator", "Structure", "WoodburyOperator", "resolve"]
+__all__ = [
+    "STRUCTURES",
+    "Dense",
+    "Diagonal",
+    "Extent",
+    "Kfac",
+    "LowRank",
+    "Operator",
+    "Structure",
+    "WoodburyOperator",
+    "resolve",
+]
 
-STRUCTURES: dict[str, Structure] = {"dense": Dense(), "diag": Diagonal(), "kfac": Kfac(), "low_rank": LowRank()}
+STRUCTURES: dict[str, Structure] = {
+    "dense": Dense(),
+    "diag": Diagonal(),
+    "kfac": Kfac(),
+    "low_rank": LowRank(),
+}
 
 
 def resolve(structure: str | Structure) -> Structure:
-    """The structure of a name ("dense", "diag", "kfac", "low_rank"); a structure object is returned as it is."""
+    """The structure of a name ("dense", "diag", "kfac", "low_rank"); a structure object is
+    returned as it is.
+    """
     if not isinstance(structure, str):
         if isinstance(structure, type) or not hasattr(structure, "with_prior"):
             raise TypeError(
-                f"structure must be one of {', '.join(map(repr, STRUCTURES))} or a structure object, but is {structure!r}."
+                f"structure must be one of {', '.join(map(repr, STRUCTURES))} or a structure "
+                f"object, but is {structure!r}."
             )
         return structure
     if structure not in STRUCTURES:

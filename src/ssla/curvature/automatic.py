@@ -1,7 +1,8 @@
 """The structure that a fit takes by default: dense where it is cheap, Kronecker factors elsewhere.
 
-Seconds are those of one core, without the network's own forward passes. They follow from the size of the problem alone, so that
-every process of a distributed fit makes the same choice. A source of unknown length counts as a large one.
+Seconds are those of one core, without the network's own forward passes. They follow from the size
+of the problem alone, so that every process of a distributed fit makes the same choice. A source of
+unknown length counts as a large one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
 from ssla.curvature.memory import in_words, is_last_layer
 
 AUTO = "auto"
-# On one core of the machine of 2026-11 (benchmarks/head_speed.py): products of matrices ran at 33 to 46 Gflop/s in float64 and at
-# 86 to 94 in float32, Cholesky factors and inverses at 22 to 26, and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
+# On one core of the machine of 2026-11 (benchmarks/head_speed.py): products of matrices ran at 33
+# to 46 Gflop/s in float64 and at 86 to 94 in float32, Cholesky factors and inverses at 22 to 26,
+# and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
 PRODUCTS, SINGLE_PRODUCTS, FACTORS, EIGENVECTORS = 4e10, 8e10, 2.5e10, 3.5e9
 OF_NODE = 8e-9  # seconds of one output at one node
 OF_FEATURE = 3e-8  # seconds of one feature of one row, once: reading, casting, checks
@@ -25,7 +27,9 @@ CHOICES = 4  # of a prior on the way
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 MANY_ROWS, NODES_OF_ALL_ROWS, FEWEST_NODES = 4096, 1 << 17, 8
 UNKNOWN_ROWS = 100_000  # for a source of unknown length
-MOST_SECONDS = 10.0  # of a dense fit that is taken by default. A guess: what a user waits without looking for another way
+# of a dense fit that is taken by default. A guess: what a user waits without looking for another
+# way
+MOST_SECONDS = 10.0
 
 
 class Choice(NamedTuple):
@@ -38,7 +42,8 @@ class Choice(NamedTuple):
 def choose(extent: Extent, budget: int, uneven: bool = False) -> Choice:
     """Dense where it takes little time and memory, else Kronecker factors.
 
-    uneven: whether the prior's precision varies inside a layer, which Kronecker factors do not allow.
+    uneven: whether the prior's precision varies inside a layer, which Kronecker factors do not
+    allow.
     """
     dense = Dense()
     seconds, memory = seconds_of(dense, extent), dense.memory(extent)
@@ -46,14 +51,19 @@ def choose(extent: Extent, budget: int, uneven: bool = False) -> Choice:
         return Choice(dense, "the whole curvature, which is cheap here")
     cost = f"dense would take about {time_in_words(seconds)} and {in_words(memory)}"
     if uneven:
-        return Choice(dense, f"{cost}, but the prior's precision varies inside a layer, which kfac does not allow")
+        return Choice(
+            dense,
+            f"{cost}, but the prior's precision varies inside a layer, which kfac does not allow",
+        )
     if memory_of_kfac(extent) > budget:  # a refusal of dense names what fits
         return Choice(dense, f"{cost}, but the memory budget allows no kfac")
     return Choice(Kfac(), cost)
 
 
 def memory_of_kfac(extent: Extent) -> int:
-    """Bytes of Kronecker factors, in the form that a fit takes for a last layer of very many classes."""
+    """Bytes of Kronecker factors, in the form that a fit takes for a last layer of very many
+    classes.
+    """
     many = is_last_layer(extent) and extent.outputs > MANY_CLASSES
     return Kfac(output_factor=DIAGONAL if many else None).memory(extent)
 
@@ -89,7 +99,10 @@ def _seconds_of_kfac(extent: Extent) -> float:
     work = rows * _features(extent) * OF_FEATURE
     for inside, out in extent.layers:
         work += inside**3 / EIGENVECTORS + 2 * rows * inside**2 / PRODUCTS
-        each = out**3 / EIGENVECTORS + 4 * rows * inside * (1 if head else outputs) * out / SINGLE_PRODUCTS
+        each = (
+            out**3 / EIGENVECTORS
+            + 4 * rows * inside * (1 if head else outputs) * out / SINGLE_PRODUCTS
+        )
         work += each * (1 + rounds)
     if head and rounds:
         inside, _ = extent.layers[0]

@@ -1,7 +1,8 @@
 """The full P×P curvature, or its rows while n·C < P.
 
-S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are stored as rows (the dual or
-kernel form: memory n·C·P, factorised by Woodbury); more are summed to P×P. Both forms are exact and can be merged.
+S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are
+stored as rows (the dual or kernel form: memory n·C·P, factorised by Woodbury); more are summed to
+P×P. Both forms are exact and can be merged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from ssla.curvature.structure import Extent, NoFactorError, Operator, Structure,
 from ssla.curvature.woodbury import WoodburyOperator, woodbury
 from ssla.maths.roots import FullRoot, full_root
 
-WIDEST_PIVOTS = 1e3  # ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8
+WIDEST_PIVOTS = (
+    1e3  # ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +32,9 @@ class DenseOperator:
     @cached_property
     def _whitener(self) -> Tensor:
         """L⁻¹, computed once, so that each batch needs a product and not a solve."""
-        inverse = torch.eye(self.factor.shape[0], dtype=torch.float64).mT  # by columns, as LAPACK needs it: no copy is made
+        inverse = torch.eye(
+            self.factor.shape[0], dtype=torch.float64
+        ).mT  # by columns, as LAPACK needs it: no copy is made
         torch.linalg.solve_triangular(self.factor, inverse, upper=False, out=inverse)
         return inverse
 
@@ -38,7 +43,10 @@ class DenseOperator:
         return self._whitener.float()
 
     def forget(self) -> None:
-        """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances. The others are computed again where they are needed."""
+        """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances.
+
+        The others are computed again where they are needed.
+        """
         if "_inverse" in self.__dict__ or not self._benign:
             _ = self._variances
         for name in ("_whitener", "_single_whitener", "_inverse"):
@@ -51,7 +59,9 @@ class DenseOperator:
         return full_root(self.covariance(J))
 
     def root_for_sums(self, J: Jacobian) -> FullRoot:
-        """The same from H⁻¹ itself, which is faster for the rows of a fit, where rounding errors of H⁻¹ are small enough."""
+        """The same from H⁻¹ itself, which is faster for the rows of a fit, where rounding
+        errors of H⁻¹ are small enough.
+        """
         if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._benign:
             return full_root(J.form(self._inverse))
         return self.root(J)
@@ -67,9 +77,14 @@ class DenseOperator:
         return float(pivots.max()) <= WIDEST_PIVOTS * float(pivots.min())
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of B gives.
-        B = middle.sqrt()[:, None] * torch.cholesky_solve(torch.eye(len(middle), dtype=torch.float64), self.factor)
-        upper = torch.linalg.qr(B.flip(1), mode="r").R  # BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular
+        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of
+        # B gives.
+        B = middle.sqrt()[:, None] * torch.cholesky_solve(
+            torch.eye(len(middle), dtype=torch.float64), self.factor
+        )
+        upper = torch.linalg.qr(
+            B.flip(1), mode="r"
+        ).R  # BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular
         return J.quadratic(upper.flip(0, 1).contiguous())
 
     def logdet(self) -> float:
@@ -89,7 +104,9 @@ class DenseOperator:
         if not self._benign:
             return (self._whitener**2).sum(0)
         inverse = self.__dict__.get("_inverse")  # not kept for this: it is as large as L
-        return (torch.cholesky_inverse(self.factor) if inverse is None else inverse).diagonal().clone()
+        return (
+            (torch.cholesky_inverse(self.factor) if inverse is None else inverse).diagonal().clone()
+        )
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         white = torch.randn(n, self.factor.shape[0], dtype=torch.float64, generator=generator)
@@ -114,7 +131,9 @@ class Dense:
     whole = True
 
     def zero(self, size: int) -> Dense:
-        return Dense(self.dual, None if self.dual else torch.zeros(size, size, dtype=torch.float64), (), size)
+        return Dense(
+            self.dual, None if self.dual else torch.zeros(size, size, dtype=torch.float64), (), size
+        )
 
     @property
     def count(self) -> int:
@@ -139,14 +158,17 @@ class Dense:
         return Dense(self.dual, J.gram(precision).add_(self.as_matrix()), (), self.size)
 
     def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
-        """As `add`, but a matrix is changed in place: for a sum that belongs to the caller alone."""
+        """As `add`, but a matrix is changed in place: for a sum that belongs to the caller
+        alone.
+        """
         if self.matrix is not None:
             J.add_gram(self.matrix, precision)
             return self
         if self._stays_in_rows(J, precision):
             return self.add(J, precision, weights)
         rows = self._stacked
-        # the rows as they came are not needed any more: without them the matrix takes their place in memory
+        # the rows as they came are not needed any more: without them the matrix takes their place
+        # in memory
         object.__setattr__(self, "rows", ())
         del self.__dict__["_stacked"]
         total = rows.mT @ rows
@@ -154,7 +176,9 @@ class Dense:
         return Dense(self.dual, J.add_gram(total, precision), (), self.size)
 
     def _stays_in_rows(self, J: Jacobian, precision: Tensor) -> bool:
-        """Whether the rows of another batch are fewer than the parameters, together with those kept."""
+        """Whether the rows of another batch are fewer than the parameters, together with those
+        kept.
+        """
         return self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size
 
     def merge(self, other: Structure) -> Dense:
@@ -167,19 +191,23 @@ class Dense:
     def mixed(self, other: Structure, share: float) -> Dense:
         if not isinstance(other, Dense) or other.size != self.size:
             raise ValueError(mismatch("dense", other))
-        if self.matrix is None and other.matrix is None:  # both lie in the span of the same Jacobians: no rank is added
+        if (
+            self.matrix is None and other.matrix is None
+        ):  # both lie in the span of the same Jacobians: no rank is added
             both = torch.cat([(1 - share) ** 0.5 * self._stacked, share**0.5 * other._stacked])
             Q, R = torch.linalg.qr(both.mT)
             U, singular, _ = torch.linalg.svd(R)
             kept = slice(max(self.count, other.count))
             return replace(self, rows=((Q @ (U * singular)[:, kept]).mT,))
-        return Dense(self.dual, torch.lerp(self.as_matrix(), other.as_matrix(), share), (), self.size)
+        return Dense(
+            self.dual, torch.lerp(self.as_matrix(), other.as_matrix(), share), (), self.size
+        )
 
     def positive_part(self) -> Dense:
         if self.matrix is None or int(torch.linalg.cholesky_ex(self.matrix).info) == 0:
             return self
-        # In units in which the diagonal is one: parameters of very unequal units have eigenvalues of
-        # very unequal size, and the small ones would be rounding errors of the large ones.
+        # In units in which the diagonal is one: parameters of very unequal units have eigenvalues
+        # of very unequal size, and the small ones would be rounding errors of the large ones.
         diagonal = self.matrix.diagonal().abs()
         unit = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / unit[:, None] / unit)
@@ -192,7 +220,11 @@ class Dense:
         return replace(self, matrix=(self.matrix * factors[:, None]).mul_(factors[None, :]))
 
     def push(self, direction: Tensor) -> Tensor:
-        return self._stacked.mT @ (self._stacked @ direction) if self.matrix is None else self.matrix @ direction
+        return (
+            self._stacked.mT @ (self._stacked @ direction)
+            if self.matrix is None
+            else self.matrix @ direction
+        )
 
     def trace(self, operator: Operator) -> float:
         if self.matrix is None:
@@ -204,23 +236,30 @@ class Dense:
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
             return woodbury(self._stacked, precision)
         S = self.as_matrix()
-        H = torch.empty_like(S).mT.copy_(S)  # by columns, as LAPACK needs it: H is factorised in place
+        H = torch.empty_like(S).mT.copy_(
+            S
+        )  # by columns, as LAPACK needs it: H is factorised in place
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         scale = H.diagonal().sqrt()
         factor, info = torch.linalg.cholesky_ex(H, out=(H, torch.empty((), dtype=torch.int32)))
         pivots = factor.diagonal()
-        improper = precision.dim() == 1 and bool((precision <= 0).any())  # then a small pivot is rounding error
+        improper = precision.dim() == 1 and bool(
+            (precision <= 0).any()
+        )  # then a small pivot is rounding error
         if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
             which = int(info) or int((pivots / scale).argmin()) + 1
-            raise NoFactorError(no_factor(precision, f" (parameter {which} of {len(H)} is not determined)"))
+            raise NoFactorError(
+                no_factor(precision, f" (parameter {which} of {len(H)} is not determined)")
+            )
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:
         width = extent.size
         if self.dual and extent.rows is not None:
             width = min(width, extent.rows * extent.outputs)
-        # Counted in fits (tests/fitting/test_memory.py): sums before and after a step and their factor; for averages the sums
-        # at the mode, and of two Gaussians each the precision, its factor and inverse, and the sums.
+        # Counted in fits (tests/fitting/test_memory.py): sums before and after a step and their
+        # factor; for averages the sums at the mode, and of two Gaussians each the precision, its
+        # factor and inverse, and the sums.
         copies = 8 if extent.averages else 4
         return copies * 8 * width * extent.size
 

@@ -96,7 +96,11 @@ class Diagonal:
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):
-            raise NoFactorError(no_factor(precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"))
+            raise NoFactorError(
+                no_factor(
+                    precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"
+                )
+            )
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:

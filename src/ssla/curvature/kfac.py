@@ -1,17 +1,19 @@
 """Kronecker-factored curvature, layer by layer; the diagonal for layers without a Kronecker form.
 
-For a layer applied at T positions of each row, with inputs a and backpropagated output gradients δ (C of them):
+For a layer applied at T positions of each row, with inputs a and backpropagated output gradients δ
+(C of them):
 
     expand:  H ≈ (Σ_it a aᵀ) ⊗ (Σ_it δᵀΛδ) / Σ_it 1             each position counts as a row
     reduce:  H ≈ (Σ_i ā āᵀ) ⊗ (Σ_i (Σ_t δ_t)ᵀΛ(Σ_t δ_t)) / n     with ā the mean over positions
 
-Λ is the likelihood's own Fisher information, propagated exactly: C backward passes, no Monte Carlo. Both are exact for one row
-and one position, and for a linear model if Λ does not depend on the row. Eigenbases of the factors are kept, so another prior
-precision needs no pass over data and no new factorisation. A prior precision that varies inside a layer is not a Kronecker
-product and is refused.
+Λ is the likelihood's own Fisher information, propagated exactly: C backward passes, no Monte Carlo.
+Both are exact for one row and one position, and for a linear model if Λ does not depend on the row.
+Eigenbases of the factors are kept, so another prior precision needs no pass over data and no new
+factorisation. A prior precision that varies inside a layer is not a Kronecker product and is
+refused.
 
-With output_factor="diagonal" only the diagonal of the second factor is summed: C numbers in place of C×C, and no eigenvectors.
-A fit takes it by default for a last layer of very many classes.
+With output_factor="diagonal" only the diagonal of the second factor is summed: C numbers in place
+of C×C, and no eigenvectors. A fit takes it by default for a last layer of very many classes.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from ssla.maths.roots import Root, ScaledRoot, full_root
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
 MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
-# Profiles of the output scales (see LayerOperator.profiles). Head of clinc150 (shared data), 5,500 inputs in and out of the
-# distribution, prior precisions 1,000, 30, 1 and 0.01: 5, 9, 14 and 15 profiles, at most 3e-7 of the largest entry left over.
+# Profiles of the output scales (see LayerOperator.profiles). Head of clinc150 (shared data), 5,500
+# inputs in and out of the distribution, prior precisions 1,000, 30, 1 and 0.01: 5, 9, 14 and 15
+# profiles, at most 3e-7 of the largest entry left over.
 MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
 PROFILE_TOLERANCE, MOST_PROFILES = 1e-8, 24
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -53,7 +56,9 @@ class LayerFactors:
 
     def absorb(self, other: LayerFactors) -> LayerFactors:
         """As `merge`, in place."""
-        return replace(self, A=self.A.add_(other.A), G=self.G.add_(other.G), count=self.count + other.count)
+        return replace(
+            self, A=self.A.add_(other.A), G=self.G.add_(other.G), count=self.count + other.count
+        )
 
     def with_outputs(self, G: Tensor) -> LayerFactors:
         """The same inputs, whose eigenbasis is kept, with another output factor."""
@@ -98,12 +103,14 @@ class LayerOperator:
 
     @cached_property
     def profiles(self) -> Tensor:
-        """u (r, C), orthonormal: √v of any row of a last layer is Σ_k c_k u_k, to about 3e-7 of its largest entry.
+        """u (r, C), orthonormal: √v of any row of a last layer is Σ_k c_k u_k, to about 3e-7 of its
+        largest entry.
 
-        With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i b_j + τ). That is one smooth
-        function of log b_j, a mixture of shifted logistic functions, whatever the row's ψ. So few functions span √v of all
-        rows. They are the leading singular vectors of √v for fixed mixtures ψ² that range over rows like those of the data
-        (ψ_i² in proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
+        With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i
+        b_j + τ). That is one smooth function of log b_j, a mixture of shifted logistic functions,
+        whatever the row's ψ. So few functions span √v of all rows. They are the leading singular
+        vectors of √v for fixed mixtures ψ² that range over rows like those of the data (ψ_i² in
+        proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
         """
         inside = self.spectrum.amax(0) - self.spectrum.amin(0)  # in proportion to a
         inside = inside / inside.max().clamp_min(1e-300)
@@ -112,7 +119,9 @@ class LayerOperator:
         uneven = (MIXTURE_SPREAD * normals).exp()
         mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])
         scales = (mixtures @ (1 / self.spectrum).mT).sqrt()
-        _, values, vectors = torch.linalg.svd(scales / scales.amax(1, keepdim=True), full_matrices=False)
+        _, values, vectors = torch.linalg.svd(
+            scales / scales.amax(1, keepdim=True), full_matrices=False
+        )
         count = int((values > PROFILE_TOLERANCE * values[0]).sum())
         leading: Tensor = vectors[: min(count, MOST_PROFILES)]
         return leading.contiguous()
@@ -123,11 +132,16 @@ class LayerOperator:
 
     def rotate(self, block: LayerBlock) -> LayerBlock:
         """The block's J in the eigenbasis."""
-        delta = block.delta if self.basis_g is None else block.delta @ self.basis_g.to(block.a.dtype)
+        delta = (
+            block.delta if self.basis_g is None else block.delta @ self.basis_g.to(block.a.dtype)
+        )
         return LayerBlock(self.positions, block.a @ self.basis_a.to(block.a.dtype), delta)
 
     def variances(self, J: Features, weights: Tensor) -> Tensor:
-        """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.  w (out, in)."""
+        """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.
+
+        w (out, in).
+        """
         return J.rotated_squares(self.basis_a) @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
@@ -158,9 +172,15 @@ class KfacOperator:
         if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
             (op,), (weights,) = self.layers, layer_weights
             basis, v = op.outputs_basis(J.dtype), op.variances(J, weights)
-            return torch.diag_embed(v) if basis is None else symmetric_product(basis * v.unsqueeze(-2), basis)
+            return (
+                torch.diag_embed(v)
+                if basis is None
+                else symmetric_product(basis * v.unsqueeze(-2), basis)
+            )
         total: Tensor | None = None
-        for operator, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
+        for operator, block, weights in zip(
+            self.layers, layer_blocks(J), layer_weights, strict=True
+        ):
             K = operator.rotate(block).weighted_covariance(weights)
             total = K if total is None else total + K
         rest = rest_block(J)
@@ -178,7 +198,9 @@ class KfacOperator:
         if isinstance(J, Features):
             (op,) = self.layers
             profiles = None if op.basis_g is None else op.outputs_profiles
-            return ScaledRoot(op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype), profiles)
+            return ScaledRoot(
+                op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype), profiles
+            )
         return full_root(self.covariance(J))
 
     def response(self, J: Jacobian, middle: Tensor) -> Tensor:
@@ -187,7 +209,9 @@ class KfacOperator:
         return self._quadratic(J, weights, middle[self.rest_positions] / self.rest**2)
 
     def logdet(self) -> float:
-        return float(self.rest.log().sum()) + sum(float(op.spectrum.log().sum()) for op in self.layers)
+        return float(self.rest.log().sum()) + sum(
+            float(op.spectrum.log().sum()) for op in self.layers
+        )
 
     def solve(self, v: Tensor) -> Tensor:
         out = torch.zeros_like(v)
@@ -222,8 +246,8 @@ class KfacOperator:
 class Kfac:
     """Statistics of all layers.
 
-    sharing: how positions of one row are counted, "expand" or "reduce". output_factor: "full" or "diagonal"; None: as a fit
-    chooses by the number of classes, full elsewhere.
+    sharing: how positions of one row are counted, "expand" or "reduce". output_factor: "full" or
+    "diagonal"; None: as a fit chooses by the number of classes, full elsewhere.
     """
 
     sharing: str = EXPAND
@@ -250,19 +274,28 @@ class Kfac:
     def zero(self, size: int) -> Kfac:
         return Kfac(self.sharing, size, output_factor=self.output_factor)
 
-    def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True) -> Kfac:
-        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with the row weights.
+    def add(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    ) -> Kfac:
+        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with
+        the row weights.
 
-        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough. Without `inputs` the input factor of a last layer is left
-        empty: `with_inputs_of` fills it in from an earlier pass over the same rows.
+        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough. Without `inputs` the input
+        factor of a last layer is left empty: `with_inputs_of` fills it in from an earlier pass over
+        the same rows.
         """
-        w = torch.ones(len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64)
+        w = torch.ones(
+            len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64
+        )
         w = w if weights is None else weights
         if isinstance(J, Features):  # δ = I
             A = J.second_moment(w) if inputs else torch.zeros(0, 0, dtype=torch.float64)
             factors = LayerFactors(_last(J), A, self._outputs(precision), float(w.sum()))
             return self.merge(replace(self.zero(J.size), layers=(factors,)))
-        found = replace(self.zero(J.size), layers=tuple(self._factors(block, precision, w) for block in layer_blocks(J)))
+        found = replace(
+            self.zero(J.size),
+            layers=tuple(self._factors(block, precision, w) for block in layer_blocks(J)),
+        )
         rest = rest_block(J)
         if rest is None:
             return self.merge(found)
@@ -271,26 +304,39 @@ class Kfac:
 
     def with_inputs_of(self, other: Kfac) -> Kfac:
         """With the input factors of another sum over the same rows, whose eigenbases are kept."""
-        layers = tuple(theirs.with_outputs(mine.G) for mine, theirs in zip(self.layers, other.layers, strict=True))
+        layers = tuple(
+            theirs.with_outputs(mine.G)
+            for mine, theirs in zip(self.layers, other.layers, strict=True)
+        )
         return replace(self, layers=layers)
 
     def with_output_factor(self, G: Tensor) -> Kfac:
         """A last layer with another output factor (C, C)."""
         (layer,) = self.layers
-        return replace(self, layers=(layer.with_outputs(G.diagonal().clone() if self.diagonal else G),))
+        return replace(
+            self, layers=(layer.with_outputs(G.diagonal().clone() if self.diagonal else G),)
+        )
 
-    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True) -> Kfac:
-        """As `add`, but the factors are changed in place: for a sum that belongs to the caller alone."""
+    def accumulate(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    ) -> Kfac:
+        """As `add`, but the factors are changed in place: for a sum that belongs to the caller
+        alone.
+        """
         batch = self.zero(J.size).add(J, precision, weights, inputs)
         if self.empty:
             return batch
-        layers = tuple(layer.absorb(more) for layer, more in zip(self.layers, batch.layers, strict=True))
+        layers = tuple(
+            layer.absorb(more) for layer, more in zip(self.layers, batch.layers, strict=True)
+        )
         return replace(self, layers=layers, rest=self.rest + batch.rest)
 
     def _outputs(self, precision: Tensor) -> Tensor:
         """The output factor of a last layer: the sum over rows, or its diagonal."""
         if self.diagonal:
-            return (precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision).sum(0)
+            return (
+                precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision
+            ).sum(0)
         total = precision.sum(0) if len(precision) > 1 else precision[0]
         return (total + total.mT).div_(2)
 
@@ -331,7 +377,10 @@ class Kfac:
     def mixed(self, other: Structure, share: float) -> Kfac:
         other = self._like(other)
         # A is the same for the same rows
-        layers = tuple(a.with_outputs((1 - share) * a.G + share * b.G) for a, b in zip(self.layers, other.layers, strict=True))
+        layers = tuple(
+            a.with_outputs((1 - share) * a.G + share * b.G)
+            for a, b in zip(self.layers, other.layers, strict=True)
+        )
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
     def positive_part(self) -> Kfac:
@@ -343,16 +392,29 @@ class Kfac:
         for layer in self.layers:
             d = factors[layer.positions]
             if not bool((d == d[:, :1]).all()):
-                raise ValueError("kfac can be rescaled by output only: the factors vary within a row of a layer's weight.")
+                raise ValueError(
+                    "kfac can be rescaled by output only: the factors vary within a row of a "
+                    "layer's weight."
+                )
             each = d[:, 0]
-            layers.append(layer.with_outputs(layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)))
-        return replace(self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2)
+            layers.append(
+                layer.with_outputs(
+                    layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)
+                )
+            )
+        return replace(
+            self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2
+        )
 
     def push(self, direction: Tensor) -> Tensor:
         out = torch.zeros_like(direction)
         for layer in self.layers:
             d = direction[layer.positions]
-            out[layer.positions] = (layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d) @ layer.A / layer.count
+            out[layer.positions] = (
+                (layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d)
+                @ layer.A
+                / layer.count
+            )
         out[self.rest_positions] = self.rest * direction[self.rest_positions]
         return out
 
@@ -376,21 +438,28 @@ class Kfac:
             tau = diagonal[layer.positions].flatten()
             if not bool((tau == tau[0]).all()):
                 raise ValueError(
-                    "structure='kfac' needs one prior precision for each layer (the same for weight and bias), but it varies "
-                    "inside one. Give a number or a dict by layer, or use structure='dense' or 'diag'."
+                    "structure='kfac' needs one prior precision for each layer (the same for "
+                    "weight and bias), but it varies inside one. Give a number or a dict by layer, "
+                    "or use structure='dense' or 'diag'."
                 )
             values_a, basis_a, values_g, basis_g = layer.eigen
             spectrum = values_g[:, None] * values_a[None, :] + tau[0]
             operators.append(LayerOperator(layer.positions, basis_a, basis_g, spectrum))
         rest = self.rest + diagonal[self.rest_positions]
-        singular = any(float(op.spectrum.min()) <= 1e-14 * float(op.spectrum.max()) for op in operators)
+        singular = any(
+            float(op.spectrum.min()) <= 1e-14 * float(op.spectrum.max()) for op in operators
+        )
         if singular or not bool((rest > 0).all()):
             raise NoFactorError(no_factor(precision, " (a Kronecker factor is singular)"))
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:
-        """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size of θ."""
-        factors = sum(inside * inside + (out if self.diagonal else out * out) for inside, out in extent.layers)
+        """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size
+        of θ.
+        """
+        factors = sum(
+            inside * inside + (out if self.diagonal else out * out) for inside, out in extent.layers
+        )
         # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
         copies = 8 if extent.averages else 7
         return copies * 8 * (factors + extent.rest) + 8 * extent.size
@@ -401,7 +470,9 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     if isinstance(J, Features):
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
-        yield LayerBlock(_last(J), phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1))
+        yield LayerBlock(
+            _last(J), phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)
+        )
     elif isinstance(J, LayerJacobian):
         yield from J.blocks()
     else:
@@ -409,7 +480,9 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
 
 
 def pools(structure: Structure, J: Jacobian) -> bool:
-    """Whether `structure.add` needs no more of the precisions than their sum over rows: a last layer with Kronecker factors."""
+    """Whether `structure.add` needs no more of the precisions than their sum over rows: a last
+    layer with Kronecker factors.
+    """
     return isinstance(structure, Kfac) and isinstance(J, Features)
 
 

@@ -1,17 +1,22 @@
 """The leading directions of the curvature, computed without building it.
 
-The statistics are a sketch Y = S Ω of S = Σ JᵀΛJ on a fixed random orthonormal Ω (P, l): a sum over rows, so it streams and
-merges like the other structures, in one pass, without building J. The Nyström formula gives S:
+The statistics are a sketch Y = S Ω of S = Σ JᵀΛJ on a fixed random orthonormal Ω (P, l): a sum over
+rows, so it streams and merges like the other structures, in one pass, without building J. The
+Nyström formula gives S:
 
     Ŝ = Y (ΩᵀY)⁺ Yᵀ ⪯ S,        exact where rank S ≤ l,
 
-of which the k leading eigenpairs are kept. tr S is summed exactly, so the dropped curvature d = tr S − tr Ŝ_k ≥ 0 is known, and
-it bounds the error. With the smallest prior precision τ, H ⪯ (1 + d/τ) Ĥ, so that
+of which the k leading eigenpairs are kept. tr S is summed exactly, so the dropped curvature d = tr
+S − tr Ŝ_k ≥ 0 is known, and it bounds the error. With the smallest prior precision τ, H ⪯ (1 + d/τ)
+Ĥ, so that
 
-    K ⪯ K̂ ⪯ (1 + d/τ) K:        variances are never too small, and too large by a share of at most d/τ.
+    K ⪯ K̂ ⪯ (1 + d/τ) K
 
-Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each time, until d/τ ≤ `tail`.
-Where the data determine every direction, l approaches P: then use another structure.
+Variances are never too small, and too large by a share of at most d/τ.
+
+Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each
+time, until d/τ ≤ `tail`. Where the data determine every direction, l approaches P: then use another
+structure.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 class LowRank:
     """S ≈ U diag(λ) Uᵀ, k directions.
 
-    rank: k, or None for as many as keep every variance from being overstated by more than the share `tail`.  seed: of Ω;
-    statistics merge only with the same seed.  columns: l, the columns of the sketch (2 k + 10, or doubled
-    from 64 until `tail` is reached).
+    rank: k, or None for as many as keep every variance from being overstated by more than the share
+    `tail`.  seed: of Ω; statistics merge only with the same seed.  columns: l, the columns of the
+    sketch (2 k + 10, or doubled from 64 until `tail` is reached).
     """
 
     rank: int | None = None
@@ -54,44 +59,76 @@ class LowRank:
 
     def __post_init__(self) -> None:
         for what, value in (("rank", self.rank), ("columns", self.columns)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"LowRank({what}=…) must be a positive integer or None, but is {value!r}.")
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ValueError(
+                    f"LowRank({what}=…) must be a positive integer or None, but is {value!r}."
+                )
         if not 0 < self.tail < 1:
             raise ValueError(
-                f"LowRank(tail=…) must be between 0 and 1 (the share by which variances may be overstated), but is {self.tail!r}."
+                "LowRank(tail=…) must be between 0 and 1 (the share by which variances may be "
+                f"overstated), but is {self.tail!r}."
             )
 
     def _width(self, size: int) -> int:
-        return min(size, self.columns or (FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10))
+        return min(
+            size, self.columns or (FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10)
+        )
 
     def zero(self, size: int) -> LowRank:
         generator = torch.Generator().manual_seed(self.seed)
         columns = self._width(size)
-        probe, _ = torch.linalg.qr(torch.randn(size, columns, dtype=torch.float64, generator=generator))
-        return replace(self, probe=probe, sketch=torch.zeros_like(probe), diagonal=torch.zeros(size, dtype=torch.float64))
+        probe, _ = torch.linalg.qr(
+            torch.randn(size, columns, dtype=torch.float64, generator=generator)
+        )
+        return replace(
+            self,
+            probe=probe,
+            sketch=torch.zeros_like(probe),
+            diagonal=torch.zeros(size, dtype=torch.float64),
+        )
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> LowRank:
         seen = J.pull_many(precision @ J.push_many(self.probe))
-        return replace(self, sketch=self.sketch + seen, diagonal=self.diagonal + J.gram_diagonal(precision))
+        return replace(
+            self, sketch=self.sketch + seen, diagonal=self.diagonal + J.gram_diagonal(precision)
+        )
 
     def merge(self, other: Structure) -> LowRank:
-        if not isinstance(other, LowRank) or other.seed != self.seed or len(other.diagonal) != len(self.diagonal):
+        if (
+            not isinstance(other, LowRank)
+            or other.seed != self.seed
+            or len(other.diagonal) != len(self.diagonal)
+        ):
             raise ValueError(mismatch("low_rank", other))
         if other.sketch.shape != self.sketch.shape:
             pair = f"{self.sketch.shape[1]} and {other.sketch.shape[1]} columns"
             raise ValueError(
-                f"Only low_rank sketches of one width can be merged, but these have {pair}. Give both LowRank(rank=…)."
+                f"Only low_rank sketches of one width can be merged, but these have {pair}. Give "
+                "both LowRank(rank=…)."
             )
         if (other.rank, other.tail) != (self.rank, self.tail):
             pair = f"rank={self.rank}, tail={self.tail} and rank={other.rank}, tail={other.tail}"
-            raise ValueError(f"Only low_rank statistics of the same settings can be merged, but these have {pair}.")
-        return replace(self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal)
+            raise ValueError(
+                "Only low_rank statistics of the same settings can be merged, but these have "
+                f"{pair}."
+            )
+        return replace(
+            self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal
+        )
 
     def mixed(self, other: Structure, share: float) -> LowRank:
-        if not isinstance(other, LowRank) or other.seed != self.seed or other.sketch.shape != self.sketch.shape:
+        if (
+            not isinstance(other, LowRank)
+            or other.seed != self.seed
+            or other.sketch.shape != self.sketch.shape
+        ):
             raise ValueError(mismatch("low_rank", other))
         sketch = (1 - share) * self.sketch + share * other.sketch
-        return replace(self, sketch=sketch, diagonal=(1 - share) * self.diagonal + share * other.diagonal)
+        return replace(
+            self, sketch=sketch, diagonal=(1 - share) * self.diagonal + share * other.diagonal
+        )
 
     def positive_part(self) -> LowRank:
         return self
@@ -126,18 +163,29 @@ class LowRank:
         return len(self._root) if self.rank is None else min(self.rank, len(self._root))
 
     def overstated(self, least: float) -> float:
-        """d/τ: the largest share by which a variance may be too large under a prior whose smallest precision is `least`."""
+        """d/τ: the largest share by which a variance may be too large under a prior whose
+        smallest precision is `least`.
+        """
         return float(self._dropped) / least
 
     def note(self, least: float) -> str:
         """The size of the dropped part, for a report."""
         of = f"{self.directions:,} of {len(self.diagonal):,} directions"
-        return f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too large"
+        return (
+            f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too "
+            "large"
+        )
 
     def wider(self, least: float, most: int) -> LowRank | None:
-        """Empty statistics with a sketch twice as wide (at most `most` columns) if `tail` is exceeded, else None."""
+        """Empty statistics with a sketch twice as wide (at most `most` columns) if `tail` is
+        exceeded, else None.
+        """
         columns, size = self.sketch.shape[1], self.sketch.shape[0]
-        if self.rank is not None or self.overstated(least) <= self.tail or columns >= min(size, most):
+        if (
+            self.rank is not None
+            or self.overstated(least) <= self.tail
+            or columns >= min(size, most)
+        ):
             return None
         return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
 
@@ -152,8 +200,8 @@ class LowRank:
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
         if precision.dim() != 1:
             raise ValueError(
-                "structure='low_rank' needs a prior whose curvature is diagonal, but this prior couples parameters. Use "
-                "structure='dense'."
+                "structure='low_rank' needs a prior whose curvature is diagonal, but this prior "
+                "couples parameters. Use structure='dense'."
             )
         return woodbury(self._root[: self.rank], precision)
 

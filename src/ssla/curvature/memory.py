@@ -1,4 +1,6 @@
-"""Raises an error before any pass if a fit exceeds the memory budget, and names structures that fit."""
+"""Raises an error before any pass if a fit exceeds the memory budget, and names structures that
+fit.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,32 @@ DEFAULT_BUDGET = 1 << 30
 BY_ACCURACY = ("dense", "kfac", "low_rank", "diag")  # as in docs/choosing.md
 
 
-def refuse_beyond_budget(structure: Structure, extent: Extent, bytes_per_row: int, budget: int) -> None:
-    """ValueError if the statistics, or a single row's intermediate results, are larger than the budget."""
+def refuse_beyond_budget(
+    structure: Structure, extent: Extent, bytes_per_row: int, budget: int
+) -> None:
+    """ValueError if the statistics, or a single row's intermediate results, are larger than the
+    budget.
+    """
     need = structure.memory(extent)
     if need > budget:
         instead = alternatives(structure.name, extent, budget)
         if len(extent.layers) > 1 and not instead.startswith("fewer weights"):
             instead += ", or fewer weights (weights='last_layer', or a list of parameter names)"
         raise ValueError(
-            f"structure={structure.name!r} with {extent.size:,} free parameters needs {in_words(need)}, more than the memory "
-            f"budget of {in_words(budget)}. Use {instead}, or a larger memory_budget."
+            f"structure={structure.name!r} with {extent.size:,} free parameters needs "
+            f"{in_words(need)}, more than the memory budget of {in_words(budget)}. Use {instead}, "
+            "or a larger memory_budget."
         )
     if bytes_per_row > budget:
         raise ValueError(
-            f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with structure={structure.name!r}, "
-            f"more than the memory budget of {in_words(budget)}. Give several times that, or select fewer weights"
-            + (", or, for classes, use structure='kfac'." if is_last_layer(extent) and structure.name != "kfac" else ".")
+            f"One row of the network's intermediate results takes {in_words(bytes_per_row)} with "
+            f"structure={structure.name!r}, more than the memory budget of {in_words(budget)}. "
+            "Give several times that, or select fewer weights"
+            + (
+                ", or, for classes, use structure='kfac'."
+                if is_last_layer(extent) and structure.name != "kfac"
+                else "."
+            )
         )
 
 
@@ -47,7 +59,9 @@ def alternatives(name: str, extent: Extent, budget: int) -> str:
     if is_last_layer(extent) and extent.outputs > MANY_CLASSES:
         known["kfac"] = Kfac(output_factor=DIAGONAL)
     sizes = {other: known[other].memory(extent) for other in BY_ACCURACY if other != name}
-    good = [f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget]
+    good = [
+        f"structure={other!r} ({in_words(size)})" for other, size in sizes.items() if size <= budget
+    ]
     return " or ".join(good) or "fewer weights, such as weights='last_layer'"
 
 

@@ -1,7 +1,7 @@
 """Sufficient statistics of the curvature, and the operator that they give with a prior.
 
-A structure is a commutative monoid: `zero`, `add`, `merge`. It depends on the data only, so the prior can
-be changed: `with_prior` factorises H = statistics + prior precision once.
+A structure is a commutative monoid: `zero`, `add`, `merge`. It depends on the data only, so the
+prior can be changed: `with_prior` factorises H = statistics + prior precision once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ class Extent:
 
     size: int  # P
     outputs: int  # C
-    layers: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of each layer with a Kronecker form
+    layers: tuple[
+        tuple[int, int], ...
+    ] = ()  # (inputs, outputs) of each layer with a Kronecker form
     rows: int | None = None  # n, if known
-    averages: bool = False  # whether a variational Gaussian is found: its rounds hold two Gaussians and the sums of each
+    # whether a variational Gaussian is found: its rounds hold two Gaussians and the sums of each
+    averages: bool = False
 
     @property
     def rest(self) -> int:
@@ -89,7 +92,9 @@ class Structure(Protocol):
         ...
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
-        """Statistics with one more batch; precision (B, C, C) includes the row weights, which are also passed separately (B,)."""
+        """Statistics with one more batch; precision (B, C, C) includes the row weights, which
+        are also passed separately (B,).
+        """
         ...
 
     def merge(self, other: Structure) -> Structure:
@@ -105,7 +110,9 @@ class Structure(Protocol):
         ...
 
     def scaled(self, factors: Tensor) -> Structure:
-        """D S D for a positive diagonal D = diag(factors) (P,): another noise level without another pass."""
+        """D S D for a positive diagonal D = diag(factors) (P,): another noise level without
+        another pass.
+        """
         ...
 
     def push(self, direction: Tensor) -> Tensor:
@@ -126,15 +133,17 @@ class Structure(Protocol):
 
 
 SINGULAR = (
-    "The curvature of the log posterior is not positive definite{detail}. Likely causes: (a) a flat prior with fewer "
-    "independent rows than parameters; (b) a flat prior with a constant or repeated input column; (c) row weights of "
-    "zero. Remedy: give a proper prior, for example prior=ssla.priors.Gaussian(precision=1.0)."
+    "The curvature of the log posterior is not positive definite{detail}. Likely causes: (a) a "
+    "flat prior with fewer independent rows than parameters; (b) a flat prior with a constant or "
+    "repeated input column; (c) row weights of zero. Remedy: give a proper prior, for example "
+    "prior=ssla.priors.Gaussian(precision=1.0)."
 )
 ILL_CONDITIONED = (
-    "The curvature of the log posterior cannot be factorised in double precision{detail}: its largest part exceeds 1e14 times "
-    "the prior's precision, which is proper (at least {least:.3g}). Likely causes: (a) inputs or features of very unequal scale; "
-    "(b) a noise far too small for the targets. Remedy: standardise the inputs and targets, or give a prior precision nearer to "
-    "the data's."
+    "The curvature of the log posterior cannot be factorised in double precision{detail}: its "
+    "largest part exceeds 1e14 times the prior's precision, which is proper (at least "
+    "{least:.3g}). Likely causes: (a) inputs or features of very unequal scale; (b) a noise far "
+    "too small for the targets. Remedy: standardise the inputs and targets, or give a prior "
+    "precision nearer to the data's."
 )
 
 
@@ -143,11 +152,21 @@ class NoFactorError(ValueError):
 
 
 def no_factor(precision: Tensor, detail: str) -> str:
-    """The error text if S + prior cannot be factorised. If the prior is proper, it is neither the cause nor the remedy."""
+    """The error text if S + prior cannot be factorised.
+
+    If the prior is proper, it is neither the cause nor the remedy.
+    """
     least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
-    return ILL_CONDITIONED.format(detail=detail, least=least) if least > 0 else SINGULAR.format(detail=detail)
+    return (
+        ILL_CONDITIONED.format(detail=detail, least=least)
+        if least > 0
+        else SINGULAR.format(detail=detail)
+    )
 
 
 def mismatch(kind: str, other: object) -> str:
     """The error text if two different structures are merged."""
-    return f"Only {kind} statistics of the same parameters can be merged into {kind} ones, but got {type(other).__name__}."
+    return (
+        f"Only {kind} statistics of the same parameters can be merged into {kind} ones, but got "
+        f"{type(other).__name__}."
+    )

@@ -20,8 +20,9 @@ class WoodburyOperator:
 
         H⁻¹ = D⁻¹ − N diag(s / (1 + s)) Nᵀ,   N = D^-½ E,
 
-    is the prior variance minus its reduction by the k directions of the data. The difference, in float64, loses as many digits as
-    the data reduce the variance by, as a Cholesky factor of H would.
+    is the prior variance minus its reduction by the k directions of the data. The difference, in
+    float64, loses as many digits as the data reduce the variance by, as a Cholesky factor of H
+    would.
     """
 
     prior: Tensor  # diagonal D (P,)
@@ -41,7 +42,9 @@ class WoodburyOperator:
     def covariance(self, J: Jacobian) -> Tensor:
         J = J.double()
         along = J.push_many(self._directions)
-        return J.quadratic_diagonal(1 / self.prior) - symmetric_product(along * self._learned, along)
+        return J.quadratic_diagonal(1 / self.prior) - symmetric_product(
+            along * self._learned, along
+        )
 
     def root(self, J: Jacobian) -> FullRoot:
         return full_root(self.covariance(J))
@@ -53,7 +56,12 @@ class WoodburyOperator:
         along, turned = J.push_many(N), J.push_many(N * (middle / self.prior)[:, None])
         cross = (turned * G) @ along.mT
         inner = G[:, None] * (N.mT @ (N * middle[:, None])) * G
-        return J.quadratic_diagonal(middle / self.prior**2) - cross - cross.mT + along @ inner @ along.mT
+        return (
+            J.quadratic_diagonal(middle / self.prior**2)
+            - cross
+            - cross.mT
+            + along @ inner @ along.mT
+        )
 
     def logdet(self) -> float:
         return float(self.prior.log().sum() + self.spectrum.log1p().sum())
@@ -78,10 +86,15 @@ class WoodburyOperator:
 def woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     """The operator of diag(precision) + WᵀW.  rows W (m, P), precision (P,) positive.
 
-    By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal directions.
+    By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal
+    directions.
     """
     if not bool((precision > 0).all()):
-        raise NoFactorError(no_factor(precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"))
+        raise NoFactorError(
+            no_factor(
+                precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"
+            )
+        )
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
     keep = singular > 1e-15 * singular.max() if singular.numel() else singular > 0

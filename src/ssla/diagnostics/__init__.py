@@ -1,4 +1,6 @@
-"""Questions about a posterior: leave-one-out, conformal sets, explanations, other priors, sets of priors."""
+"""Questions about a posterior: leave-one-out, conformal sets, explanations, other priors, sets
+of priors.
+"""
 
 from __future__ import annotations
 

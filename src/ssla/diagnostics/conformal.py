@@ -1,35 +1,40 @@
 """Approximate full conformal sets: without calibration rows, and without refits.
 
-Full conformal prediction adds the candidate (x, y) to the data, fits again, and keeps y unless its score is among the highest of
-all rows. The score of a row says how badly the other rows predict it:
+Full conformal prediction adds the candidate (x, y) to the data, fits again, and keeps y unless its
+score is among the highest of all rows. The score of a row says how badly the other rows predict it:
 
-    numbers, counts    |y − m| / √v       m = E[y|f],  v = Var[y|f] + the variance of E[y|f] to first order
+    numbers, counts    |y − m| / √v       m = E[y|f],  v = Var[y|f] + Var E[y|f] to first order
     classes            1 − p(y)           p at f/√(1 + πk/8), k the variances of f
 
-where f and K are those without the row. For the candidate they are the posterior's own. Its refit has the mode in the outputs,
-f̃ = f_x + K_x u, and the precision Λ̃ there. With X = J_i S J_xᵀ and Q = Λ̃(I + K_xΛ̃)⁻¹ it moves the outputs of row i to
+where f and K are those without the row. For the candidate they are the posterior's own. Its refit
+has the mode in the outputs, f̃ = f_x + K_x u, and the precision Λ̃ there. With X = J_i S J_xᵀ and Q
+= Λ̃(I + K_xΛ̃)⁻¹ it moves the outputs of row i to
 
     f_i + X u        K_i − X Q Xᵀ
 
-and the row's own site is then removed as in `leave_one_out`, with the sites fixed. Exact for a linear model with Gaussian noise.
+and the row's own site is then removed as in `leave_one_out`, with the sites fixed. Exact for a
+linear model with Gaussian noise.
 
-**Gaussian noise, one output.** With e = y_i − f_i, s = σ² + K_x, r = y − f_x and h = (K_i − X²/s)/σ², the score of row i is
-|e − rX/s|/t, t² = σ²(1 − h), and that of the candidate is |r|/√s. Since t > |X|/√s, row i has the higher score exactly for r
-between the two values e√s/(X/√s ± t), which have opposite signs. So the set is an interval, and its ends are order statistics
-of these values over the rows. (With a row weight w < 1, t² = σ²(1 − wh)(1 − wh + h), and the condition may fail: such a row
-counts as having the higher score.)
+**Gaussian noise, one output.** With e = y_i − f_i, s = σ² + K_x, r = y − f_x and
+h = (K_i − X²/s)/σ², the score of row i is |e − rX/s|/t with t² = σ²(1 − h), and that of the
+candidate is |r|/√s. Since t > |X|/√s, row i has the higher score exactly for r between the two
+values e√s/(X/√s ± t), which have opposite signs. So the set is an interval, and its ends are order
+statistics of these values over the rows. (With a row weight w < 1, t² = σ²(1 − wh)(1
+− wh + h), and the condition may fail: such a row counts as having the higher score.)
 
-**Other numbers.** An end is where the score of the candidate equals the quantile of the others', which moves little with y: a
-fixed point, with bisection where it is not a contraction. Candidates further out than the end are not tried.
+**Other numbers.** An end is where the score of the candidate equals the quantile of the others',
+which moves little with y: a fixed point, with bisection where it is not a contraction. Candidates
+further out than the end are not tried.
 
-**Features that have seen the rows** make their scores too small: coverage is then below the level. `rows` restricts the
-comparison to rows that the features have not seen. These and the new row are exchangeable, although the last layer was fitted to
-them.
+**Features that have seen the rows** make their scores too small: coverage is then below the level.
+`rows` restricts the comparison to rows that the features have not seen. These and the new row are
+exchangeable, although the last layer was fitted to them.
 
-**Several networks,** each with its own unseen rows: a row is compared with the candidate by the network that has not seen it, and
-the ranks are counted over all rows (cross-conformal prediction). At the candidate all networks have the mean of their outputs, as
-a mixture has: network j compares y − f̄ + f_j in place of y, with its own K_x. With their own outputs, as in CV+, the spread of
-the networks at x makes the sets wider than the errors of their mean.
+**Several networks,** each with its own unseen rows: a row is compared with the candidate by the
+network that has not seen it, and the ranks are counted over all rows (cross-conformal prediction).
+At the candidate all networks have the mean of their outputs, as a mixture has: network j compares y
+− f̄ + f_j in place of y, with its own K_x. With their own outputs, as in CV+, the spread of the
+networks at x makes the sets wider than the errors of their mean.
 """
 
 from __future__ import annotations
@@ -63,9 +68,11 @@ NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and 
 
 
 class Member(NamedTuple):
-    """A posterior, the new inputs as its network takes them, its training data, and the rows to compare with (n,) bool.
+    """A posterior, the new inputs as its network takes them, its training data, and the rows to
+    compare with (n,) bool.
 
-    shares: how much of each row this posterior counts (n,), where several posteriors compare with the same row.
+    shares: how much of each row this posterior counts (n,), where several posteriors compare with
+    the same row.
     """
 
     posterior: State
@@ -75,19 +82,27 @@ class Member(NamedTuple):
     shares: Tensor | None = None
 
 
-def predictive_set(posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None) -> Tensor:
+def predictive_set(
+    posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None
+) -> Tensor:
     """See Posterior.predictive_set."""
     found = cross_sets([Member(posterior, as_inputs(x), data, rows)], level)
     return found if found.dtype == torch.bool else found.to(posterior.like(posterior.outputs_at(x)))
 
 
 def cross_sets(members: Sequence[Member], level: float) -> Tensor:
-    """Intervals (N, 2) in float64, or sets of classes, bool (N, C), from one or several posteriors of the same likelihood."""
+    """Intervals (N, 2) in float64, or sets of classes, bool (N, C), from one or several
+    posteriors of the same likelihood.
+    """
     level = checked_level(level)
     first = members[0].posterior
     support = _checked_support(first)
     prepared = [_Prepared.of(member) for member in members]
-    _warn(torch.cat([one.others.weights for one in prepared]), torch.cat([one.others.sound for one in prepared]), level)
+    _warn(
+        torch.cat([one.others.weights for one in prepared]),
+        torch.cat([one.others.sound for one in prepared]),
+        level,
+    )
     find: Callable[[list[_Candidates], float], Tensor]
     if isinstance(support, Classes):
         find = _classes
@@ -97,9 +112,16 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
     numbers = NUMBERS * C * sum(len(one.others.y) for one in prepared)
     some = max(first.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)
     columns = support.count if isinstance(support, Classes) else 2
-    parts = [torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)]
+    parts = [
+        torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)
+    ]
     for start in range(0, row_count(members[0].x), some):
-        parts.append(find(_at_their_mean([one.candidates(slice(start, start + some)) for one in prepared]), level))
+        parts.append(
+            find(
+                _at_their_mean([one.candidates(slice(start, start + some)) for one in prepared]),
+                level,
+            )
+        )
     found = torch.cat(parts)
     if isinstance(support, Counts):
         return torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
@@ -109,14 +131,16 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
 def _checked_support(posterior: State) -> Support:
     if posterior.convention != EXACT:
         raise ValueError(
-            f"predictive_set works with the exact convention only, but this posterior has convention={posterior.convention!r}. "
-            "Use posterior.with_prior(posterior.prior).predictive_set(x)."
+            "predictive_set works with the exact convention only, but this posterior has "
+            f"convention={posterior.convention!r}. Use "
+            "posterior.with_prior(posterior.prior).predictive_set(x)."
         )
     support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     if not isinstance(support, Real | Counts | Classes):
         raise TypeError(
-            f"predictive_set is for one number on the whole line, counts or classes, but this likelihood has {support!r}. "
-            "Fit a posterior for each target, or use posterior.predict(x).interval(level)."
+            "predictive_set is for one number on the whole line, counts or classes, but this "
+            f"likelihood has {support!r}. Fit a posterior for each target, or use "
+            "posterior.predict(x).interval(level)."
         )
     return support
 
@@ -124,12 +148,16 @@ def _checked_support(posterior: State) -> Support:
 def _warn(weights: Tensor, sound: Tensor, level: float) -> None:
     short = shortage(weights, level, "rows")
     if short is not None:
-        warn(f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more rows or a lower level.")
+        warn(
+            f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more "
+            "rows or a lower level."
+        )
     if not bool(sound.all()):
         warn(
-            f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the fit. They count as rows with the "
-            "highest scores, so that the sets are too large. Likely causes: (a) structure='diag' or 'kfac' describes these rows "
-            "badly: use structure='dense'; (b) a row that alone decides a predicted variance.",
+            f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the "
+            "fit. They count as rows with the highest scores, so that the sets are too large. "
+            "Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
+            "structure='dense'; (b) a row that alone decides a predicted variance.",
             RuntimeWarning,
         )
 
@@ -145,8 +173,9 @@ def _chosen(rows: Any, n: int) -> Tensor:
     if given.dtype == torch.bool and given.shape == (n,) and bool(given.any()):
         return given
     raise ValueError(
-        f"rows must be a bool for each of the {n:,} training rows, in the order in which the data are read, with at least one "
-        f"True, but is {given.dtype} of shape {tuple(given.shape)}{' without a True' * (given.dtype == torch.bool)}."
+        f"rows must be a bool for each of the {n:,} training rows, in the order in which the data "
+        f"are read, with at least one True, but is {given.dtype} of shape "
+        f"{tuple(given.shape)}{' without a True' * (given.dtype == torch.bool)}."
     )
 
 
@@ -203,12 +232,18 @@ class _Prepared:
     def candidates(self, some: slice) -> _Candidates:
         """Some of the new inputs, with their covariances with the training rows."""
         posterior = self.member.posterior
-        found = list(queries(posterior, slice_inputs(self.member.x, some), NUMBERS * len(self.others.y)))
+        found = list(
+            queries(posterior, slice_inputs(self.member.x, some), NUMBERS * len(self.others.y))
+        )
         f, K = torch.cat([query.f for query in found]), torch.cat([query.K for query in found])
         solved = torch.cat([query.solved for query in found], 1)
         products = zip(self.sites, _parts(self.sites, self.chosen), strict=True)
-        X = torch.cat([site.J.push_many(solved)[part] for site, part in products]).unflatten(-1, f.shape)  # (m, C, q, C)
-        return _Candidates(posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.others)
+        X = torch.cat([site.J.push_many(solved)[part] for site, part in products]).unflatten(
+            -1, f.shape
+        )  # (m, C, q, C)
+        return _Candidates(
+            posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.others
+        )
 
 
 # --- candidates ----------------------------------------------------------------------------
@@ -230,7 +265,9 @@ class _Candidates(NamedTuple):
         u = at_mode(self.likelihood, y, f, R).pull
         L = root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
         eye = torch.eye(f.shape[1], dtype=torch.float64)
-        B = torch.linalg.solve_triangular(torch.linalg.cholesky(eye + L.mT @ K @ L), L.mT, upper=False)  # Q = BᵀB
+        B = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(eye + L.mT @ K @ L), L.mT, upper=False
+        )  # Q = BᵀB
         XB = X @ B.mT.unsqueeze(1)
         K = others.K - XB @ XB.mT
         move = (X @ u[:, None, :, None]).squeeze(-1)  # (q, m, C)
@@ -239,7 +276,9 @@ class _Candidates(NamedTuple):
         without = (without + without.mT) / 2
         end = others.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
         rows = others.y.expand(len(X), -1)
-        found = score(self.likelihood.predictive, rows.flatten(), end.flatten(0, 1), without.flatten(0, 1)).view_as(rows)
+        found = score(
+            self.likelihood.predictive, rows.flatten(), end.flatten(0, 1), without.flatten(0, 1)
+        ).view_as(rows)
         return torch.where(others.sound, found, torch.inf)
 
 
@@ -269,8 +308,9 @@ def _moments(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tens
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
-            "predictive_set divides residuals by the standard deviation of y, but under this likelihood it is infinite. "
-            "Use a likelihood with a finite variance, such as StudentT with df above 2."
+            "predictive_set divides residuals by the standard deviation of y, but under this "
+            "likelihood it is infinite. Use a likelihood with a finite variance, such as StudentT "
+            "with df above 2."
         )
     return likelihood.mean(f).reshape(len(f)), scale
 
@@ -282,7 +322,9 @@ def _gaussian(members: list[_Candidates], level: float) -> Tensor:
     """(q, 2), in closed form."""
     lower, upper = (torch.cat(sides, 1) for sides in zip(*map(_crossings, members), strict=True))
     weights = torch.cat([one.others.weights for one in members])
-    return torch.stack([-conformal_quantile(-lower, weights, level), conformal_quantile(upper, weights, level)], 1)
+    return torch.stack(
+        [-conformal_quantile(-lower, weights, level), conformal_quantile(upper, weights, level)], 1
+    )
 
 
 def _crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
@@ -299,14 +341,23 @@ def _crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
     ends = push / (slope + t), push / (slope - t)
     crosses = others.sound & (t > slope.abs())
     lower, upper = torch.minimum(*ends), torch.maximum(*ends)
-    return query.f + torch.where(crosses, lower, -torch.inf), query.f + torch.where(crosses, upper, torch.inf)
+    return query.f + torch.where(crosses, lower, -torch.inf), query.f + torch.where(
+        crosses, upper, torch.inf
+    )
 
 
 def _numbers(members: list[_Candidates], level: float) -> Tensor:
-    """(q, 2), by a fixed point for each end: y = quantile of m ± scale·(the scores of the rows with y)."""
+    """(q, 2), by a fixed point for each end: y = quantile of m ± scale·(the scores of the rows
+    with y).
+    """
     laws = [one.likelihood.predictive for one in members]
-    weights, sound = (torch.cat([getattr(one.others, name) for one in members]) for name in ("weights", "sound"))
-    centres, scales = zip(*(_moments(law, one.query.f, one.query.K) for law, one in zip(laws, members, strict=True)), strict=True)
+    weights, sound = (
+        torch.cat([getattr(one.others, name) for one in members]) for name in ("weights", "sound")
+    )
+    centres, scales = zip(
+        *(_moments(law, one.query.f, one.query.K) for law, one in zip(laws, members, strict=True)),
+        strict=True,
+    )
     rows, scale = len(scales[0]), torch.stack(scales).mean(0)
     if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
         return torch.tensor([-torch.inf, torch.inf], dtype=torch.float64).expand(rows, 2)
@@ -327,13 +378,18 @@ def _numbers(members: list[_Candidates], level: float) -> Tensor:
             done = (found - t).abs() <= TOLERANCE * scale
             if bool(done.all()):
                 break
-            t = torch.where(done, t, torch.where((found > inside) & (found < outside), found, (inside + outside) / 2))
+            t = torch.where(
+                done,
+                t,
+                torch.where((found > inside) & (found < outside), found, (inside + outside) / 2),
+            )
         open_ends += int((~done).sum())
         ends.append(side * t)
     if open_ends:
         warn(
-            f"{open_ends} of {2 * rows} ends of predictive sets did not converge: the scores of the training rows change as fast "
-            "as that of the candidate. Likely cause: few training rows. Use posterior.predict(x).interval(level).",
+            f"{open_ends} of {2 * rows} ends of predictive sets did not converge: the scores of "
+            "the training rows change as fast as that of the candidate. Likely cause: few "
+            "training rows. Use posterior.predict(x).interval(level).",
             RuntimeWarning,
         )
     return torch.stack(ends, 1)
@@ -347,6 +403,9 @@ def _classes(members: list[_Candidates], level: float) -> Tensor:
     kept = []
     for label in range(support.count):
         y = torch.full((len(query.f),), float(label), dtype=torch.float64)
-        above = [one.scores(y) - score(one.likelihood.predictive, y, one.query.f, one.query.K)[:, None] for one in members]
+        above = [
+            one.scores(y) - score(one.likelihood.predictive, y, one.query.f, one.query.K)[:, None]
+            for one in members
+        ]
         kept.append(conformal_quantile(torch.cat(above, 1), weights, level) >= 0)
     return torch.stack(kept, 1)

@@ -26,8 +26,8 @@ class Merged(NamedTuple):
 def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
     """[a, b] of least length with min_m P_m([a, b]) ≥ level (N, 2).
 
-    For each a the least b follows by bisection, because the least probability grows with b; a is sought on a grid that is then
-    narrowed around its best point.
+    For each a the least b follows by bisection, because the least probability grows with b; a is
+    sought on a grid that is then narrowed around its best point.
     """
     if any(p.kind == "class" for p in predictives):
         raise TypeError("Classes have no intervals. Ask for probability([…]).")
@@ -35,12 +35,17 @@ def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor
     if predictives[0].kind == "count":
         return _smallest_counts(members, level)
     share = torch.linspace(1e-6, 1 - 1e-6, FIRST_POINTS, dtype=torch.float64) * (1 - level)
-    a = torch.stack([p.icdf(share).double() for p in members]).amin(0)  # (N, k): no member has more than 1 − level below it
+    a = torch.stack([p.icdf(share).double() for p in members]).amin(
+        0
+    )  # (N, k): no member has more than 1 − level below it
     far = torch.stack([p.icdf(1 - FAR).double() for p in members]).amax(0)
     b = _upper_ends(members, a, far, level)
     for _ in range(ZOOMS):
         best = (b - a).argmin(1, keepdim=True)
-        left, right = a.gather(1, (best - 1).clamp_min(0)), a.gather(1, (best + 1).clamp_max(a.shape[1] - 1))
+        left, right = (
+            a.gather(1, (best - 1).clamp_min(0)),
+            a.gather(1, (best + 1).clamp_max(a.shape[1] - 1)),
+        )
         a = left + (right - left) * torch.linspace(0, 1, ZOOM_POINTS, dtype=torch.float64)
         b = _upper_ends(members, a, far, level)
     best = (b - a).argmin(1, keepdim=True)
@@ -55,12 +60,19 @@ def content(predictive: Any, ends: Tensor) -> Tensor:
 
 
 def _upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
-    """The least b with min_m P_m([a, b]) ≥ level, for a (N, k); infinite where none up to `far` reaches it."""
+    """The least b with min_m P_m([a, b]) ≥ level, for a (N, k); infinite where none up to `far`
+    reaches it.
+    """
     below = [p.cdf(a).double() for p in members]
     low, high = a.clone(), far[:, None].expand_as(a).clone()
 
     def reached(b: Tensor) -> Tensor:
-        return torch.stack([p.cdf(b).double() - start for p, start in zip(members, below, strict=True)]).amin(0) >= level
+        return (
+            torch.stack(
+                [p.cdf(b).double() - start for p, start in zip(members, below, strict=True)]
+            ).amin(0)
+            >= level
+        )
 
     possible = reached(high)
     for _ in range(BISECTIONS):
@@ -78,14 +90,20 @@ def _smallest_counts(members: Sequence[Any], level: float) -> Tensor:
     count = int((last - first).max()) + 1
     if count > MOST_COUNTS:
         raise ValueError(
-            f"The smallest interval of counts would be sought over {count} starts; use quantile([…]) bounds instead."
+            f"The smallest interval of counts would be sought over {count} starts; use "
+            "quantile([…]) bounds instead."
         )
     a = torch.minimum(first[:, None] + torch.arange(count, dtype=torch.float64), last[:, None])
     below = [p.cdf(a - 1).double() for p in members]
     low, high = a - 1, far[:, None].expand_as(a).clone()  # low fails, high holds
     while bool((high - low > 1).any()):
         middle = torch.floor((low + high) / 2)
-        enough = torch.stack([p.cdf(middle).double() - start for p, start in zip(members, below, strict=True)]).amin(0) >= level
+        enough = (
+            torch.stack(
+                [p.cdf(middle).double() - start for p, start in zip(members, below, strict=True)]
+            ).amin(0)
+            >= level
+        )
         high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
     best = (high - a).argmin(1, keepdim=True)
     return torch.cat([a.gather(1, best), high.gather(1, best)], 1)

@@ -1,10 +1,12 @@
 """Credal sets: bounds on everything a predictive can be asked, over a set of priors.
 
-A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and expectations are linear in the
-predictive, so their bounds over the hull are those over the members; a quantile of a mixture lies between the members' quantiles.
+A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and
+expectations are linear in the predictive, so their bounds over the hull are those over the members;
+a quantile of a mixture lies between the members' quantiles.
 
-Two things widen an answer, and they are kept apart: each member has a *width* of its own (noise and what the data left open), and
-the members differ (*imprecision*: what only the prior decides). More data shrink the second to nothing, not the first.
+Two things widen an answer, and they are kept apart: each member has a *width* of its own (noise and
+what the data left open), and the members differ (*imprecision*: what only the prior decides). More
+data shrink the second to nothing, not the first.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Credal:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Credal({', '.join(self.names)}; {self.members.rows} inputs, convention {self.convention!r})"
+        return (
+            f"Credal({', '.join(self.names)}; {self.members.rows} inputs, convention "
+            f"{self.convention!r})"
+        )
 
     def cdf(self, y: Any) -> Bounds:
         """Lower and upper P(Y ≤ y): a p-box.  (N,) or (N, k)."""
@@ -73,7 +78,9 @@ class Credal:
         return self._by_row(lambda p: expect(p, function))
 
     def probability(self, event: Event) -> Bounds:
-        """Lower and upper P(Y ∈ event) (N,): (low, high), a list of such, classes, or a function of y."""
+        """Lower and upper P(Y ∈ event) (N,): (low, high), a list of such, classes, or a
+        function of y.
+        """
         return self._by_row(lambda p: probability(p, event))
 
     @property
@@ -91,17 +98,24 @@ class Credal:
         found = self.members.bounds(lambda p, at: p.log_prob(at).double(), value)
         return Bounds(answer(found.lower, single), answer(found.upper, single))
 
+    def _quantile(self, level: float) -> Bounds:
+        return self._by_row(lambda p: _ordered(p).icdf(level).double())
+
     def quantile(self, q: Any) -> Bounds:
         """Bounds of the q-quantile: (N,), or (N, k) for several q."""
         levels, single = probabilities(q)
-        found = [self._by_row(lambda p, level=level: _ordered(p).icdf(level).double()) for level in levels.tolist()]  # type: ignore[misc]
-        lower, upper = torch.stack([b.lower for b in found], 1), torch.stack([b.upper for b in found], 1)
+        found = [self._quantile(level) for level in levels.tolist()]
+        lower, upper = (
+            torch.stack([b.lower for b in found], 1),
+            torch.stack([b.upper for b in found], 1),
+        )
         return Bounds(answer(lower, single), answer(upper, single))
 
     def interval(self, level: float = 0.95) -> Tensor:
         """The smallest interval that every member gives at least that probability (N, 2).
 
-        For a family the worst member of each interval is sought and joined to the set until none is left below the level.
+        For a family the worst member of each interval is sought and joined to the set until none is
+        left below the level.
         """
         checked_level(level)
         worst = self.members.start()
@@ -115,7 +129,8 @@ class Credal:
         return found
 
     def hdr(self, level: float = 0.95) -> Merged:
-        """The union of the members' highest-density regions: lower and upper ends (N, R), padded with NaN.
+        """The union of the members' highest-density regions: lower and upper ends (N, R), padded
+        with NaN.
 
         For a family (which is connected) the hull of their ends.
         """
@@ -123,11 +138,17 @@ class Credal:
         if not self.members.open:
             return union([_ordered(p).hdr(level) for p in self.members.start()])
         low = self._by_row(lambda p: _ordered(p).hdr(level).lower[:, 0].double()).lower
-        high = self._by_row(lambda p: torch.nan_to_num(_ordered(p).hdr(level).upper.double(), nan=-torch.inf).amax(1)).upper
+        high = self._by_row(
+            lambda p: torch.nan_to_num(_ordered(p).hdr(level).upper.double(), nan=-torch.inf).amax(
+                1
+            )
+        ).upper
         return Merged(low[:, None], high[:, None])
 
     def imprecision(self, event: Event | None = None) -> Tensor:
-        """Upper − lower probability of an event (N,); without one, the largest gap of the p-box over a grid of y."""
+        """Upper − lower probability of an event (N,); without one, the largest gap of the p-box
+        over a grid of y.
+        """
         if event is not None:
             return self.probability(event).imprecision
         ends = self.quantile([0.005, 0.995])
@@ -157,15 +178,19 @@ def credal(
 ) -> Credal:
     """The credal set of predictives at x under a set of priors, without a pass over the data.
 
-    priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high), precision=(low, high))`: every
-    Gaussian prior in the box, whose extreme members are found by optimisation for each question and each input, not taken from
-    the corners.
+    priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
+    precision=(low, high))`: every Gaussian prior in the box, whose extreme members are found by
+    optimisation for each question and each input, not taken from the corners.
 
-    >>> c = ssla.credal(post, x, ssla.priors.Box(mean=(-1, 1), precision=(0.1, 10)))      # doctest: +SKIP
-    >>> c.probability((0, float("inf")))                                                  # doctest: +SKIP
+    >>> box = ssla.priors.Box(mean=(-1, 1), precision=(0.1, 10))
+    >>> c = ssla.credal(post, x, box)     # doctest: +SKIP
+    >>> c.probability((0, float("inf")))  # doctest: +SKIP
     """
     if posterior.likelihood.support_for(posterior.network.outputs).kind == "circular":
-        raise TypeError("Bounds are for targets on a line: angles have no order. Compare the predictives of single priors.")
+        raise TypeError(
+            "Bounds are for targets on a line: angles have no order. Compare the predictives of "
+            "single priors."
+        )
     if isinstance(priors, Box):
         members = BoxMembers.of(posterior, x, priors, convention, refit)
         return Credal(members, members.names, convention, members.notes)
@@ -173,7 +198,12 @@ def credal(
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
     kept = [p.report.notes for p in posteriors if not p.state.follows_mode]
     notes = tuple(dict.fromkeys(note for notes in kept for note in notes if subject(note) == PRIOR))
-    return Credal(FiniteMembers(tuple(p.predict(x, refit) for p in posteriors)), tuple(chosen), convention, notes)
+    return Credal(
+        FiniteMembers(tuple(p.predict(x, refit) for p in posteriors)),
+        tuple(chosen),
+        convention,
+        notes,
+    )
 
 
 def _ordered(predictive: Predictive) -> Any:

@@ -1,7 +1,8 @@
-"""Leave-one-out predictions of the training rows: by cavities (`ssla.predictive.cavities`), without refits.
+"""Leave-one-out predictions of the training rows: by cavities (`ssla.predictive.cavities`), without
+refits.
 
-Cavities are exact for a linear model with Gaussian noise. For other likelihoods they are too optimistic for influential rows;
-in a last layer these are refitted.
+Cavities are exact for a linear model with Gaussian noise. For other likelihoods they are too
+optimistic for influential rows; in a last layer these are refitted.
 """
 
 from __future__ import annotations
@@ -24,24 +25,31 @@ from ssla.priors import EXACT
 from ssla.state import POLISH, Marginal, State
 
 INFLUENTIAL = 0.1  # nats: the error of a cavity grows with it (benchmarks/leave_one_out.py)
-ROWS_TO_REFIT = 200_000  # at most this many rows are read for refits in each round, unless the user says otherwise
+# at most this many rows are read for refits in each round, unless the user says otherwise
+ROWS_TO_REFIT = 200_000
 LEVELS = (0.5, 0.9, 0.95)
 
 
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
-    """Each training row predicted from the others, in the order in which the data are read. Made by `posterior.loo()`.
+    """Each training row predicted from the others, in the order in which the data are read.
+
+    Made by `posterior.loo()`.
 
     A row of weight w stands for w equal rows: one of them is left out (all of it, if w < 1).
     """
 
     kind: str  # of the target, as `Predictive.kind`
     log_prob: Tensor  # log p(y_i | the other rows) (n,); NaN where there is no answer
-    lower: Tensor  # P(Y < y_i) (n,), or (n, D) for D targets; for classes the probability of all classes that are more probable
+    # P(Y < y_i) (n,), or (n, D) for D targets; for classes the probability of all classes that are
+    # more probable
+    lower: Tensor
     upper: Tensor  # P(Y ≤ y_i), the same for numbers; for classes with that of y_i itself
     inaccurate: Tensor  # (n,) bool: rows whose predictive could not be integrated to its tolerance
-    influence: Tensor  # KL divergence (n,) of the Gaussian without the row from that with it; infinite: there is none without it
+    # KL divergence (n,) of the Gaussian without the row from that with it; infinite: there is none
+    # without it
+    influence: Tensor
     refitted: Tensor  # (n,) bool: rows for which the Gaussian was refitted
     weights: Tensor  # of the rows (n,)
 
@@ -49,7 +57,8 @@ class LeaveOneOut:
     def pit(self) -> Tensor | None:
         """P(Y ≤ y_i) (n,) or (n, D): uniform if the model is right. Classes have none.
 
-        Of counts the middle of P(Y < y_i) and P(Y ≤ y_i). Of angles the circle is cut opposite the mean.
+        Of counts the middle of P(Y < y_i) and P(Y ≤ y_i). Of angles the circle is cut opposite the
+        mean.
         """
         return None if self.kind == "class" else (self.lower + self.upper) / 2
 
@@ -69,9 +78,15 @@ class LeaveOneOut:
         return -self._mean(self.log_prob)
 
     def coverage(self, level: float = 0.95) -> float:
-        """The share of rows, by weight, whose central interval (for classes: smallest set) at that level contains y."""
+        """The share of rows, by weight, whose central interval (for classes: smallest set) at
+        that level contains y.
+        """
         tail = (1 - checked_level(level)) / 2
-        inside = self.lower < level if self.kind == "class" else (self.upper >= tail) & (self.lower <= 1 - tail)
+        inside = (
+            self.lower < level
+            if self.kind == "class"
+            else (self.upper >= tail) & (self.lower <= 1 - tail)
+        )
         return self._mean(inside.double() if inside.dim() == 1 else inside.double().mean(1))
 
     def _mean(self, values: Tensor) -> float:
@@ -86,10 +101,18 @@ class LeaveOneOut:
             f"nll             {self.nll:.4g}",
             f"coverage        {shares}",
             f"refitted        {int(self.refitted.sum()):,} rows; the others follow from the fit",
-            *([f"doubtful        {doubtful:,} influential rows that were not refitted"] if doubtful else []),
-            *([f"no answer       {failed:,} rows, which are left out of these figures"] if failed else []),
-            "note            If the network was trained on these rows, its features have seen them, and these figures are "
-            "optimistic.",
+            *(
+                [f"doubtful        {doubtful:,} influential rows that were not refitted"]
+                if doubtful
+                else []
+            ),
+            *(
+                [f"no answer       {failed:,} rows, which are left out of these figures"]
+                if failed
+                else []
+            ),
+            "note            If the network was trained on these rows, its features have seen "
+            "them, and these figures are optimistic.",
         ]
         return "\n".join(lines)
 
@@ -110,10 +133,12 @@ def leave_one_out(posterior: State, data: Any = None, refits: int | None = None)
     """See Posterior.loo."""
     if posterior.convention != EXACT:
         raise ValueError(
-            f"loo() works with the exact convention only, but this posterior has convention={posterior.convention!r}. Use "
-            "posterior.with_prior(posterior.prior).loo()."
+            "loo() works with the exact convention only, but this posterior has "
+            f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior).loo()."
         )
-    if refits is not None and (isinstance(refits, bool) or not isinstance(refits, int) or refits < 0):
+    if refits is not None and (
+        isinstance(refits, bool) or not isinstance(refits, int) or refits < 0
+    ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
     sites = collect(posterior, data)
     parts, influences, weights = [], [], []
@@ -142,28 +167,37 @@ def leave_one_out(posterior: State, data: Any = None, refits: int | None = None)
 def _warn(failed: Tensor, inaccurate: Tensor) -> None:
     if bool(inaccurate.any()):
         warn(
-            f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are inaccurate: their density has no "
-            "integral, or a spike that could not be resolved. See loo().inaccurate."
+            f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are "
+            "inaccurate: their density has no integral, or a spike that could not be resolved. "
+            "See loo().inaccurate."
         )
     if bool(failed.any()):
         warn(
-            f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their share of the fit cannot be removed "
-            "from it, and they were not refitted. Refits need a last layer that was polished or has a variational Gaussian, rows "
-            "that fit a quarter of the memory budget, and a large enough refits=. Likely cause: structure='diag' or 'kfac' "
-            "describes these rows badly. Use structure='dense'.",
+            f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their "
+            "share of the fit cannot be removed from it, and they were not refitted. Refits need "
+            "a last layer that was polished or has a variational Gaussian, rows that fit a "
+            "quarter of the memory budget, and a large enough refits=. Likely cause: "
+            "structure='diag' or 'kfac' describes these rows badly. Use structure='dense'.",
             RuntimeWarning,
         )
 
 
 def _worst(posterior: State, influence: Tensor, most: int) -> list[int]:
-    """The rows to refit, the most influential first: none but those without a cavity where cavities are exact."""
+    """The rows to refit, the most influential first: none but those without a cavity where
+    cavities are exact.
+    """
     least = torch.finfo(influence.dtype).max if posterior.quadratic else INFLUENTIAL
     order = influence.argsort(descending=True, stable=True)
     return [row for row in order[:most].tolist() if float(influence[row]) > least]
 
 
-def _refits(posterior: State, sites: Sites, wanted: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Row, f and K of the same Gaussian fitted without that row, and y. Only a last layer has them."""
+def _refits(
+    posterior: State, sites: Sites, wanted: list[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Row, f and K of the same Gaussian fitted without that row, and y.
+
+    Only a last layer has them.
+    """
     kept = sites.rows.kept
     movable = posterior.variational is not None or posterior.mode == POLISH
     if not posterior.network.linear or kept is None or not movable:
@@ -175,7 +209,9 @@ def _refits(posterior: State, sites: Sites, wanted: list[int]) -> Iterator[tuple
         at = row - int(starts[part])
         site, less = kept[part], kept[part].row_weights.clone()
         less[at] -= less[at].clamp_max(1.0)
-        rest = [replace(chunk, weights=less) if k == part else chunk for k, chunk in enumerate(chunks)]
+        rest = [
+            replace(chunk, weights=less) if k == part else chunk for k, chunk in enumerate(chunks)
+        ]
         try:
             other = fit_again(posterior, rest)
         except ValueError:  # without this row there is no mode, or no positive definite curvature
@@ -194,7 +230,9 @@ def _chunk(site: Site, posterior: State) -> Chunk:
 def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
     """Of y under the predictives of f ~ N(f₋, K₋)."""
     parts = [
-        Answer(predictive.log_prob(some), *ranks(predictive, some), predictive.diagnostics.inaccurate)
+        Answer(
+            predictive.log_prob(some), *ranks(predictive, some), predictive.diagnostics.inaccurate
+        )
         for predictive, some in predictives_of(likelihood, marginal, y)
     ]
     return Answer(*map(torch.cat, zip(*parts, strict=True)))

@@ -27,7 +27,9 @@ class Bounds(NamedTuple):
 
 
 class Worst(NamedTuple):
-    """For each row the member with the least value, together as one predictive, and those values (N,)."""
+    """For each row the member with the least value, together as one predictive, and those
+    values (N,).
+    """
 
     predictive: Predictive
     value: Tensor

@@ -1,11 +1,13 @@
 """Every Gaussian prior in a box of means and precisions, as a family of predictives.
 
-In an eigenbasis of S with one precision τ for each block, f̂ and K at any prior are sums over P eigenvalues:
+In an eigenbasis of S with one precision τ for each block, f̂ and K at any prior are sums over P
+eigenvalues:
 
     K(τ) = Σ_p z_p z_pᵀ/(λ_p + τ_p),      f̂(τ, m) = f̂₀ + Σ_p z_p (g_p − τ_p (θ₀ − m)_p)/(λ_p + τ_p)
 
-so each input may look at its own prior. f̂ is linear in m: over a box of means it sweeps an interval c(τ) ± r(τ), so a family
-over P means is one over a single number s ∈ [−1, 1], and f̂ = c + s r. What is left to optimise is s and one precision a layer.
+so each input may look at its own prior. f̂ is linear in m: over a box of means it sweeps an
+interval c(τ) ± r(τ), so a family over P means is one over a single number s ∈ [−1, 1], and f̂ = c +
+s r. What is left to optimise is s and one precision a layer.
 """
 
 from __future__ import annotations
@@ -34,15 +36,21 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 MOST_CORNERS = 64
-SPREAD = 16  # quasi-random points for each side of the box, beside the corners, from which a search may start
+# quasi-random points for each side of the box, beside the corners, from which a search may start
+SPREAD = 16
 STARTS = 3  # of them, from which it does
-FINE, COARSE = 1e-7, 1e-4  # of a side of the box: where the search ends, for closed-form predictives and for others
+FINE, COARSE = (
+    1e-7,
+    1e-4,
+)  # of a side of the box: where the search ends, for closed-form predictives and for others
 MOST_ROUNDS = 150
 
 
 @dataclass(frozen=True, eq=False)
 class BoxMembers:
-    """Coordinates u ∈ [0, 1]^d: log precisions by layer, then the place s between the lowest and the highest f̂."""
+    """Coordinates u ∈ [0, 1]^d: log precisions by layer, then the place s between the lowest
+    and the highest f̂.
+    """
 
     names: tuple[str, ...]  # of the coordinates
     notes: tuple[str, ...]
@@ -63,38 +71,60 @@ class BoxMembers:
     open = True
 
     @staticmethod
-    def of(posterior: Posterior, x: Inputs, box: Box, convention: str, refit: str | Refit) -> BoxMembers:
+    def of(
+        posterior: Posterior, x: Inputs, box: Box, convention: str, refit: str | Refit
+    ) -> BoxMembers:
         if convention != EXACT:
-            raise ValueError(f"A box of priors is for the exact convention, but it is {convention!r}. Give a list of priors.")
+            raise ValueError(
+                f"A box of priors is for the exact convention, but it is {convention!r}. Give a "
+                "list of priors."
+            )
         layout, notes = posterior.network.layout, []
         low, high = box.precisions(layout)
         a, b = box.means(layout)
         layers = layout.layers()
         groups = torch.zeros(layout.size, dtype=torch.long)
-        shared = bool((low == low[0]).all()) and bool((high == high[0]).all()) and not isinstance(box.precision, dict)
+        shared = (
+            bool((low == low[0]).all())
+            and bool((high == high[0]).all())
+            and not isinstance(box.precision, dict)
+        )
         if not shared:
             for i, names in enumerate(layers.values()):
                 for name in names:
                     groups[layout.positions[name]] = i
         firsts = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
         if not (torch.equal(low, low[firsts][groups]) and torch.equal(high, high[firsts][groups])):
-            raise ValueError("A box of priors needs one range of precisions for each layer: weight and bias alike.")
+            raise ValueError(
+                "A box of priors needs one range of precisions for each layer: weight and bias "
+                "alike."
+            )
         curvature = posterior.state.sums.curvature
         basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, torch.ones_like(low), groups)
         if basis is None and len(firsts) == 1:
             basis = thin_basis(curvature, layout.size)
         if basis is None:
             raise ValueError(
-                "A box with different precisions by layer needs structure='kfac' or 'diag', but this posterior has "
-                f"structure={curvature.name!r}. Give one range for all layers, or fit with structure='kfac'."
+                "A box with different precisions by layer needs structure='kfac' or 'diag', but "
+                f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
+                "or fit with structure='kfac'."
             )
         moves = posterior.state.follows_prior
         if not moves:
-            notes.append("θ̂ does not move with the prior here, so the range of means has no influence")
+            notes.append(
+                "θ̂ does not move with the prior here, so the range of means has no influence"
+            )
         if moves and posterior.network.outputs > 1 and bool((a < b).any()):
-            raise ValueError("A range of means is for networks with one output. Give fixed means, or a list of priors.")
+            raise ValueError(
+                "A range of means is for networks with one output. Give fixed means, or a list of "
+                "priors."
+            )
         parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.state.linearised(x)]
-        labels = [f"precision of {layer or 'network'}" for layer in layers] if not shared else ["precision"]
+        labels = (
+            [f"precision of {layer or 'network'}" for layer in layers]
+            if not shared
+            else ["precision"]
+        )
         return BoxMembers(
             tuple(labels + ["place between the lowest and the highest f̂"] * moves),
             tuple(notes),
@@ -107,7 +137,9 @@ class BoxMembers:
             posterior.state.mean,
             (a + b) / 2,
             (b - a) / 2,
-            groups if len(basis.values) == layout.size else torch.zeros(len(basis.values), dtype=torch.long),
+            groups
+            if len(basis.values) == layout.size
+            else torch.zeros(len(basis.values), dtype=torch.long),
             low[firsts].log(),
             high[firsts].log(),
             moves,
@@ -140,7 +172,9 @@ class BoxMembers:
 
     def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of rows without an integral on the way to an extreme
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # of rows without an integral on the way to an extreme
             return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
 
     def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
@@ -173,8 +207,12 @@ class BoxMembers:
     @cached_property
     def _places(self) -> Tensor:
         """Where a search may start: the corners, then points spread inside (k, d)."""
-        corners = list(itertools.islice(itertools.product((0.0, 1.0), repeat=self._size), MOST_CORNERS))
-        inside = torch.quasirandom.SobolEngine(self._size).draw(SPREAD * self._size, dtype=torch.float64)
+        corners = list(
+            itertools.islice(itertools.product((0.0, 1.0), repeat=self._size), MOST_CORNERS)
+        )
+        inside = torch.quasirandom.SobolEngine(self._size).draw(
+            SPREAD * self._size, dtype=torch.float64
+        )
         return torch.cat([torch.tensor(corners, dtype=torch.float64), inside])
 
     @cached_property
@@ -184,14 +222,24 @@ class BoxMembers:
         return [self.predictive(place.expand(self.rows, -1), rows) for place in self._places]
 
     def _highest(self, value: Callable[[Tensor], Tensor], known: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima of T functions over [0, 1]^d at once: from the best starts (known (k, T)), each by a compass search."""
-        found = [self._climbed(value, values, place) for values, place in zip(*known.topk(STARTS, 0), strict=True)]
+        """The maxima of T functions over [0, 1]^d at once: from the best starts (known (k, T)),
+        each by a compass search.
+        """
+        found = [
+            self._climbed(value, values, place)
+            for values, place in zip(*known.topk(STARTS, 0), strict=True)
+        ]
         best_u, best = found[0]
         for u, height in found[1:]:
-            best_u, best = torch.where((height > best)[:, None], u, best_u), torch.maximum(height, best)
+            best_u, best = (
+                torch.where((height > best)[:, None], u, best_u),
+                torch.maximum(height, best),
+            )
         return best_u, best
 
-    def _climbed(self, value: Callable[[Tensor], Tensor], best: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def _climbed(
+        self, value: Callable[[Tensor], Tensor], best: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor]:
         best_u = self._places[place]
         step = torch.full_like(best, 0.25)
         end = FINE if isinstance(self.likelihood, Gaussian) else COARSE
@@ -208,7 +256,9 @@ class BoxMembers:
         return best_u, best
 
 
-def _better(value: Callable[[Tensor], Tensor], best_u: Tensor, best: Tensor, trial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _better(
+    value: Callable[[Tensor], Tensor], best_u: Tensor, best: Tensor, trial: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     new = value(trial)
     better = new > best
     return torch.where(better[:, None], trial, best_u), torch.where(better, new, best), better

@@ -1,8 +1,10 @@
-"""What if the prior were different? Predictives across priors, derivatives in the prior, and whether prior and data agree.
+"""What if the prior were different? Predictives across priors, derivatives in the prior, and
+whether prior and data agree.
 
-`local_sensitivity` is exact: scaling the prior's precision by e^ε moves f̂ by b ε (where the mode moves) and K by −M ε, with
-b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ; the refit's mode and its determinant follow by the chain rule, with the likelihood's third
-derivative from autograd. The probabilities of three or more classes are sums over nodes: there, to the accuracy of these.
+`local_sensitivity` is exact: scaling the prior's precision by e^ε moves f̂ by b ε (where the mode
+moves) and K by −M ε, with b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ; the refit's mode and its
+determinant follow by the chain rule, with the likelihood's third derivative from autograd. The
+probabilities of three or more classes are sums over nodes: there, to the accuracy of these.
 """
 
 from __future__ import annotations
@@ -39,15 +41,22 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 COUNT = 9
-NAME, TEXT = 17, 67  # columns of a name in the printed table, and of a line: 80 with the indent of `ssla sensitivity`
+NAME, TEXT = (
+    17,
+    67,
+)  # columns of a name in the printed table, and of a line: 80 with the indent of `ssla sensitivity`
 RANK_TOLERANCE = 1e-10
-NEEDED = 0.8  # of a prior's precision: with all of it, averages that curve upwards could have any variance
+# of a prior's precision: with all of it, averages that curve upwards could have any variance
+NEEDED = 0.8
 
 
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """Predictives of the same inputs under several priors. Rows of every table: one a prior, in the order of `names`."""
+    """Predictives of the same inputs under several priors.
+
+    Rows of every table: one a prior, in the order of `names`.
+    """
 
     names: tuple[str, ...]
     posteriors: tuple[Posterior, ...]
@@ -104,7 +113,9 @@ class Sensitivity:
         return self.probability(event) - probability(self.baseline, event)
 
     def local(self, y: Any) -> Local:
-        """d log p(y) / d log(precision) under the posterior's own prior: see `local_sensitivity`."""
+        """d log p(y) / d log(precision) under the posterior's own prior: see
+        `local_sensitivity`.
+        """
         return local_sensitivity(self.own, self.x, y)
 
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -113,9 +124,11 @@ class Sensitivity:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.names)} priors, convention {self.convention}, against the posterior's own prior",
+            f"{len(self.names)} priors, convention {self.convention}, against the posterior's own "
+            "prior",
             f"{'':<{NAME}}  {'largest':>10}  {'ratio of sd':^15} {'log':>10}  {'sd off':>8}",
-            f"{'prior':<{NAME}}  {'|Δmean|/sd':>10}  {'min … max':^15} {'evidence':>10}  {'its mode':>8}",
+            f"{'prior':<{NAME}}  {'|Δmean|/sd':>10}  {'min … max':^15} {'evidence':>10}  "
+            f"{'its mode':>8}",
         ]
         for i, name in enumerate(self.names):
             if len(name) > NAME:  # on its own line
@@ -123,8 +136,9 @@ class Sensitivity:
                 name = ""
             ratio = self.stddev_ratio[i]
             lines.append(
-                f"{name:<{NAME}}  {float(self.mean_change[i].abs().max()):>10.3g}  {float(ratio.min()):>6.3f} … "
-                f"{float(ratio.max()):<6.3f} {self.posteriors[i].log_evidence():>10.2f}  "
+                f"{name:<{NAME}}  {float(self.mean_change[i].abs().max()):>10.3g}  "
+                f"{float(ratio.min()):>6.3f} … {float(ratio.max()):<6.3f} "
+                f"{self.posteriors[i].log_evidence():>10.2f}  "
                 f"{self.posteriors[i].report.residual_after:>8.2g}"
             )
         return "\n".join(lines)
@@ -140,10 +154,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Predictives at x under several priors, without a pass over the data.
 
-    priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a Gaussian prior that keeps the
-    means of the posterior's own. How each prior is plugged in, and whether θ̂ moves with it, is `Posterior.with_prior`'s affair;
-    the posteriors are kept, and their reports say it. Priors too weak for the averages of a variational Gaussian, which are kept,
-    are left out with a warning.
+    priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a
+    Gaussian prior that keeps the means of the posterior's own. How each prior is plugged in, and
+    whether θ̂ moves with it, is `Posterior.with_prior`'s affair; the posteriors are kept, and their
+    reports say it. Priors too weak for the averages of a variational Gaussian, which are kept, are
+    left out with a warning.
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
@@ -159,39 +174,67 @@ def sensitivity(
             failed[name] = error
     if failed:
         message = (
-            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the averages over the data that this "
-            "posterior has curve upwards too much for them. Fit again with such a prior to compare it."
+            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the "
+            "averages over the data that this posterior has curve upwards too much for them. Fit "
+            "again with such a prior to compare it."
         )
         if not found:
             raise ValueError(message) from next(iter(failed.values()))
         warn(message)
     predictives = tuple(p.predict(x, refit) for p in found.values())
-    return Sensitivity(tuple(found), tuple(found.values()), predictives, posterior.predict(x, refit), convention, posterior, x)
+    return Sensitivity(
+        tuple(found),
+        tuple(found.values()),
+        predictives,
+        posterior.predict(x, refit),
+        convention,
+        posterior,
+        x,
+    )
 
 
 def _under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
-    """The posterior under another prior; NoFactorError where the averages that it keeps curve upwards too much for that one."""
+    """The posterior under another prior; NoFactorError where the averages that it keeps curve
+    upwards too much for that one.
+    """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
-        moved.state.sums.curvature.with_prior(NEEDED * moved.bound_prior.precision(moved.state.mean))
+        moved.state.sums.curvature.with_prior(
+            NEEDED * moved.bound_prior.precision(moved.state.mean)
+        )
     return moved
 
 
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
-    """Whether another prior keeps averages over the data, of a likelihood for which they can curve upwards."""
-    return convention == EXACT and posterior.state.variational is not None and not concave(posterior.likelihood)
+    """Whether another prior keeps averages over the data, of a likelihood for which they can
+    curve upwards.
+    """
+    return (
+        convention == EXACT
+        and posterior.state.variational is not None
+        and not concave(posterior.likelihood)
+    )
 
 
 def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     """A dict, a list or a range of priors -> priors by name."""
     if isinstance(priors, Mapping):
         chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
-    elif isinstance(priors, tuple) and len(priors) in (2, 3) and all(isinstance(v, int | float) for v in priors):
+    elif (
+        isinstance(priors, tuple)
+        and len(priors) in (2, 3)
+        and all(isinstance(v, int | float) for v in priors)
+    ):
         low, high, count = (*priors, COUNT)[:3]
         if not (0 < low < high < math.inf and int(count) >= 2):
-            raise ValueError(f"A range of priors is (low, high[, count]) with 0 < low < high and count ≥ 2, but is {priors!r}.")
+            raise ValueError(
+                "A range of priors is (low, high[, count]) with 0 < low < high and count ≥ 2, but "
+                f"is {priors!r}."
+            )
         mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
-        levels = torch.logspace(math.log10(low), math.log10(high), int(count), dtype=torch.float64).tolist()
+        levels = torch.logspace(
+            math.log10(low), math.log10(high), int(count), dtype=torch.float64
+        ).tolist()
         chosen = {f"precision {level:.4g}": GaussianPrior(level, mean) for level in levels}
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
         chosen = {}
@@ -199,7 +242,10 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
             name = describe(as_prior(prior))
             chosen[name if name not in chosen else f"{name} ({len(chosen) + 1})"] = as_prior(prior)
     else:
-        raise TypeError(f"priors must be a dict, a list of priors, or a range (low, high) of precisions, but is {priors!r}.")
+        raise TypeError(
+            "priors must be a dict, a list of priors, or a range (low, high) of precisions, but "
+            f"is {priors!r}."
+        )
     if not chosen:
         raise ValueError("priors is empty: give at least one prior.")
     return chosen
@@ -225,14 +271,16 @@ class Local(NamedTuple):
 
 @in_plain_torch
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
-    """How the log predictive density at y answers to the precision of a Gaussian prior: exact derivatives, no differences.
+    """How the log predictive density at y answers to the precision of a Gaussian prior: exact
+    derivatives, no differences.
 
-    y (N,) or (N, k). For the output rung and the exact convention. θ̂ moves with the prior where `with_prior` would move it.
+    y (N,) or (N, k). For the output rung and the exact convention. θ̂ moves with the prior where
+    `with_prior` would move it.
     """
     if posterior.convention != EXACT or not isinstance(posterior.bound_prior, BoundGaussian):
         raise ValueError(
-            "Local sensitivity is the derivative in the precision of a Gaussian prior under the exact convention. Use "
-            "with_prior(priors.Gaussian(…)) first."
+            "Local sensitivity is the derivative in the precision of a Gaussian prior under the "
+            "exact convention. Use with_prior(priors.Gaussian(…)) first."
         )
     moves = posterior.state.follows_prior
     marginal, (b, M) = posterior.state.outputs_at(x), posterior.state.prior_response(x)
@@ -250,7 +298,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         slope = class_slopes(*itertools.chain(*pairs)).gather(1, grid.long())
         return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
     slope, exact = _slope(likelihood, grid, marginal, change)
-    if not isinstance(predictive.law, GaussianLaw):  # the mass changes too: d log ∫ = E of the slope
+    if not isinstance(
+        predictive.law, GaussianLaw
+    ):  # the mass changes too: d log ∫ = E of the slope
         values, weights = nodes_of(predictive)
         at_nodes, fine = _slope(likelihood, values, marginal, change)
         used = weights > 1e-14
@@ -259,7 +309,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
 
-def _slope(likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal) -> tuple[Tensor, Tensor]:
+def _slope(
+    likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
+) -> tuple[Tensor, Tensor]:
     """d/dε of the un-normalised log density at y (N, k, …), and where it is exact (N, k)."""
     rows, count = y.shape[:2]
     f, K, df, dK = (part.repeat_interleave(count, 0) for part in (*at, *change))
@@ -289,7 +341,9 @@ class _BoundarySlope(NamedTuple):
     slope: Tensor
 
 
-def _boundary_slope(likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal) -> _BoundarySlope | None:
+def _boundary_slope(
+    likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
+) -> _BoundarySlope | None:
     """By autograd of their closed form; None where every output is allowed."""
     if not isinstance(likelihood, Bounded):
         return None
@@ -309,7 +363,9 @@ def third_derivative(likelihood: Likelihood, y: Tensor, f: Tensor, direction: Te
         free = f.detach().clone().requires_grad_(True)
         score = _gradient(likelihood.log_prob(y, free).sum(), free)
         columns = [-_gradient(score[:, c].sum(), free) for c in range(f.shape[1])]
-        return torch.stack([_gradient((column * direction).sum(), free).detach() for column in columns], 1)
+        return torch.stack(
+            [_gradient((column * direction).sum(), free).detach() for column in columns], 1
+        )
 
 
 def _gradient(value: Tensor, at: Tensor) -> Tensor:
@@ -325,35 +381,44 @@ def _gradient(value: Tensor, at: Tensor) -> Tensor:
 class Conflict(NamedTuple):
     """Whether the data are ones that the prior expects."""
 
-    statistic: float  # squared distance of the data's estimate from the prior's, in the prior predictive's own units
+    # squared distance of the data's estimate from the prior's, in the prior predictive's own units
+    statistic: float
     df: int
     tail: float  # P(at least that far) under the prior: small means conflict
 
     def __str__(self) -> str:
         said = "conflict" if self.tail < 0.05 else "no conflict"
-        return f"{said}: prior-predictive tail probability {self.tail:.3g} (distance² {self.statistic:.4g}, {self.df} df)"
+        return (
+            f"{said}: prior-predictive tail probability {self.tail:.3g} (distance² "
+            f"{self.statistic:.4g}, {self.df} df)"
+        )
 
 
 @in_plain_torch
 def conflict(posterior: Posterior) -> Conflict:
-    """The prior-predictive tail probability of the data, through the sufficient statistic of the linear model.
+    """The prior-predictive tail probability of the data, through the sufficient statistic of the
+    linear model.
 
-    Under θ ~ N(m, T⁻¹) the score vector r = S(θ̂ − m) + ∇ℓ is N(0, S + S T⁻¹ S), so rᵀ(S + S T⁻¹ S)⁺ r is χ² with rank(S)
-    degrees of freedom. Exact for Gaussian noise and a network linear in its free parameters; by the normal approximation of the
-    likelihood otherwise. Noise estimated from the same data is taken as known.
+    Under θ ~ N(m, T⁻¹) the score vector r = S(θ̂ − m) + ∇ℓ is N(0, S + S T⁻¹ S), so rᵀ(S + S T⁻¹
+    S)⁺ r is χ² with rank(S) degrees of freedom. Exact for Gaussian noise and a network linear in
+    its free parameters; by the normal approximation of the likelihood otherwise. Noise estimated
+    from the same data is taken as known.
 
     Needs dense curvature (or kfac of a last layer with Gaussian noise, which is as exact). Another
     structure leaves out correlations that r has, and would report conflicts that are not there.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
-        raise ValueError("A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…)).")
+        raise ValueError(
+            "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
+        )
     tau, curvature = bound.scale_precision, posterior.state.sums.curvature
     if not isinstance(curvature, Dense) and not posterior.state.quadratic:
         raise ValueError(
-            f"A conflict check needs dense curvature, but this posterior has structure={posterior.report.structure!r}, which "
-            "leaves out correlations: it would report conflicts that are not there. Fit with structure='dense', for example of "
-            "the last layer."
+            "A conflict check needs dense curvature, but this posterior has "
+            f"structure={posterior.report.structure!r}, which leaves out correlations: it would "
+            "report conflicts that are not there. Fit with structure='dense', for example of the "
+            "last layer."
         )
     r = curvature.push(posterior.state.mean - bound.mean) + posterior.state.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
@@ -364,7 +429,9 @@ def conflict(posterior: Posterior) -> Conflict:
         statistic, df = float((c * c / (values + values**2 / tau[seen])).sum()), len(values)
         return _conflict(statistic, df)
     if not isinstance(curvature, Dense):
-        raise ValueError("With this structure a conflict check needs one prior precision for each layer.")
+        raise ValueError(
+            "With this structure a conflict check needs one prior precision for each layer."
+        )
     values, vectors = torch.linalg.eigh(curvature.as_matrix())
     seen = values > RANK_TOLERANCE * values.max()
     values, vectors = values[seen], vectors[:, seen]

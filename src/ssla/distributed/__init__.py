@@ -2,14 +2,17 @@
 
 Two ways with the same result:
 
-  torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank passes its own shard, and
-                every rank gets the same posterior. `alone()` disables this.
-  Dask or Ray   `ssla.distributed.fit(model, shards, client=…)` sends the network to the workers, where each shard becomes sums,
-                and merges those pairwise on the cluster. One sum is returned for each pass. If a worker dies, the engine
-                reads its shards again on another worker, with the same result.
+  torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank
+                passes its own shard, and every rank gets the same posterior. `alone()` disables
+                this.
+  Dask or Ray   `ssla.distributed.fit(model, shards, client=…)` sends the network to the workers,
+                where each shard becomes sums, and merges those pairwise on the cluster. One sum is
+                returned for each pass. If a worker dies, the engine reads its shards again on
+                another worker, with the same result.
 
-A shard is any data that `ssla.fit` accepts, or a function without arguments that returns it (called on the worker, so that data
-never pass through this process), or the engine's own handle (a Dask future or delayed, a Ray reference).
+A shard is any data that `ssla.fit` accepts, or a function without arguments that returns it (called
+on the worker, so that data never pass through this process), or the engine's own handle (a Dask
+future or delayed, a Ray reference).
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ from ssla.fitting.ranks import alone
 from ssla.fitting.tuning import fitted
 from ssla.likelihoods import Likelihood
 from ssla.maths.progress import wanted
-from ssla.network import LAST_LAYER, Network, Output, RowScale, checked_output, describe, module_of, open_network
+from ssla.network import (
+    LAST_LAYER,
+    Network,
+    Output,
+    RowScale,
+    checked_output,
+    describe,
+    module_of,
+    open_network,
+)
 from ssla.posterior import Posterior
 from ssla.priors import Prior
 
@@ -58,9 +70,10 @@ def fit(
 ) -> Posterior:
     """`ssla.fit` on shards of data that workers read.
 
-    client: a `dask.distributed.Client`, the module `ray` (initialised), or a `concurrent.futures.Executor`. memory_budget is that
-    of each worker. validation: rows that the network has not seen, which this process reads; a share of the shards is not taken.
-    Everything else as in `ssla.fit`.
+    client: a `dask.distributed.Client`, the module `ray` (initialised), or a
+    `concurrent.futures.Executor`. memory_budget is that of each worker. validation: rows that the
+    network has not seen, which this process reads; a share of the shards is not taken. Everything
+    else as in `ssla.fit`.
 
     >>> with Client("tcp://scheduler:8786") as client:                              # doctest: +SKIP
     ...     shards = [partial(read_rows, path) for path in paths]
@@ -68,10 +81,15 @@ def fit(
     """
     shards = list(shards)
     if not shards:
-        raise ValueError("shards is empty. Give a list with the data of each shard, or functions that return them.")
+        raise ValueError(
+            "shards is empty. Give a list with the data of each shard, or functions that return "
+            "them."
+        )
     budget = checked_budget(memory_budget)
     part = checked_output(output)
-    cluster = Cluster(engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part)
+    cluster = Cluster(
+        engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part
+    )
     job = checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget)
     return Posterior(fitted(job, None if validation is None else open_source(validation)))
 
@@ -85,7 +103,8 @@ class ShardTask:
 
     model: nn.Module
     weights: str | list[str] | tuple[str, ...]
-    opening: Inputs  # the rows with which every worker opens the network, so that all find the same layers
+    # the rows with which every worker opens the network, so that all find the same layers
+    opening: Inputs
     budget: int
     order: Order
     output: Output = None
@@ -100,7 +119,9 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)
     with alone():
-        return Reader(open_source(_loaded(shard)), None, task.weights, task.budget, opened=network).read(task.order)
+        return Reader(
+            open_source(_loaded(shard)), None, task.weights, task.budget, opened=network
+        ).read(task.order)
 
 
 @in_plain_torch
@@ -149,12 +170,16 @@ class Cluster:
     def read(self, order: Order) -> Pass:
         if self.opened is None:
             self.opening = self._opening()
-            self.opened = open_within(self.model, self.weights, self.opening, order, self.budget, None, self.output)
+            self.opened = open_within(
+                self.model, self.weights, self.opening, order, self.budget, None, self.output
+            )
         order = order.chosen(self.opened, self.budget)
         self.passes += 1
         # the private copy and its names: later changes to the user's module do not change the sums
         names, scale = self.opened.layout.names, describe(self.opened).row_scale
-        task = ShardTask(module_of(self.opened), names, self.opening, self.budget, order, self.output, scale)
+        task = ShardTask(
+            module_of(self.opened), names, self.opening, self.budget, order, self.output, scale
+        )
         label = f"pass {self.passes}" if wanted(self.progress) else None
         found: Pass = self.engine.merged(read_shard, task, self.shards, merge_pair, label)
         return found

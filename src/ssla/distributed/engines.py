@@ -21,8 +21,13 @@ class Engine(Protocol):
         """function(shard), there."""
         ...
 
-    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
-        """function(task, shard) for every shard, merged pairwise up a tree. label: of a progress bar."""
+    def merged(
+        self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
+    ) -> Any:
+        """function(task, shard) for every shard, merged pairwise up a tree.
+
+        label: of a progress bar.
+        """
         ...
 
 
@@ -36,8 +41,8 @@ def engine_of(client: Any) -> Engine:
     if getattr(client, "__name__", None) == "ray":
         return RayEngine(client)
     raise TypeError(
-        "client must be a dask.distributed.Client, the module ray, or a concurrent.futures.Executor, "
-        f"but is a {type(client).__name__}."
+        "client must be a dask.distributed.Client, the module ray, or a "
+        f"concurrent.futures.Executor, but is a {type(client).__name__}."
     )
 
 
@@ -50,10 +55,14 @@ class DaskEngine:
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.client.submit(function, self._handle(shard), pure=False).result()
 
-    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+    def merged(
+        self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
+    ) -> Any:
         # as the result of a task and not scattered: scattered data are lost if their worker dies
         sent = self.client.submit(_same, task, pure=False)
-        parts = [self.client.submit(function, sent, self._handle(shard), pure=False) for shard in shards]
+        parts = [
+            self.client.submit(function, sent, self._handle(shard), pure=False) for shard in shards
+        ]
         whole = _tree(parts, lambda a, b: self.client.submit(merge, a, b, pure=False))
         if label is not None:
             from distributed import as_completed
@@ -76,7 +85,9 @@ class RayEngine:
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.ray.get(self.ray.remote(function).remote(shard))
 
-    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+    def merged(
+        self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
+    ) -> Any:
         work, join, sent = self.ray.remote(function), self.ray.remote(merge), self.ray.put(task)
         parts = [work.remote(sent, shard) for shard in shards]
         whole = _tree(parts, join.remote)
@@ -94,7 +105,9 @@ class ExecutorEngine:
     def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
         return self.executor.submit(function, shard).result()
 
-    def merged(self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None) -> Any:
+    def merged(
+        self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
+    ) -> Any:
         parts = [self.executor.submit(function, task, shard) for shard in shards]
         bar = progress_bar(parts, len(parts), label is not None, label or "", "shard")
         return _tree([part.result() for part in bar], merge)

@@ -4,8 +4,9 @@
       manifest.json        kind, version, checksums, and everything that is not a tensor
       tensors.safetensors  θ̂, the sums over the data, tensors of likelihood and prior
 
-The network is not stored: `load` takes the module and compares its fingerprint. A file cannot execute code: JSON
-names only classes of a fixed table, and tensors are bytes. Training data are not stored.
+The network is not stored: `load` takes the module and compares its fingerprint. A file cannot
+execute code: JSON names only classes of a fixed table, and tensors are bytes. Training data are not
+stored.
 """
 
 from __future__ import annotations
@@ -14,4 +15,15 @@ from ssla.files.container import VERSION, FileError, read, write
 from ssla.files.encoding import Decoder, Encoder
 from ssla.files.posteriors import load, pack, save, unpack
 
-__all__ = ["VERSION", "Decoder", "Encoder", "FileError", "load", "pack", "read", "save", "unpack", "write"]
+__all__ = [
+    "VERSION",
+    "Decoder",
+    "Encoder",
+    "FileError",
+    "load",
+    "pack",
+    "read",
+    "save",
+    "unpack",
+    "write",
+]

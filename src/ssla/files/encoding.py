@@ -1,7 +1,8 @@
 """Frozen values as JSON and tensors, and back.
 
-Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables below by name and fields. Other
-classes are neither stored nor created: reading calls only the constructors of these classes.
+Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables
+below by name and fields. Other classes are neither stored nor created: reading calls only the
+constructors of these classes.
 """
 
 from __future__ import annotations
@@ -32,17 +33,39 @@ LIKELIHOODS = (
     "StudentT",
     "Tempered",
 )
-PRIORS = ("Gaussian", "Flat", "Laplace", "StudentT", "Horseshoe", "SpikeSlab", "Gamma", "NormalInverseGamma", "Product")
+PRIORS = (
+    "Gaussian",
+    "Flat",
+    "Laplace",
+    "StudentT",
+    "Horseshoe",
+    "SpikeSlab",
+    "Gamma",
+    "NormalInverseGamma",
+    "Product",
+)
 STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # add a new structure here
 
 
 def _table() -> dict[str, type]:
-    own: tuple[type, ...] = (Report, Statistics, Validation, Variational, LayerFactors, LayerPlan, NormPlan, Opening, RowScale)
+    own: tuple[type, ...] = (
+        Report,
+        Statistics,
+        Validation,
+        Variational,
+        LayerFactors,
+        LayerPlan,
+        NormPlan,
+        Opening,
+        RowScale,
+    )
     table: dict[str, type] = {cls.__name__: cls for cls in own}
     for package, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
         place = package.__name__.rpartition(".")[2]
         table |= {
-            f"{place}.{name}": getattr(package, name) for name in names if dataclasses.is_dataclass(getattr(package, name, None))
+            f"{place}.{name}": getattr(package, name)
+            for name in names
+            if dataclasses.is_dataclass(getattr(package, name, None))
         }
     return table
 
@@ -71,32 +94,44 @@ class Encoder:
         if isinstance(value, Tensor):
             turned = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
             self.tensors[place] = value.mT if turned else value
-            return (
-                {"turned": place} if turned else {"tensor": place}
-            )  # keeps the memory layout, so that later products have the same bits
+            # keeps the memory layout, so that later products have the same bits
+            return {"turned": place} if turned else {"tensor": place}
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{place}.{i}") for i, item in enumerate(value)]}
         if isinstance(value, Mapping):
-            return {"dict": [[str(key), self.encode(item, f"{place}.{key}")] for key, item in value.items()]}
+            return {
+                "dict": [
+                    [str(key), self.encode(item, f"{place}.{key}")] for key, item in value.items()
+                ]
+            }
         if type(value) in NAMES:
             parts = {
-                f.name: self.encode(getattr(value, f.name), f"{place}.{f.name}") for f in dataclasses.fields(value) if f.init
+                f.name: self.encode(getattr(value, f.name), f"{place}.{f.name}")
+                for f in dataclasses.fields(value)
+                if f.init
             }
             return {"class": NAMES[type(value)], "fields": parts}
-        raise NotStorableError(f"{place} is a {type(value).__name__}, which cannot be stored in a file.")
+        raise NotStorableError(
+            f"{place} is a {type(value).__name__}, which cannot be stored in a file."
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """JSON and tensors -> values. Unexpected content raises an exception, which `container.guarded` turns into a FileError."""
+    """JSON and tensors -> values.
+
+    Unexpected content raises an exception, which `container.guarded` turns into a FileError.
+    """
 
     tensors: Mapping[str, Tensor]
 
     def decode(self, value: Any, expected: type | None = None) -> Any:
         found = self._decode(value)
         if expected is not None and not isinstance(found, expected):
-            raise TypeError(f"a {expected.__name__} was expected, but a {type(found).__name__} was found")
+            raise TypeError(
+                f"a {expected.__name__} was expected, but a {type(found).__name__} was found"
+            )
         return found
 
     def _decode(self, value: Any) -> Any:
@@ -118,7 +153,9 @@ class Decoder:
             case {"dict": list(items)} if all(isinstance(key, str) for key, _ in items):
                 return {key: self._decode(item) for key, item in items}
             case {"class": str(name), "fields": dict(parts)}:
-                return self._object(CLASSES[name], {str(key): self._decode(item) for key, item in parts.items()})
+                return self._object(
+                    CLASSES[name], {str(key): self._decode(item) for key, item in parts.items()}
+                )
         raise ValueError(f"{str(value)[:60]} is not a known value")
 
     @staticmethod
@@ -136,7 +173,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches a type hint. Protocols and other unusual hints accept any value of the tables."""
+    """Whether a value matches a type hint.
+
+    Protocols and other unusual hints accept any value of the tables.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
@@ -150,7 +190,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, hint)
     if origin is tuple:
         inner = arguments[0] if arguments else Any
-        return isinstance(value, tuple) and (inner is Any or all(_fits(item, inner) for item in value))
+        return isinstance(value, tuple) and (
+            inner is Any or all(_fits(item, inner) for item in value)
+        )
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     return type(value) in NAMES or value is None

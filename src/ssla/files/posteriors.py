@@ -31,7 +31,17 @@ from ssla.network import (
     reopen,
 )
 from ssla.priors import CONVENTIONS, Prior
-from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, Report, State, Statistics, Variational
+from ssla.state import (
+    AS_IS,
+    LAPLACE,
+    POLISH,
+    TILT,
+    VARIATIONAL,
+    Report,
+    State,
+    Statistics,
+    Variational,
+)
 
 KIND = "posterior"
 MODES = (POLISH, TILT, AS_IS)
@@ -56,21 +66,31 @@ def load(
     """The state of `ssla.load`, which documents the arguments."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"load needs the network itself, a torch.nn.Module, as its second argument, but got {type(model).__name__}."
+            "load needs the network itself, a torch.nn.Module, as its second argument, but got "
+            f"{type(model).__name__}."
         )
     content, tensors = read(path, KIND)
     return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
 
 
 def pack(posterior: State, encoder: Encoder, place: str) -> dict[str, Any]:
-    """Everything but the network, as JSON; the encoder collects the tensors, whose names begin with `place`."""
+    """Everything but the network, as JSON; the encoder collects the tensors, whose names begin
+    with `place`.
+    """
     opening = describe(posterior.network)
-    parts = {"theta": posterior.theta, "statistics": posterior.statistics, "report": posterior.report, "opening": opening}
+    parts = {
+        "theta": posterior.theta,
+        "statistics": posterior.statistics,
+        "report": posterior.report,
+        "opening": opening,
+    }
     if posterior.variational is not None:
         parts["variational"] = posterior.variational
     content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
     part = output_of(posterior.network)
-    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | ({} if part is None else {"output": part})
+    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | (
+        {} if part is None else {"output": part}
+    )
     for name, value in own.items():
         content[name] = _or_own(encoder, value, f"{place}{name}")
     content["memory_budget"] = posterior.memory_budget
@@ -101,8 +121,12 @@ def unpack(
         _compare(stated, model, source)
         stored = content.get("output")  # none if the result is f
         if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
-            raise FileError(f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it.")
-        part = _given_or_stored(decoder, stored, "output", output if isinstance(stored, dict) else None, source)
+            raise FileError(
+                f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it."
+            )
+        part = _given_or_stored(
+            decoder, stored, "output", output if isinstance(stored, dict) else None, source
+        )
         network = reopen(model, opening, checked_output(part))
         report = decoder.decode(content["report"], Report)
         posterior = State(
@@ -115,7 +139,9 @@ def unpack(
             report,
             budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
             convention=one_of("convention", content["convention"], CONVENTIONS),
-            variational=decoder.decode(content["variational"], Variational) if "variational" in content else None,
+            variational=decoder.decode(content["variational"], Variational)
+            if "variational" in content
+            else None,
         )
         _check(posterior)
     return posterior
@@ -126,12 +152,14 @@ def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
     unlike = difference(stated, fingerprint(model))
     if unlike == VALUES:
         raise FileError(
-            f"{source} belongs to other weights of this network: it was trained further, or its weights were not loaded. "
-            "Load the state_dict of the network that was fitted, then load the posterior."
+            f"{source} belongs to other weights of this network: it was trained further, or its "
+            "weights were not loaded. Load the state_dict of the network that was fitted, then "
+            "load the posterior."
         )
     if unlike:
         raise FileError(
-            f"{source} belongs to another network: {unlike}. Build the module as it was when the posterior was saved."
+            f"{source} belongs to another network: {unlike}. Build the module as it was when the "
+            "posterior was saved."
         )
 
 
@@ -150,53 +178,93 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
     own = value.get("own") if isinstance(value, dict) else None
     if own is None:
         if given is not None:
-            raise FileError(f"{source} contains the {what}. Omit {what}=, or use posterior.with_prior for another prior.")
+            raise FileError(
+                f"{source} contains the {what}. Omit {what}=, or use posterior.with_prior for "
+                "another prior."
+            )
         return decoder.decode(value)
     if given is None:
-        raise FileError(f"The {what} of {source} is custom code ({own}), which a file cannot contain. Give it as {what}=.")
+        raise FileError(
+            f"The {what} of {source} is custom code ({own}), which a file cannot contain. Give it "
+            f"as {what}=."
+        )
     if type(given).__name__ != own:
-        raise FileError(f"The {what} of {source} was a {own}, but {what}= is a {type(given).__name__}.")
+        raise FileError(
+            f"The {what} of {source} was a {own}, but {what}= is a {type(given).__name__}."
+        )
     return given
 
 
 def _check(posterior: State) -> None:
-    """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be factorised."""
+    """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be
+    factorised.
+    """
     size = posterior.network.layout.size
     if (posterior.variational is not None) != (
         posterior.gaussian == VARIATIONAL and not isinstance(posterior.likelihood, Gaussian)
     ):
         raise ValueError("its report names another Gaussian than it holds")
     for what, tensor in (("θ̂", posterior.theta), ("the mean", posterior.mean)):
-        if tensor.dtype != torch.float64 or tensor.shape != (size,) or not bool((tensor.abs() <= LARGEST).all()):
-            raise ValueError(f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}")
+        if (
+            tensor.dtype != torch.float64
+            or tensor.shape != (size,)
+            or not bool((tensor.abs() <= LARGEST).all())
+        ):
+            raise ValueError(
+                f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}"
+            )
     _check_report(posterior)
     posterior.likelihood.support_for(posterior.network.outputs)
-    if type(posterior.likelihood) in NAMES and posterior.likelihood.linear_domain:  # every f is allowed, 0 too
-        fisher = posterior.likelihood.fisher(torch.zeros(1, posterior.network.outputs, dtype=torch.float64))
-        if not bool(torch.isfinite(fisher).all()) or not bool((fisher.diagonal(dim1=-2, dim2=-1) > 0).all()):
+    if (
+        type(posterior.likelihood) in NAMES and posterior.likelihood.linear_domain
+    ):  # every f is allowed, 0 too
+        fisher = posterior.likelihood.fisher(
+            torch.zeros(1, posterior.network.outputs, dtype=torch.float64)
+        )
+        if not bool(torch.isfinite(fisher).all()) or not bool(
+            (fisher.diagonal(dim1=-2, dim2=-1) > 0).all()
+        ):
             raise ValueError("the likelihood has no finite positive curvature")
     prior = posterior.bound_prior
-    if not all(bool(torch.isfinite(part(posterior.theta)).all()) for part in (prior.log_prob, prior.gradient, prior.precision)):
+    if not all(
+        bool(torch.isfinite(part(posterior.theta)).all())
+        for part in (prior.log_prob, prior.gradient, prior.precision)
+    ):
         raise ValueError("the prior has no density at θ̂")
-    for sums, operator in ((posterior.statistics, posterior.operator), (posterior.sums, posterior.covariance)):
+    for sums, operator in (
+        (posterior.statistics, posterior.operator),
+        (posterior.sums, posterior.covariance),
+    ):
         _check_sums(sums, operator, size)
         if isinstance(sums.curvature, Kfac):
-            shapes = tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in sums.curvature.layers)
+            shapes = tuple(
+                (layer.A.shape[0], layer.positions.shape[0]) for layer in sums.curvature.layers
+            )
             if shapes != posterior.network.layer_shapes:
                 raise ValueError("its Kronecker factors are not those of the network's layers")
 
 
 def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
-    """ValueError unless the sums are of `size` parameters and some data, and the operator is positive definite."""
+    """ValueError unless the sums are of `size` parameters and some data, and the operator is
+    positive definite.
+    """
     gradient = sums.gradient
-    if gradient.dtype != torch.float64 or gradient.shape != (size,) or not bool((gradient.abs() <= LARGEST).all()):
+    if (
+        gradient.dtype != torch.float64
+        or gradient.shape != (size,)
+        or not bool((gradient.abs() <= LARGEST).all())
+    ):
         raise ValueError(f"gradient is not {size} finite numbers in float64 of at most {LARGEST:g}")
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
-    direction = torch.linspace(1, 2, size, dtype=torch.float64)  # the same for all classes would give zero
+    direction = torch.linspace(
+        1, 2, size, dtype=torch.float64
+    )  # the same for all classes would give zero
     pushed, variances = sums.curvature.push(direction), operator.variances()
     parts = (pushed, operator.solve(direction), variances)
-    if any(part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts) or not bool((variances > 0).all()):
+    if any(
+        part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts
+    ) or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
         raise ValueError("it has no data")
@@ -205,14 +273,22 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
 
 
 def _check_report(posterior: State) -> None:
-    """ValueError unless the numbers of the report are in range and its sizes are those of the network."""
+    """ValueError unless the numbers of the report are in range and its sizes are those of the
+    network.
+    """
     report, network = posterior.report, posterior.network
     one_of("mode", report.mode, MODES)
     one_of("convention", report.convention, CONVENTIONS)
-    if (report.parameters, report.names, report.outputs) != (network.layout.size, network.layout.names, network.outputs):
+    if (report.parameters, report.names, report.outputs) != (
+        network.layout.size,
+        network.layout.names,
+        network.outputs,
+    ):
         raise ValueError("its report is of other parameters")
     one_of("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
     counts = (report.n - 1, report.steps, report.passes, report.rounds, report.memory)
     numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
-    if not all(0 <= count < 1 << 63 for count in counts) or not all(0 <= number < math.inf for number in numbers):
+    if not all(0 <= count < 1 << 63 for count in counts) or not all(
+        0 <= number < math.inf for number in numbers
+    ):
         raise ValueError("a number in its report is negative or not finite")

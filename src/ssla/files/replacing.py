@@ -6,9 +6,10 @@
       old                   only without an atomic exchange: the old target, between two renames
       gone                  the same, while it is removed
 
-At all times the complete old or the complete new one is at the target. Without an atomic exchange of two directories
-(renameat2 of Linux) a process that is killed between two renames leaves `old`: `surviving` finds it, and the next save moves
-it back. A `.saving` directory whose lock is free has no writer, and the next save removes it. Permissions follow the umask.
+At all times the complete old or the complete new one is at the target. Without an atomic exchange
+of two directories (renameat2 of Linux) a process that is killed between two renames leaves `old`:
+`surviving` finds it, and the next save moves it back. A `.saving` directory whose lock is free has
+no writer, and the next save removes it. Permissions follow the umask.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ MOST_TRIES = 100
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A draft with the suffix of `path`, which replaces `path` if the block ends without an error. Links are followed."""
+    """A draft with the suffix of `path`, which replaces `path` if the block ends without an error.
+
+    Links are followed.
+    """
     target = Path(os.path.realpath(path))
     with _place(target) as place:
         draft = place / f"new{target.suffix}"
@@ -47,7 +51,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty directory, which replaces `path` with its content if the block ends without an error. Links are followed."""
+    """An empty directory, which replaces `path` with its content if the block ends without an
+    error. Links are followed.
+    """
     target = Path(os.path.realpath(path))
     with _place(target) as place:
         draft = place / "new"
@@ -57,7 +63,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def surviving(path: Path) -> tuple[Path, bool]:
-    """Where a directory is: at `path`, or where a save moved it; and whether the writer of that save has ended."""
+    """Where a directory is: at `path`, or where a save moved it; and whether the writer of that
+    save has ended.
+    """
     target = Path(os.path.realpath(path))
     if not target.exists():
         for place in _places(target):
@@ -89,7 +97,9 @@ def _place(target: Path) -> Iterator[Path]:
 
 
 def _leave(place: Path, target: Path) -> None:
-    """Remove the directory; an `old` in it is first moved back to the target, unless the target exists."""
+    """Remove the directory; an `old` in it is first moved back to the target, unless the target
+    exists.
+    """
     old = place / "old"
     if old.exists() and not target.exists():
         with contextlib.suppress(OSError):  # another writer was faster
@@ -111,7 +121,9 @@ def _discard(old: Path) -> None:
 def _put(draft: Path, target: Path, old: Path) -> None:
     """Move the draft to the target, also if other writers do the same at this moment."""
     for _ in range(MOST_TRIES):
-        with contextlib.suppress(FileNotFoundError):  # the target does not exist, or another writer has moved it
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # the target does not exist, or another writer has moved it
             if _exchange(draft, target):
                 return
             _discard(old)  # from an earlier try; the target is complete
@@ -122,7 +134,9 @@ def _put(draft: Path, target: Path, old: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    raise OSError(errno.EBUSY, f"other processes keep writing to it ({MOST_TRIES} tries)", str(target))
+    raise OSError(
+        errno.EBUSY, f"other processes keep writing to it ({MOST_TRIES} tries)", str(target)
+    )
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -137,7 +151,11 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+_renameat2 = (
+    getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if sys.platform == "linux"
+    else None
+)
 
 
 def _places(target: Path) -> list[Path]:
@@ -155,15 +173,20 @@ def _locked_place(target: Path) -> tuple[Path, IO[bytes] | None]:
     while True:
         place = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
         place.mkdir()
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another writer considers it abandoned and removes it
+        with contextlib.suppress(
+            BlockingIOError, FileNotFoundError
+        ):  # another writer considers it abandoned and removes it
             return place, _lock(place)
 
 
 @contextlib.contextmanager
 def _abandoned(place: Path, create: bool = True) -> Iterator[bool]:
-    """Whether its writer has certainly ended: a running writer holds the lock. In the block this process holds it.
+    """Whether its writer has certainly ended: a running writer holds the lock.
 
-    create: take the lock also where the directory has none. A writer that removes its directory removes the lock before the rest.
+    In the block this process holds it.
+
+    create: take the lock also where the directory has none. A writer that removes its directory
+    removes the lock before the rest.
     """
     try:
         lock = _lock(place, create)
@@ -174,7 +197,10 @@ def _abandoned(place: Path, create: bool = True) -> Iterator[bool]:
 
 
 def _lock(place: Path, create: bool = True) -> IO[bytes] | None:
-    """An open, locked file. None if the system has no locks; OSError if it is locked, or the directory was removed."""
+    """An open, locked file.
+
+    None if the system has no locks; OSError if it is locked, or the directory was removed.
+    """
     if fcntl is None:
         return None
     with contextlib.ExitStack() as stack:

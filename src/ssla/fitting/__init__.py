@@ -2,13 +2,14 @@
 
 One pass collects the sums at the trained θ. What happens next is the `mode`:
 
-  polish   Newton steps to the mode of ℓ_D + log π. With Gaussian noise and a last layer the objective is
-           quadratic, so the mode follows from the sums: no further pass. Otherwise each step is a pass
-           (over cached features while they fit the memory budget).
+  polish   Newton steps to the mode of ℓ_D + log π. With Gaussian noise and a last layer the
+           objective is quadratic, so the mode follows from the sums: no further pass. Otherwise
+           each step is a pass (over cached features while they fit the memory budget).
   tilt     θ̂ stays; the residual gradient is subtracted from the objective, so that θ̂ is its mode.
   as_is    θ̂ stays and is taken for the mode; a large residual gradient is warned about.
 
-By default a last layer is polished, and other weights are tilted. `trained` decides for classifiers without a prior.
+By default a last layer is polished, and other weights are tilted. `trained` decides for classifiers
+without a prior.
 """
 
 from __future__ import annotations
@@ -61,20 +62,32 @@ def checked_job(
     """The work, if its parts are what they should be."""
     if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
         raise TypeError(
-            f"likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), but is {likelihood!r}."
+            "likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), "
+            f"but is {likelihood!r}."
         )
     if isinstance(likelihood, type):
-        raise TypeError(f"likelihood must be an object, but is the class {likelihood.__name__}. Write {likelihood.__name__}(…).")
-    if isinstance(likelihood, Tempered) and isinstance(likelihood.base, Gaussian) and likelihood.base.estimated:
-        raise ValueError("Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a number.")
+        raise TypeError(
+            f"likelihood must be an object, but is the class {likelihood.__name__}. Write "
+            f"{likelihood.__name__}(…)."
+        )
+    if (
+        isinstance(likelihood, Tempered)
+        and isinstance(likelihood.base, Gaussian)
+        and likelihood.base.estimated
+    ):
+        raise ValueError(
+            "Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a "
+            "number."
+        )
     if mode is not None:
         one_of("mode", mode, (POLISH, TILT, AS_IS))
     if gaussian is not None:
         one_of("gaussian", gaussian, (LAPLACE, VARIATIONAL))
     if gaussian == VARIATIONAL and not likelihood.linear_domain:
         raise ValueError(
-            f"gaussian='variational' averages over a Gaussian of the outputs, but {likelihood!r} does not allow every output. "
-            "Use gaussian='laplace', or a likelihood on the logarithmic scale."
+            f"gaussian='variational' averages over a Gaussian of the outputs, but {likelihood!r} "
+            "does not allow every output. Use gaussian='laplace', or a likelihood on the "
+            "logarithmic scale."
         )
     own = None if prior is None else as_prior(prior)
     if isinstance(structure, str) and structure == AUTO:
@@ -84,13 +97,18 @@ def checked_job(
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
     if not isinstance(weights, str | list | tuple):
-        raise TypeError(f"weights must be 'last_layer', 'all', a module's name or a list of parameter names, but is {weights!r}.")
+        raise TypeError(
+            "weights must be 'last_layer', 'all', a module's name or a list of parameter names, "
+            f"but is {weights!r}."
+        )
     return weights
 
 
 def checked_budget(memory_budget: Any) -> int:
     if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
-        raise ValueError(f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}.")
+        raise ValueError(
+            f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}."
+        )
     return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
@@ -99,11 +117,15 @@ def collect(posterior: State, data: Any) -> Statistics:
     job = _job(posterior, data)[0]
     if posterior.variational is None:
         return job.sums_at(posterior.theta)
-    return job.average(posterior.theta, moves=False)(posterior.mean, posterior.covariance).statistics
+    return job.average(posterior.theta, moves=False)(
+        posterior.mean, posterior.covariance
+    ).statistics
 
 
 def again(posterior: State) -> Job | None:
-    """Further passes over the data that a posterior was fitted on; None where it cannot read them again."""
+    """Further passes over the data that a posterior was fitted on; None where it cannot read
+    them again.
+    """
     if posterior.source is None or not posterior.source.repeatable:
         return None
     return replace(_job(posterior, posterior.source)[0], rows=posterior.statistics.n)
@@ -117,8 +139,9 @@ def update(posterior: State, data: Any) -> State:
         return found
     if not job.repeatable:
         raise ValueError(
-            "The averages of a variational Gaussian need several passes over the new data, but they can be read only once (a "
-            "generator). Give a DataLoader, a list of batches or arrays, or fit with gaussian='laplace'."
+            "The averages of a variational Gaussian need several passes over the new data, but "
+            "they can be read only once (a generator). Give a DataLoader, a list of batches or "
+            "arrays, or fit with gaussian='laplace'."
         )
     return with_rows(posterior, found, job.average(posterior.theta, not posterior.tilted))
 
@@ -129,21 +152,32 @@ def _job(posterior: State, data: Any) -> tuple[Job, Source]:
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     curvature, gaussian = posterior.statistics.curvature, posterior.gaussian
-    return Job(shared(reader), posterior.likelihood, posterior.prior, curvature, AS_IS, budget, gaussian), reader.source
+    return Job(
+        shared(reader), posterior.likelihood, posterior.prior, curvature, AS_IS, budget, gaussian
+    ), reader.source
 
 
 def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = False) -> State:
     """The same network and likelihood polished under another prior, or on other rows.
 
-    from_there: a variational Gaussian starts from the posterior's own, which saves passes. It is then another point within the
-    tolerance than that of a fit from the mode.
+    from_there: a variational Gaussian starts from the posterior's own, which saves passes. It is
+    then another point within the tolerance than that of a fit from the mode.
     """
     size, budget = posterior.theta.numel(), posterior.memory_budget
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     structure = posterior.statistics.curvature.zero(size)
     start = posterior.variational if from_there else None
-    return Job(shared(reader), posterior.likelihood, prior, structure, POLISH, budget, posterior.gaussian, start).run()
+    return Job(
+        shared(reader),
+        posterior.likelihood,
+        prior,
+        structure,
+        POLISH,
+        budget,
+        posterior.gaussian,
+        start,
+    ).run()
 
 
 def fit_at_mode(
@@ -157,8 +191,8 @@ def fit_at_mode(
 ) -> State:
     """As `fit` with a prior, but a last layer is polished where it has a mode, trained or not.
 
-    For networks of which held-out rows choose the prior afterwards. rough: with a variational Gaussian of a lower accuracy, which
-    is enough to choose a prior.
+    For networks of which held-out rows choose the prior afterwards. rough: with a variational
+    Gaussian of a lower accuracy, which is enough to choose a prior.
     """
     with announced():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
@@ -167,10 +201,14 @@ def fit_at_mode(
 
 
 def fit_again(posterior: State, chunks: list[Chunk]) -> State:
-    """The Gaussian of a polished or variational last layer on other rows, with a warm start; its prior and noise stay."""
+    """The Gaussian of a polished or variational last layer on other rows, with a warm start;
+    its prior and noise stay.
+    """
     size, budget = posterior.theta.numel(), posterior.memory_budget
     nothing_more = Source(lambda: iter(()), True, 0)
     reader = Reader(nothing_more, None, LAST_LAYER, budget, opened=posterior.network, kept=chunks)
     structure = posterior.statistics.curvature.zero(size)
-    job = Job(reader, posterior.likelihood, posterior.prior, structure, POLISH, budget, posterior.gaussian)
+    job = Job(
+        reader, posterior.likelihood, posterior.prior, structure, POLISH, budget, posterior.gaussian
+    )
     return job.from_there(posterior)

@@ -4,8 +4,8 @@ The best mean log density is uncertain, and rows from the training distribution 
 doubt is worth elsewhere. So: of all settings within one standard error of the best (paired, over
 rows), take the one with the smallest prior precision, then the dispersion that is best there. The
 price of the doubt is at most MOST_LOSS nats, which one standard error of few rows would exceed, and
-may be LEAST_LOSS even where many rows can tell smaller differences. Everything here is a function of
-the table of log densities alone, so that the choice of one half of the rows can be scored on the
+may be LEAST_LOSS even where many rows can tell smaller differences. Everything here is a function
+of the table of log densities alone, so that the choice of one half of the rows can be scored on the
 other half for nothing.
 """
 
@@ -23,7 +23,8 @@ from ssla.state import TILT, VARIATIONAL
 # Nats a row. Settings next to each other may have a paired standard error of 1e-4 (fashion, 5,000
 # rows), which would leave no room for doubt that is worth .05 in the AUROC of other inputs.
 LEAST_LOSS, MOST_LOSS = 0.001, 0.002
-# Standard errors by which a polished head must be better: the predictions of the network itself stay without a clear reason.
+# Standard errors by which a polished head must be better: the predictions of the network itself
+# stay without a clear reason.
 CLEARLY = 2.0
 
 
@@ -53,7 +54,9 @@ def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
     mean = (weights * values).sum() / total
     rows = float(total**2 / (weights**2).sum())
     variance = (weights * (values - mean) ** 2).sum() / total
-    return Difference(float(mean), math.sqrt(float(variance) / (rows - 1)) if rows > 1 else math.inf)
+    return Difference(
+        float(mean), math.sqrt(float(variance) / (rows - 1)) if rows > 1 else math.inf
+    )
 
 
 def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> int:
@@ -106,7 +109,9 @@ def best_spread(settings: Sequence[Setting], scores: Tensor, weights: Tensor, ch
     place = spreads.index(own.spread)
     if not 0 < place < len(spreads) - 1:
         return own.spread
-    (a, b, c), (fa, fb, fc) = zip(*((math.log(s), line[s]) for s in spreads[place - 1 : place + 2]), strict=True)
+    (a, b, c), (fa, fb, fc) = zip(
+        *((math.log(s), line[s]) for s in spreads[place - 1 : place + 2]), strict=True
+    )
     up, down = (b - a) * (fb - fc), (b - c) * (fb - fa)
     if up == down:
         return own.spread
@@ -118,13 +123,26 @@ def _best(indices: Sequence[int] | range, means: Tensor) -> int:
     return max(indices, key=lambda i: float(means[i]))
 
 
-def _or_rival(best: int, rivals: list[int], scores: Tensor, weights: Tensor, means: Tensor, errors: float = 0.0) -> int:
-    """The best of the rivals if it is as good as `best`, or within so many standard errors of it; else `best` itself."""
+def _or_rival(
+    best: int,
+    rivals: list[int],
+    scores: Tensor,
+    weights: Tensor,
+    means: Tensor,
+    errors: float = 0.0,
+) -> int:
+    """The best of the rivals if it is as good as `best`, or within so many standard errors of
+    it; else `best` itself.
+    """
     if not rivals or best in rivals:
         return best
     rival = _best(rivals, means)
     near = mean_and_error(scores[best] - scores[rival], weights)
-    return rival if near.mean <= errors * near.error or _as_good(scores[best], scores[rival], weights) else best
+    return (
+        rival
+        if near.mean <= errors * near.error or _as_good(scores[best], scores[rival], weights)
+        else best
+    )
 
 
 def _as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:

@@ -1,14 +1,17 @@
-"""The log evidence as a function of prior precisions and noise, with its gradient, from the sums alone.
+"""The log evidence as a function of prior precisions and noise, with its gradient, from the sums
+alone.
 
-With precisions τ = e^a·pattern (one a for each group of parameters) and noise e^t times what it was, H = S/e^2t + diag(τ) and
+With precisions τ = e^a·pattern (one a for each group of parameters) and noise e^t times what it
+was, H = S/e^2t + diag(τ) and
 
     log Z = ℓ(θ̂; t) + ½ Σ log τ − ½ Σ τ (θ̂ − m)² − ½ log|H|
     ∂/∂a_g = ½ [P_g − Σ_g τ (θ̂ − m)² − Σ_g τ diag(H⁻¹)]
     ∂/∂t   = RSS/e^2t − nC + tr(S/e^2t H⁻¹)
 
-in both cases: where θ̂ moves with the prior (a Gaussian last layer, where log Z is exact) its own derivative vanishes at the
-mode, and where it stays there is none. In an eigenbasis of S whose blocks share one τ everything is a sum over P eigenvalues.
-Where moreover θ̂ stays, those between groups are zero and, with h = λ/e^2t + τ,
+in both cases: where θ̂ moves with the prior (a Gaussian last layer, where log Z is exact) its own
+derivative vanishes at the mode, and where it stays there is none. In an eigenbasis of S whose
+blocks share one τ everything is a sum over P eigenvalues. Where moreover θ̂ stays, those between
+groups are zero and, with h = λ/e^2t + τ,
 
     −∂²/∂a_g² = ½ Σ_g [τ (θ̂ − m)² + (τ/h) (1 − τ/h)]
     −∂²/∂t²   = 2 RSS/e^2t + 2 Σ (τ/h) (1 − τ/h)
@@ -25,17 +28,22 @@ from torch import Tensor
 from ssla.curvature import Dense, Diagonal, Kfac, Structure, WoodburyOperator
 from ssla.maths.bfgs import Value
 
-ENTRIES_AT_ONCE = 1 << 18  # of θ in one part of a sum: a guess, for about ten vectors in the processor's cache
+# of θ in one part of a sum: a guess, for about ten vectors in the processor's cache
+ENTRIES_AT_ONCE = 1 << 18
 
 
 class Problem(NamedTuple):
-    """The statistics as functions of θ and noise, with the θ and the noise at which they were summed."""
+    """The statistics as functions of θ and noise, with the θ and the noise at which they were
+    summed.
+    """
 
     curvature: Structure  # S
     gradient: Tensor  # ∇ℓ (P,)
     offset: Tensor  # θ − m (P,)
     log_likelihood: float
-    squares: float  # residual sum of squares in units of the noise; 0 where there is no noise to tune
+    squares: (
+        float  # residual sum of squares in units of the noise; 0 where there is no noise to tune
+    )
     rows: float  # n·C (weighted)
     pattern: Tensor  # (P,) precisions at a = 0
     groups: Tensor  # (P,) long: which a
@@ -79,8 +87,9 @@ class Eigenbasis:
 class ThinBasis:
     """S = E diag(λ) Eᵀ with fewer directions k than parameters P, for one precision on all of them.
 
-    A vector has k coordinates along E, with eigenvalues λ, then the P entries of its rest, with eigenvalue zero: products of
-    vectors are those of their coordinates, and nothing of size P×P is built.
+    A vector has k coordinates along E, with eigenvalues λ, then the P entries of its rest, with
+    eigenvalue zero: products of vectors are those of their coordinates, and nothing of size P×P is
+    built.
     """
 
     values: Tensor  # (k + P,)
@@ -98,7 +107,9 @@ class ThinBasis:
 
 
 def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
-    """Of a structure that holds fewer directions than parameters (rows in place of a matrix, low rank); None for another."""
+    """Of a structure that holds fewer directions than parameters (rows in place of a matrix,
+    low rank); None for another.
+    """
     unit = structure.with_prior(torch.ones(size, dtype=torch.float64))
     if not isinstance(unit, WoodburyOperator):
         return None
@@ -123,7 +134,9 @@ def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenba
     if isinstance(structure, Dense) and structure.matrix is not None and _constant(same):
         values, vectors = torch.linalg.eigh(structure.matrix)
         whole = torch.arange(len(values)).unsqueeze(0)  # one row: Q_out is 1×1
-        return Eigenbasis(values.clamp_min(0), ((whole, vectors, torch.ones(1, 1, dtype=torch.float64)),))
+        return Eigenbasis(
+            values.clamp_min(0), ((whole, vectors, torch.ones(1, 1, dtype=torch.float64)),)
+        )
     return None
 
 
@@ -144,7 +157,9 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpectralEvidence:
-    """By eigenvalues: O(P) for each evaluation, in parts, so that its memory does not grow with P."""
+    """By eigenvalues: O(P) for each evaluation, in parts, so that its memory does not grow with
+    P.
+    """
 
     problem: Problem
     values: Tensor  # λ
@@ -167,7 +182,9 @@ class SpectralEvidence:
         if p.moves:
             return found
         of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * both if p.rows else 0.0
-        return found._replace(curvature=torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)]))
+        return found._replace(
+            curvature=torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)])
+        )
 
     def _part(self, point: Tensor, part: slice) -> _Part:
         """What some of the entries contribute."""
@@ -211,11 +228,23 @@ class OperatorEvidence:
         return _value(p, point, squares, gain, terms, by_group, len(tau) - float(share.sum()))
 
 
-def _value(p: Problem, point: Tensor, squares: float, gain: float, terms: Tensor, by_group: Tensor, used: float) -> Value:
+def _value(
+    p: Problem,
+    point: Tensor,
+    squares: float,
+    gain: float,
+    terms: Tensor,
+    by_group: Tensor,
+    used: float,
+) -> Value:
     """ℓ at the noise e^t, the prior's and the determinant's terms, and the gradient."""
     t = float(point[-1])
     c = float((-2 * point[-1]).exp())
-    log_likelihood = p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t if p.rows else p.log_likelihood + gain
+    log_likelihood = (
+        p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t
+        if p.rows
+        else p.log_likelihood + gain
+    )
     of_noise = torch.tensor([c * squares - p.rows + used if p.rows else 0.0], dtype=torch.float64)
     return Value(log_likelihood + float(terms), torch.cat([by_group, of_noise]))
 
@@ -225,4 +254,6 @@ def evidence_of(problem: Problem) -> Evidence:
     basis = eigenbasis(problem.curvature, problem.pattern, problem.groups)
     if basis is None:
         return OperatorEvidence(problem)
-    return SpectralEvidence(problem, basis.values, basis.rotated(problem.gradient), basis.rotated(problem.offset))
+    return SpectralEvidence(
+        problem, basis.values, basis.rotated(problem.gradient), basis.rotated(problem.offset)
+    )

@@ -1,4 +1,6 @@
-"""The guard at the end of every fit: a predictive that is clearly worse than the network itself says so."""
+"""The guard at the end of every fit: a predictive that is clearly worse than the network itself
+says so.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from ssla.state import State
 # and may be better for it on others. Posteriors that fail lose 1 and more (method.md, section 11).
 WORSE_ON_TRAINING_ROWS = 0.5
 CAUSES = (
-    "Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) gaussian='laplace' for classes, whose "
-    "curvature at memorised rows is almost zero; (c) weights='all' with a structure that is too simple. Give validation rows "
-    "(validation=), leave the options out, or use weights='last_layer'."
+    "Likely causes: (a) a prior= or gaussian= that was given and does not fit; (b) "
+    "gaussian='laplace' for classes, whose curvature at memorised rows is almost zero; (c) "
+    "weights='all' with a structure that is too simple. Give validation rows (validation=), leave "
+    "the options out, or use weights='last_layer'."
 )
 
 
 def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn where log densities (n,) of validation rows are lower than the network's own by two standard errors."""
+    """Warn where log densities (n,) of validation rows are lower than the network's own by two
+    standard errors.
+    """
     loss = mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
         _warn("validation rows", scores, plug_in, weights)
@@ -42,6 +47,6 @@ def warn_on_training_rows(posterior: State, rows: TrainingRows | None) -> None:
 def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
     own, network = (-mean_and_error(part, weights).mean for part in (scores, plug_in))
     warn(
-        f"On the {rows} the predictive is worse than the network itself: a negative log density of {own:.4g} against "
-        f"{network:.4g} a row. {CAUSES}",
+        f"On the {rows} the predictive is worse than the network itself: a negative log density "
+        f"of {own:.4g} against {network:.4g} a row. {CAUSES}",
     )

@@ -27,7 +27,10 @@ from ssla.predictive.cavities import score as left_out_score
 from ssla.state import POLISH, State, Statistics
 
 EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
-INDEFINITE = "the curvature of the rows outside a fold was not positive definite: its positive part was taken"
+INDEFINITE = (
+    "the curvature of the rows outside a fold was not positive definite: its positive part was "
+    "taken"
+)
 
 
 class Part(NamedTuple):
@@ -41,8 +44,9 @@ class Part(NamedTuple):
     def outputs(self, operator: Operator, step: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """f (b, C) and K (b, C, C) at θ̂ + step, with y (b,), a chunk at a time.
 
-        In float64 for every network. The search takes differences of scores over steps of 1e-4: rounding errors of float32 would
-        be errors of 1e-3 in its slopes, and it would look for better points in them without an end.
+        In float64 for every network. The search takes differences of scores over steps of 1e-4:
+        rounding errors of float32 would be errors of 1e-3 in its slopes, and it would look for
+        better points in them without an end.
         """
         start = 0
         for f, J in self.chunks:
@@ -66,17 +70,23 @@ class HeldOut:
         score = negative_log_density if objective == NLL else crps
         if folds is None:
             moves = posterior.follows_prior
-            part = Part(list(posterior.linearised(whole.x)), _targets(whole.y), posterior.sums, moves)
+            part = Part(
+                list(posterior.linearised(whole.x)), _targets(whole.y), posterior.sums, moves
+            )
             return HeldOut(posterior, (part,), score, [])
         count = len(whole.y)
         if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
-            raise ValueError(f"folds must be a whole number from 2 to the number of rows ({count}), but is {folds!r}.")
+            raise ValueError(
+                f"folds must be a whole number from 2 to the number of rows ({count}), but is "
+                f"{folds!r}."
+            )
         if not math.isclose(posterior.statistics.n, count):
             raise ValueError(
-                f"With folds= the data must be those of the fit: {posterior.statistics.n} rows were fitted, but {count} came. "
-                "For a validation set leave folds out."
+                f"With folds= the data must be those of the fit: {posterior.statistics.n} rows "
+                f"were fitted, but {count} came. For a validation set leave folds out."
             )
-        # a refit of each fold by one Newton step: exact for a quadratic, first order for other likelihoods of a last layer
+        # a refit of each fold by one Newton step: exact for a quadratic, first order for other
+        # likelihoods of a last layer
         moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
         pieces = [pick_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
@@ -87,7 +97,9 @@ class HeldOut:
             merged = rest[0]
             for more in rest[1:]:
                 merged = merged.merge(more)
-            parts.append(Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves))
+            parts.append(
+                Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves)
+            )
         return HeldOut(posterior, tuple(parts), score, notes)
 
     @property
@@ -107,7 +119,9 @@ class HeldOut:
             operator = self._operator(post.sums.curvature, precision)
             step = torch.zeros_like(post.theta)
             if part.moves:
-                step = operator.solve(post.sums.gradient - precision * (post.mean - space.bound.mean))
+                step = operator.solve(
+                    post.sums.gradient - precision * (post.mean - space.bound.mean)
+                )
             for f, K, y in part.outputs(operator, step):
                 total += float(self._score(post.likelihood, f, K, y).double().sum())
             rows += len(part.y)
@@ -116,7 +130,8 @@ class HeldOut:
     def _operator(self, curvature: Structure, precision: Tensor) -> Operator:
         """H⁻¹ of the rows that are not held out.
 
-        Averages of an indefinite Λ over some of the rows may be indefinite where those over all rows are not.
+        Averages of an indefinite Λ over some of the rows may be indefinite where those over all
+        rows are not.
         """
         try:
             return curvature.with_prior(precision)
@@ -126,16 +141,24 @@ class HeldOut:
             return curvature.positive_part().with_prior(precision)
 
     def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        if self.score is negative_log_density and isinstance(likelihood, HeteroscedasticGaussian) and likelihood.linear_domain:
+        if (
+            self.score is negative_log_density
+            and isinstance(likelihood, HeteroscedasticGaussian)
+            and likelihood.linear_domain
+        ):
             return -likelihood.log_average(y, f, K)
-        with warnings.catch_warnings():  # far from the optimum predictives may be rough; the last one is asked again
+        with (
+            warnings.catch_warnings()
+        ):  # far from the optimum predictives may be rough; the last one is asked again
             warnings.simplefilter("ignore", UserWarning)
             return self.score(predictive_of_outputs(likelihood, f, K), y)
 
 
 @dataclass(frozen=True, eq=False)
 class LeftOut:
-    """The mean leave-one-out log density of the training rows, at any precision, with the sites of the rows kept."""
+    """The mean leave-one-out log density of the training rows, at any precision, with the sites
+    of the rows kept.
+    """
 
     posterior: State
     sites: Sites
@@ -143,7 +166,9 @@ class LeftOut:
 
     @staticmethod
     def of(posterior: State) -> LeftOut:
-        note = "leave-one-out is optimistic where the network's features were trained on the same rows"
+        note = (
+            "leave-one-out is optimistic where the network's features were trained on the same rows"
+        )
         return LeftOut(posterior, collect_sites(posterior), [note])
 
     @property
@@ -157,7 +182,9 @@ class LeftOut:
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)
         if space.moves:
-            step = operator.solve(sums.gradient - precision * (self.posterior.mean - space.bound.mean))
+            step = operator.solve(
+                sums.gradient - precision * (self.posterior.mean - space.bound.mean)
+            )
         return left_out_score(self.sites, self.posterior.mean + step, operator).mean_log_prob
 
 
@@ -191,7 +218,9 @@ def _whole(data: Any) -> Batch:
     else:
         x = tuple(torch.cat([leaves(batch.x)[i] for batch in batches]) for i in range(len(x)))
     weights = [batch.weights for batch in batches if batch.weights is not None]
-    return Batch(x, torch.cat([batch.y for batch in batches]), torch.cat(weights) if weights else None)
+    return Batch(
+        x, torch.cat([batch.y for batch in batches]), torch.cat(weights) if weights else None
+    )
 
 
 def _targets(y: Tensor) -> Tensor:

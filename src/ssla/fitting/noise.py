@@ -1,4 +1,6 @@
-"""The noise of a Gaussian likelihood, from the residuals and the degrees of freedom that the fit uses up."""
+"""The noise of a Gaussian likelihood, from the residuals and the degrees of freedom that the
+fit uses up.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,29 @@ Again = Callable[[Gaussian, "Tensor | None"], Sums]
 
 
 def estimate_noise(
-    network: Network, sums: Sums, bound: BoundPrior, polish: bool, again: Again, theta: Tensor | None = None
+    network: Network,
+    sums: Sums,
+    bound: BoundPrior,
+    polish: bool,
+    again: Again,
+    theta: Tensor | None = None,
 ) -> tuple[Sums, Gaussian]:
-    """σ_d² = RSS_d / (n − γ_d), γ_d = tr(S H⁻¹)_d the degrees of freedom that output d's weights use up.
+    """σ_d² = RSS_d / (n − γ_d), γ_d = tr(S H⁻¹)_d the degrees of freedom that output d's weights
+    use up.
 
-    For a last layer (or one output) everything follows from the sums at unit noise, by a fixed point. Several
-    outputs with all weights: one more pass at the raw residual scale, then a common correction.
+    For a last layer (or one output) everything follows from the sums at unit noise, by a fixed
+    point. Several outputs with all weights: one more pass at the raw residual scale, then a common
+    correction.
     """
     outputs = network.outputs
     raw = (sums.squares / sums.statistics.weight).sqrt()
     _check_residuals(raw, sums)
     if not network.linear and outputs > 1:
         sums = again(Gaussian(noise=raw), theta)
-        unit, groups = torch.ones(1, dtype=torch.float64), torch.zeros(network.layout.size, dtype=torch.long)
+        unit, groups = (
+            torch.ones(1, dtype=torch.float64),
+            torch.zeros(network.layout.size, dtype=torch.long),
+        )
         squares = torch.tensor([sums.statistics.weight * outputs], dtype=torch.float64)
         rows = sums.statistics.weight * outputs
         polish = False
@@ -52,10 +64,16 @@ def estimate_noise(
             rss = squares + torch.zeros_like(unit).index_add(0, groups, change)
         free = rows - used
         if bool((free <= 1e-8 * rows).any()):
-            _refuse(f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted parameters")
+            _refuse(
+                f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted "
+                "parameters"
+            )
         new = (rss.clamp_min(0) / free).sqrt()
         if bool((new < 1e-8 * unit).any()):
-            _refuse("the residuals vanish: the free parameters reproduce every target, or the target is constant")
+            _refuse(
+                "the residuals vanish: the free parameters reproduce every target, or the target "
+                "is constant"
+            )
         done = bool(((new - noise).abs() <= 1e-10 * noise).all())
         noise = new
         if done:
@@ -71,8 +89,13 @@ def _check_residuals(raw: Tensor, sums: Sums) -> None:
     if sums.statistics.n < 2:
         _refuse("there is only one row")
     if bool((raw <= 1e-10 * sums.largest).any()):
-        _refuse("the residuals are zero: the network reproduces the targets exactly, or the target is constant")
+        _refuse(
+            "the residuals are zero: the network reproduces the targets exactly, or the target is "
+            "constant"
+        )
 
 
 def _refuse(why: str) -> None:
-    raise ValueError(f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…).")
+    raise ValueError(
+        f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…)."
+    )

@@ -21,28 +21,45 @@ from ssla.fitting.watching import Spread, TargetRange, bar
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
 from ssla.likelihoods.averages import of_classes
 from ssla.maths.progress import Text
-from ssla.network import EXP, SIGMOID, SOFTMAX, SOFTPLUS, LastLayer, Network, Output, RowScale, open_network
+from ssla.network import (
+    EXP,
+    SIGMOID,
+    SOFTMAX,
+    SOFTPLUS,
+    LastLayer,
+    Network,
+    Output,
+    RowScale,
+    open_network,
+)
 from ssla.network.frozen import rows_within
 from ssla.network.head import PRECISIONS
 from ssla.priors import Prior
 from ssla.state import POLISH, TILT
 
-# Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker factors of classes, whose own
-# steps converge too, and otherwise. It is held three times: at the start, now, and at the next step.
+# Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker
+# factors of classes, whose own steps converge too, and otherwise. It is held three times: at the
+# start, now, and at the next step.
 NEWTON_SHARE, NEWTON_SHARE_OF_OTHERS = 4, 2
-# Parameters of a last layer with Kronecker factors up to which it has that curvature: at (50k, 768, 2) it took 6 of 9 seconds.
+# Parameters of a last layer with Kronecker factors up to which it has that curvature: at (50k, 768,
+# 2) it took 6 of 9 seconds.
 MOST_FOR_NEWTON = 1000
-# Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay within 1.5 budgets
-# (tests/fitting/test_memory.py).
+# Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay
+# within 1.5 budgets (tests/fitting/test_memory.py).
 CHUNK_SHARE = 8  # intermediate results of one chunk
-POOLED_FEATURES, POOLED_OUTPUTS = 2, 8  # copies of them while a chunk of a last layer with Kronecker factors is summed
+POOLED_FEATURES, POOLED_OUTPUTS = (
+    2,
+    8,
+)  # copies of them while a chunk of a last layer with Kronecker factors is summed
 KEPT_SHARE = 4  # features, or outputs and Jacobians, that are kept for further passes
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
 
 
 @dataclass(frozen=True, eq=False)
 class Unchosen:
-    """What decides the structure of a fit without one, before its first pass: the same on every rank and worker."""
+    """What decides the structure of a fit without one, before its first pass: the same on every
+    rank and worker.
+    """
 
     rows: int | None  # of all data, if every process knows them
     prior: Prior | None
@@ -72,14 +89,22 @@ class Order:
     likelihood: Likelihood
     structure: Structure
     mode: str | None
-    marks: Mapping[str, str] = field(default_factory=dict)  # digests of what was asked for, which all ranks must share
+    marks: Mapping[str, str] = field(
+        default_factory=dict
+    )  # digests of what was asked for, which all ranks must share
     averages: bool = False  # whether passes for averages over a Gaussian will follow
-    averages_asked: bool = False  # whether they were asked for; a default gives way to the Gaussian at the mode
+    averages_asked: bool = (
+        False  # whether they were asked for; a default gives way to the Gaussian at the mode
+    )
     around: Around | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
-    inputs: bool = True  # whether the input factor of a last layer is summed: once is enough for all passes over the same rows
+    # whether the input factor of a last layer is summed: once is enough for all passes over the
+    # same rows
+    inputs: bool = True
     direction: Tensor | None = None  # sum Σ JᵀΛJ d only, in place of the gradient
-    unchosen: Unchosen | None = None  # the structure is still to be chosen, once the network is open
+    unchosen: Unchosen | None = (
+        None  # the structure is still to be chosen, once the network is open
+    )
 
     def chosen(self, network: Network, budget: int) -> Order:
         """With the structure that is chosen for the network, where none was asked for."""
@@ -89,39 +114,62 @@ class Order:
         return replace(self, structure=structure, unchosen=None)
 
     def mode_for(self, network: Network) -> str:
-        """As asked for; by default polish for a last layer, tilt otherwise. See `trained` for the last layer of a classifier."""
+        """As asked for; by default polish for a last layer, tilt otherwise.
+
+        See `trained` for the last layer of a classifier.
+        """
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
         return self.around is None and self.mode_for(network) == POLISH
 
     def structure_for(self, network: Network) -> Structure:
-        """As asked for; the Kronecker factors of a last layer of very many classes have a diagonal output factor by default."""
+        """As asked for; the Kronecker factors of a last layer of very many classes have a
+        diagonal output factor by default.
+        """
         many = network.linear and network.outputs > MANY_CLASSES and of_classes(self.likelihood)
         if many and isinstance(self.structure, Kfac) and self.structure.output_factor is None:
             return replace(self.structure, output_factor=DIAGONAL)
         return self.structure
 
     def newton(self, network: Network, budget: int) -> bool:
-        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless the statistics are it.
+        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless
+        the statistics are it.
 
         Where they have none, they take products with the curvature, a pass each.
         """
-        if self.direction is not None or (self.around is not None and self.around.row_nodes is not None):
+        if self.direction is not None or (
+            self.around is not None and self.around.row_nodes is not None
+        ):
             return False
-        same = isinstance(self.structure, Dense) and (isinstance(self.likelihood, Gaussian) or self.around is not None)
+        same = isinstance(self.structure, Dense) and (
+            isinstance(self.likelihood, Gaussian) or self.around is not None
+        )
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
         if of_classes(self.likelihood) and isinstance(self.structure, Dense):
             share = 1  # it is the same matrix as that of the statistics
         elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
             share = NEWTON_SHARE
-        slow = network.linear and isinstance(self.structure, Kfac) and network.layout.size > MOST_FOR_NEWTON
-        return steps and not same and not slow and Dense(dual=False).memory(extent_of(network)) <= budget // share
+        slow = (
+            network.linear
+            and isinstance(self.structure, Kfac)
+            and network.layout.size > MOST_FOR_NEWTON
+        )
+        return (
+            steps
+            and not same
+            and not slow
+            and Dense(dual=False).memory(extent_of(network)) <= budget // share
+        )
 
     def again(self, network: Network, budget: int) -> bool:
-        """Whether the data will be read again: for averages, or by polish unless the sums hold a Gaussian's quadratic whole."""
-        whole = isinstance(self.likelihood, Gaussian) and (isinstance(self.structure, Dense) or self.newton(network, budget))
+        """Whether the data will be read again: for averages, or by polish unless the sums hold
+        a Gaussian's quadratic whole.
+        """
+        whole = isinstance(self.likelihood, Gaussian) and (
+            isinstance(self.structure, Dense) or self.newton(network, budget)
+        )
         return self.rereads or self.averages or (self.polishes(network) and not whole)
 
 
@@ -178,7 +226,9 @@ class Chunk:
     outputs: tuple[Tensor, Tensor] | None = None  # the last θ of passes for averages, and f there
 
     def linearised(self, theta: Tensor, rows_of_many: bool) -> tuple[Tensor, Features]:
-        """f in float64, and the features: in float64, too, unless the rows are of very many, whose f is then kept."""
+        """f in float64, and the features: in float64, too, unless the rows are of very many,
+        whose f is then kept.
+        """
         assert self.features is not None
         if not rows_of_many:
             J = self.features.double()
@@ -205,8 +255,12 @@ class Reader:
     text: Text = field(default_factory=lambda: Text("fit"))
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
-    decided: tuple[Order, Order] | None = None  # the last order without a structure, and the same with the one that was chosen
-    linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = None  # at the θ of passes for averages, while it fits the budget
+    decided: tuple[Order, Order] | None = (
+        None  # the last order without a structure, and the same with the one that was chosen
+    )
+    linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = (
+        None  # at the θ of passes for averages, while it fits the budget
+    )
 
     @property
     def network(self) -> Network:
@@ -239,29 +293,42 @@ class Reader:
             if total is None:
                 order = self._chosen(order)
                 newton = order.newton(network, self.budget)
-                total = Sums.zero(network.layout.size, order.structure_for(network), newton, order.inputs)
+                total = Sums.zero(
+                    network.layout.size, order.structure_for(network), newton, order.inputs
+                )
             if order.direction is not None:
-                total = total.add_product(f, J, row.y, row.weights, order.likelihood, order.direction, order.around, chunk)
+                total = total.add_product(
+                    f, J, row.y, row.weights, order.likelihood, order.direction, order.around, chunk
+                )
                 continue
             if order.around is not None:
-                total = total.add_averages(f, J, row.y, row.weights, order.likelihood, order.around, chunk)
+                total = total.add_averages(
+                    f, J, row.y, row.weights, order.likelihood, order.around, chunk
+                )
                 continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None
             if isinstance(order.likelihood, Gaussian):
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
-            classes = Classes.of(order.likelihood, row.y, network.outputs, row.features, row.weights)
+            classes = Classes.of(
+                order.likelihood, row.y, network.outputs, row.features, row.weights
+            )
             numbers = Numbers.of(order.likelihood, row.y, f, row.features, row.weights)
             target = target.see(row.y, seen, spread, classes, numbers, row.weights)
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:
-        """Chunks with θ, f and J. Passes for averages share one θ: f and J are kept while they take little memory."""
+        """Chunks with θ, f and J.
+
+        Passes for averages share one θ: f and J are kept while they take little memory.
+        """
         if order.around is not None and self.linearised:
             yield from ((row, None, self.network.theta, f, J) for row, f, J in self.linearised)
             return
-        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = None if order.around is None or self.kept else []
+        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = (
+            None if order.around is None or self.kept else []
+        )
         size = 0
         for row, seen in self._rows(order):
             theta = self.network.theta if order.theta is None else order.theta
@@ -274,12 +341,16 @@ class Reader:
 
     def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
         if row.features is not None:
-            return row.linearised(theta, order.around is not None and order.around.row_nodes is not None)
+            return row.linearised(
+                theta, order.around is not None and order.around.row_nodes is not None
+            )
         f, J = self.network.linearise(row.x, theta)
         return f.double(), J.double()
 
     def _rounded(self, row: Chunk, f: Tensor, theta: Tensor) -> Tensor:
-        """The size of what was rounded on the way to f (B, C): f itself, or of a last layer, multiplied in float64, |φ| |W|ᵀ."""
+        """The size of what was rounded on the way to f (B, C): f itself, or of a last layer,
+        multiplied in float64, |φ| |W|ᵀ.
+        """
         if row.features is None:
             return f.abs()
         layout = self.network.layout
@@ -287,14 +358,16 @@ class Reader:
         return row.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
     def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks of the data, checked and cast, with the inputs as they came (None: the chunk was kept from the first pass)."""
+        """Chunks of the data, checked and cast, with the inputs as they came (None: the chunk
+        was kept from the first pass).
+        """
         if self.kept:
             yield from ((row, None) for row in self.kept)
             return
         if self.passes and not self.source.repeatable:
             raise ValueError(
-                "The data can be read only once (a generator), but this fit needs another pass. Give a DataLoader, a list of "
-                "batches or arrays, or mode='tilt'."
+                "The data can be read only once (a generator), but this fit needs another pass. "
+                "Give a DataLoader, a list of batches or arrays, or mode='tilt'."
             )
         self.passes += 1
         batches = bar(self.source, self.source.length, self.progress, f"pass {self.passes}")
@@ -311,7 +384,9 @@ class Reader:
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
         if self.opened is None:
             self.opened = self._open(batch, order)
-        return rows_within(self.budget // CHUNK_SHARE, bytes_per_row(self.opened, self._chosen(order), self.budget))
+        return rows_within(
+            self.budget // CHUNK_SHARE, bytes_per_row(self.opened, self._chosen(order), self.budget)
+        )
 
     def _chosen(self, order: Order) -> Order:
         """The order with a structure, chosen once."""
@@ -323,11 +398,15 @@ class Reader:
 
     def _open(self, batch: Batch, order: Order) -> Network:
         assert self.model is not None
-        return open_within(self.model, self.weights, batch.x, order, self.budget, self.source.rows, self.output)
+        return open_within(
+            self.model, self.weights, batch.x, order, self.budget, self.source.rows, self.output
+        )
 
     def _prepare(self, batch: Batch, order: Order) -> Chunk:
         network = self.network
-        _, y, weights = checked(batch, order.likelihood.support_for(network.outputs), network.outputs)
+        _, y, weights = checked(
+            batch, order.likelihood.support_for(network.outputs), network.outputs
+        )
         x = network.cast(batch.x)
         features = offset = None
         if network.linear:
@@ -339,7 +418,9 @@ class Reader:
         return Chunk(x, y, weights, grain, features, offset)
 
     def _bytes_to_keep(self, row: Chunk, order: Order) -> int | None:
-        """Of a chunk of features that the first pass keeps for further ones; None where there are none."""
+        """Of a chunk of features that the first pass keeps for further ones; None where there
+        are none.
+        """
         if self.passes > 1 or row.features is None:
             return None
         if not self._chosen(order).again(self.network, self.budget):
@@ -348,7 +429,9 @@ class Reader:
 
 
 def _stored(J: Features) -> Features:
-    """Features as they are kept for further passes: single precision takes half of the memory, and is exact in double."""
+    """Features as they are kept for further passes: single precision takes half of the memory,
+    and is exact in double.
+    """
     if J.dtype == torch.float64:
         return replace(J.double(), remembers=True)
     return replace(J, phi=J.phi.float(), remembers=True)
@@ -372,7 +455,9 @@ def bytes_per_row(network: Network, order: Order, budget: int) -> int:
         return network.bytes_per_row
     width, outputs = network.layout.size // network.outputs, network.outputs
     matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
-    return network.bytes_per_row - matrices + 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
+    return (
+        network.bytes_per_row - matrices + 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
+    )
 
 
 def open_within(
@@ -393,7 +478,9 @@ def open_within(
     order.likelihood.support_for(network.outputs)
     required = order.averages_asked or network.linear or order.structure.whole
     extent = extent_of(network, rows, order.averages and required)
-    refuse_beyond_budget(order.structure_for(network), extent, bytes_per_row(network, order, budget), budget)
+    refuse_beyond_budget(
+        order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
+    )
     return network
 
 
@@ -402,11 +489,14 @@ def links_of(likelihood: Likelihood) -> tuple[str, ...]:
     law = likelihood.predictive
     if isinstance(law, Bernoulli | Categorical):
         return (SIGMOID, SOFTMAX)
-    return (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()
+    return (
+        (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()
+    )
 
 
 def thinned(reader: Reader, most: int) -> Reader:
-    """About `most` of the rows whose features a reader keeps, evenly spread; each counts for those left out.
+    """About `most` of the rows whose features a reader keeps, evenly spread; each counts for those
+    left out.
 
     The reader itself where it keeps none, or few enough.
     """
@@ -422,10 +512,14 @@ def thinned(reader: Reader, most: int) -> Reader:
         own = slice(-first % stride, None, stride)
         first += len(chunk.y)
         y = chunk.y[own]
-        weights = torch.ones(len(y), dtype=torch.float64) if chunk.weights is None else chunk.weights[own]
+        weights = (
+            torch.ones(len(y), dtype=torch.float64) if chunk.weights is None else chunk.weights[own]
+        )
         features = replace(chunk.features, phi=chunk.features.phi[own].contiguous())
         some = replace(chunk, y=y, weights=weights * stride, features=features)
         if len(some.y):
             picked.append(some)
     nothing_more = Source(lambda: iter(()), True, 0)
-    return Reader(nothing_more, None, reader.weights, reader.budget, opened=reader.opened, kept=picked)
+    return Reader(
+        nothing_more, None, reader.weights, reader.budget, opened=reader.opened, kept=picked
+    )

@@ -1,9 +1,11 @@
-"""What the doubt of a classifier costs on its own training rows, and a prior that keeps the price low.
+"""What the doubt of a classifier costs on its own training rows, and a prior that keeps the price
+low.
 
-A network that has memorised its training rows is right there with certainty, and its evidence has almost no
-preference between priors: it may say doubt that costs more than it is worth on new rows. Where the network is as
-good on new rows as on these, they would pay the same price. So without validation rows the price has a limit: as
-much as the network itself loses on these rows, and .003 nats. A network that was not memorised is not affected.
+A network that has memorised its training rows is right there with certainty, and its evidence has
+almost no preference between priors: it may say doubt that costs more than it is worth on new rows.
+Where the network is as good on new rows as on these, they would pay the same price. So without
+validation rows the price has a limit: as much as the network itself loses on these rows, and .003
+nats. A network that was not memorised is not affected.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
 from ssla.state import TILT, State
 
-# Nats a row beside the network's own loss. At .003 the networks of benchmarks/networks lose .004 to .006 on cnn, where
-# the evidence alone lost .012 to .017, and still win .30 to .34 on clinc, where it won .36 to .38.
+# Nats a row beside the network's own loss. At .003 the networks of benchmarks/networks lose .004 to
+# .006 on cnn, where the evidence alone lost .012 to .017, and still win .30 to .34 on clinc, where
+# it won .36 to .38.
 MOST_PRICE = 0.003
 NEAR, AIM = 0.8, 0.9  # shares of the limit: a price between NEAR and one is near enough
 ROUNDS = 8
@@ -32,8 +35,8 @@ STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is t
 def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
     """The posterior, under a stronger prior if its doubt costs too much on training rows.
 
-    For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so large that the
-    Jacobians of these rows do not fit in memory: the guard looks at them once.
+    For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so
+    large that the Jacobians of these rows do not fit in memory: the guard looks at them once.
     """
     classes = posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
     if (
@@ -61,24 +64,31 @@ def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
             break
     here = _under(posterior, here, factor, job)
     what = (
-        f"the prior was made {factor:.3g} times stronger than the evidence says, because the network has memorised its "
-        f"training rows: its doubt cost {tried[1.0]:.2g} nats a row there, and now costs {tried[factor]:.2g}. Rows that it has "
-        "not seen (validation=) would tell how much doubt is right"
+        f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
+        f"network has memorised its training rows: its doubt cost {tried[1.0]:.2g} nats a row "
+        f"there, and now costs {tried[factor]:.2g}. Rows that it has not seen (validation=) would "
+        "tell how much doubt is right"
     )
     return described(here, what, posterior.mode)
 
 
 def _under(posterior: State, here: State, factor: float, job: Job) -> State:
-    """The posterior with that factor on its prior precision; a variational Gaussian starts from the one at hand."""
+    """The posterior with that factor on its prior precision; a variational Gaussian starts from
+    the one at hand.
+    """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
     prior = posterior_prior(posterior, precision)
     if posterior.variational is None:
         return replace(posterior, prior=prior)
-    return replace(job, prior=prior, start=here.variational).averaged(replace(posterior, prior=prior))
+    return replace(job, prior=prior, start=here.variational).averaged(
+        replace(posterior, prior=prior)
+    )
 
 
 def _next_factor(tried: dict[float, float], most: float) -> float:
-    """Where a straight line of log price over log factor meets the limit, from the factors at which the price is known."""
+    """Where a straight line of log price over log factor meets the limit, from the factors at
+    which the price is known.
+    """
     above = sorted((k for k in tried if tried[k] > most), reverse=True)
     below = min((k for k in tried if tried[k] <= most), default=None)
     other = below if below is not None else above[1] if len(above) > 1 else None

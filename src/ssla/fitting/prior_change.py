@@ -1,13 +1,16 @@
 """Another prior for the same data: what the sums allow, and what needs a pass.
 
-H = S + T holds the data in S and the prior in T = −∇² log π, so another prior is another factorisation and no pass. Whether θ̂
-can follow depends on what the sums know of the likelihood away from θ̂:
+H = S + T holds the data in S and the prior in T = −∇² log π, so another prior is another
+factorisation and no pass. Whether θ̂ can follow depends on what the sums know of the likelihood
+away from θ̂:
 
-  Gaussian noise, last layer           dense or kfac: the statistics determine ℓ_D exactly: θ̂ moves, for any prior
-  anything else                        θ̂ stays (as in a fit with mode="as_is"), or is polished again on the data
+  Gaussian noise, last layer   dense or kfac: the statistics determine ℓ_D exactly: θ̂ moves, for
+                               any prior
+  anything else                θ̂ stays (as in a fit with mode="as_is"), or is polished again on
+                               the data
 
-The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all of it; for another the exact
-increments are a matter of refitting weights.
+The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all
+of it; for another the exact increments are a matter of refitting weights.
 """
 
 from __future__ import annotations
@@ -22,13 +25,41 @@ from torch.distributions import Distribution
 from ssla._checks import one_of
 from ssla.fitting import polish_again
 from ssla.fitting.sums import climbing
-from ssla.priors import ADDITIVE, CONVENTIONS, EXACT, BoundPrior, Flat, Prior, as_prior, check_at, concavity_notes, describe
-from ssla.state import AS_IS, CONCAVITY, LAPLACE, MOVED, POLISH, PRIOR, TILT, Note, State, Statistics, with_directions, without
+from ssla.priors import (
+    ADDITIVE,
+    CONVENTIONS,
+    EXACT,
+    BoundPrior,
+    Flat,
+    Prior,
+    as_prior,
+    check_at,
+    concavity_notes,
+    describe,
+)
+from ssla.state import (
+    AS_IS,
+    CONCAVITY,
+    LAPLACE,
+    MOVED,
+    POLISH,
+    PRIOR,
+    TILT,
+    Note,
+    State,
+    Statistics,
+    with_directions,
+    without,
+)
 
-KEPT = "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= to polish again"
+KEPT = (
+    "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= "
+    "to polish again"
+)
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
-TRUSTED = 1e-10  # a squared decrement below which the gain is below rounding error, and the full step is safe
+# a squared decrement below which the gain is below rounding error, and the full step is safe
+TRUSTED = 1e-10
 
 
 def with_prior(posterior: State, prior: Prior | Distribution, convention: str, data: Any) -> State:
@@ -42,11 +73,16 @@ def with_prior(posterior: State, prior: Prior | Distribution, convention: str, d
     if posterior.variational is not None:
         return _averages_kept(moved)
     if convention != EXACT:
-        _ = moved.data_operator  # data too few for it are an error of the change, not of a later prediction
+        # data too few for it are an error of the change, not of a later prediction
+        _ = moved.data_operator
     if posterior.follows_mode:
-        theta, statistics = mode_from_sums(posterior.statistics, moved.objective_prior, posterior.theta)
+        theta, statistics = mode_from_sums(
+            posterior.statistics, moved.objective_prior, posterior.theta
+        )
         moved = replace(moved, theta=theta, statistics=statistics)
-        return described(moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH)
+        return described(
+            moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH
+        )
     return described(moved, KEPT, TILT if posterior.mode == TILT else AS_IS)
 
 
@@ -56,7 +92,10 @@ def _averages_kept(moved: State) -> State:
         report = replace(moved.report, gaussian=LAPLACE)
         laplace = replace(moved, variational=None, report=report)
         _ = laplace.data_operator
-        what = "this convention is defined at the mode: the Gaussian there (laplace) took the variational one's place; "
+        what = (
+            "this convention is defined at the mode: the Gaussian there (laplace) took the "
+            "variational one's place; "
+        )
         return described(laplace, what + KEPT, TILT if moved.mode == TILT else AS_IS)
     there = moved.recentred()
     return described(there, _how_it_moved(there), TILT if moved.mode == TILT else AS_IS)
@@ -70,7 +109,10 @@ def _how_it_moved(there: State) -> str:
         what = "the Gaussian has moved"
     else:
         structure = there.sums.curvature.name
-        what = f"the mean has moved only approximately, by the curvature that structure={structure!r} keeps of the data"
+        what = (
+            f"the mean has moved only approximately, by the curvature that structure={structure!r} "
+            "keeps of the data"
+        )
     return f"{what}; the averages over the data and θ̂ were kept. Give data= to fit it again"
 
 
@@ -79,7 +121,9 @@ def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> Sta
     objective = Flat() if convention == ADDITIVE else prior
     again = polish_again(posterior, objective, data)
     passes = posterior.report.passes + again.report.passes
-    found = replace(again, prior=prior, convention=convention, report=replace(again.report, passes=passes))
+    found = replace(
+        again, prior=prior, convention=convention, report=replace(again.report, passes=passes)
+    )
     return described(found, "polished again on the data; the noise was kept", POLISH)
 
 
@@ -89,7 +133,10 @@ def described(posterior: State, what: str, mode: str) -> State:
     each = residual / math.sqrt(posterior.theta.numel())
     notes = with_directions(without(posterior.report.notes, PRIOR, CONCAVITY, MOVED), posterior)
     notes += [Note(f"prior: {what.format(residual=residual, each=each)}", PRIOR)]
-    notes += [Note(note, CONCAVITY) for note in concavity_notes(posterior.bound_prior.precision(posterior.theta))]
+    notes += [
+        Note(note, CONCAVITY)
+        for note in concavity_notes(posterior.bound_prior.precision(posterior.theta))
+    ]
     report = replace(
         posterior.report,
         prior=describe(posterior.prior),
@@ -102,10 +149,13 @@ def described(posterior: State, what: str, mode: str) -> State:
     return replace(posterior, mode=mode, report=report)
 
 
-def mode_from_sums(statistics: Statistics, bound: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
+def mode_from_sums(
+    statistics: Statistics, bound: BoundPrior, theta: Tensor
+) -> tuple[Tensor, Statistics]:
     """The mode of ℓ_D + log π where ℓ_D is the quadratic of the sums, and the sums there.
 
-    One Newton step for a Gaussian prior, a safeguarded ascent for another. Fails after `MOST_STEPS` steps.
+    One Newton step for a Gaussian prior, a safeguarded ascent for another. Fails after `MOST_STEPS`
+    steps.
     """
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
@@ -114,7 +164,10 @@ def mode_from_sums(statistics: Statistics, bound: BoundPrior, theta: Tensor) -> 
         decrement = float(gradient @ step)
         if decrement <= DECREMENT**2 * (1 + abs(height)):
             return theta, statistics
-        rise, bend = float(step @ statistics.gradient), float(step @ statistics.curvature.push(step))
+        rise, bend = (
+            float(step @ statistics.gradient),
+            float(step @ statistics.curvature.push(step)),
+        )
         size = 1.0
         while True:
             there = float(bound.log_prob(theta + size * step))
@@ -126,6 +179,6 @@ def mode_from_sums(statistics: Statistics, bound: BoundPrior, theta: Tensor) -> 
                 return theta, statistics  # no step rises: the mode to rounding
         theta, statistics, height = theta + size * step, statistics.moved(size * step), there
     raise ValueError(
-        f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have several modes or none. Use a "
-        "smoother prior, or a fit with mode='as_is'."
+        f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "
+        "several modes or none. Use a smoother prior, or a fit with mode='as_is'."
     )

@@ -1,8 +1,10 @@
-"""Every rank of a `torch.distributed` group reads its shard; what they found is merged and handed to all.
+"""Every rank of a `torch.distributed` group reads its shard; what they found is merged and handed
+to all.
 
-Passes merge pairwise up a tree to rank 0, which sends the whole back: log₂(ranks) rounds, memory for two passes' sums, and the
-same bits on every rank, so that all take the same steps afterwards. An error on one rank ends the fit on all of them: a rank that
-waited for a sum that never comes would hang.
+Passes merge pairwise up a tree to rank 0, which sends the whole back: log₂(ranks) rounds, memory
+for two passes' sums, and the same bits on every rank, so that all take the same steps afterwards.
+An error on one rank ends the fit on all of them: a rank that waited for a sum that never comes
+would hang.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, `fit` and `update` work for this process only, also under an initialised torch.distributed group.
+    """Inside, `fit` and `update` work for this process only, also under an initialised
+    torch.distributed group.
 
     >>> if rank == 0:                       # doctest: +SKIP
     ...     with ssla.distributed.alone():
@@ -45,13 +48,19 @@ def shared(reader: Reader) -> Data:
 
 
 def _grouped() -> bool:
-    ready = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    ready = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
     return ready and not _ALONE.get()
 
 
 @contextmanager
 def announced() -> Iterator[None]:
-    """What comes before the first pass: an error inside ends the fit on the other ranks, which wait at their first vote."""
+    """What comes before the first pass: an error inside ends the fit on the other ranks, which
+    wait at their first vote.
+    """
     try:
         yield
     except Exception as error:
@@ -90,7 +99,10 @@ class Ranks:
         try:
             found = self.mine.read(order)
             if found.sums is None:
-                raise ValueError(f"rank {distributed.get_rank()} has no rows. Give every rank a shard with at least one.")
+                raise ValueError(
+                    f"rank {distributed.get_rank()} has no rows. Give every rank a shard with at "
+                    "least one."
+                )
             stated = {
                 **self._marks,
                 **order.marks,
@@ -107,8 +119,8 @@ class Ranks:
 def the_same_rows(read: Callable[[], T], mark: Callable[[T], str]) -> T:
     """What `read` returns, if every rank has the same; `mark` is a digest of it.
 
-    Each rank makes its own choices by validation rows. With other rows it would choose otherwise, and
-    the passes that follow would not fit together.
+    Each rank makes its own choices by validation rows. With other rows it would choose otherwise,
+    and the passes that follow would not fit together.
     """
     if not _grouped():
         return read()
@@ -124,9 +136,14 @@ def the_same_rows(read: Callable[[], T], mark: Callable[[T], str]) -> T:
 
 
 def _vote(stated: Mapping[str, str] | None, failure: Exception | None) -> None:
-    """All ranks succeeded, with the same network and settings; or all of them raise. One collective, which every rank joins."""
+    """All ranks succeeded, with the same network and settings; or all of them raise.
+
+    One collective, which every rank joins.
+    """
     states: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(states, (stated, "" if failure is None else f"{type(failure).__name__}: {failure}"))
+    distributed.all_gather_object(
+        states, (stated, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    )
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(states) if message]
@@ -136,19 +153,22 @@ def _vote(stated: Mapping[str, str] | None, failure: Exception | None) -> None:
     odd = [what for what in first if any(marked[what] != first[what] for marked, _ in states)]
     if "networks" in odd:
         raise ValueError(
-            "The ranks hold different networks, so their sums cannot be merged. Send one rank's weights to all first, for "
-            "example by torch.distributed.broadcast of each parameter and buffer."
+            "The ranks hold different networks, so their sums cannot be merged. Send one rank's "
+            "weights to all first, for example by torch.distributed.broadcast of each parameter "
+            "and buffer."
         )
     if "validation rows" in odd:
         raise ValueError(
-            "The ranks have different validation rows, so they would choose different posteriors. Give all validation rows, in "
-            "the same order, to every rank; validation= as a share of the data holds out rows of each rank's own shard."
+            "The ranks have different validation rows, so they would choose different posteriors. "
+            "Give all validation rows, in the same order, to every rank; validation= as a share of "
+            "the data holds out rows of each rank's own shard."
         )
     if odd:
         unlike = [str(rank) for rank, (marked, _) in enumerate(states) if marked != first]
         raise ValueError(
-            f"The ranks were given different {', '.join(odd)} (rank {', '.join(unlike)} not as rank 0), so their sums cannot be "
-            "merged. Use the same arguments on every rank, and the same posterior for an update; only the data may differ."
+            f"The ranks were given different {', '.join(odd)} (rank {', '.join(unlike)} not as "
+            "rank 0), so their sums cannot be merged. Use the same arguments on every rank, and "
+            "the same posterior for an update; only the data may differ."
         )
 
 

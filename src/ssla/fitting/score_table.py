@@ -11,7 +11,8 @@ from torch import Tensor
 from ssla.fitting.choice import MOST_LOSS, Setting, choose_setting, mean_and_error
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 
-HOPELESS = 4.0  # standard errors below the best, and beyond what doubt may cost: weaker priors are not tried
+# standard errors below the best, and beyond what doubt may cost: weaker priors are not tried
+HOPELESS = 4.0
 
 Scored = tuple[Setting, "Candidate | None"]
 """A setting with its Gaussian; None where there is none."""

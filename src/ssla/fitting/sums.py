@@ -15,7 +15,13 @@ from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.kfac import Kfac, pools
 from ssla.likelihoods import Gaussian, Likelihood
-from ssla.likelihoods.averages import RowNodes, averages, curvature_product, of_classes, pooled_fisher
+from ssla.likelihoods.averages import (
+    RowNodes,
+    averages,
+    curvature_product,
+    of_classes,
+    pooled_fisher,
+)
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.conjugate import Product, conjugate_gradients
 from ssla.maths.roots import Root
@@ -28,25 +34,32 @@ class Around(NamedTuple):
 
     shift: Tensor  # its mean less θ (P,)
     covariance: Operator
-    fisher: bool  # the expected Fisher information in place of the expected observed precision, which may be indefinite
+    # the expected Fisher information in place of the expected observed precision, which may be
+    # indefinite
+    fisher: bool
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
     row_nodes: RowNodes | None = None  # of many rows of classes
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics with what fitting needs besides: the observed curvature for Newton steps, squared residuals."""
+    """Statistics with what fitting needs besides: the observed curvature for Newton steps,
+    squared residuals.
+    """
 
     statistics: Statistics
     newton: Structure | None
     squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
     largest: Tensor  # |y| at its largest by output (C,): the unit in which residuals may be zero
     reference: Tensor  # the noise that the statistics were taken at (C,)
-    inputs: bool = True  # whether the input factor of a last layer with Kronecker factors is summed; see Kfac.add
+    # whether the input factor of a last layer with Kronecker factors is summed; see Kfac.add
+    inputs: bool = True
 
     @staticmethod
     def zero(size: int, structure: Structure, newton: bool, inputs: bool = True) -> Sums:
-        nothing = Statistics(0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size))
+        nothing = Statistics(
+            0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size)
+        )
         none = torch.zeros(1, dtype=torch.float64)
         own = Dense(dual=False).zero(size) if newton else None
         return Sums(nothing, own, none, none, torch.ones(1), inputs)
@@ -57,14 +70,20 @@ class Sums:
 
     @property
     def straight(self) -> bool:
-        """Whether the observed curvature is zero in directions in which the Fisher is not, though there is a gradient."""
+        """Whether the observed curvature is zero in directions in which the Fisher is not,
+        though there is a gradient.
+        """
         if not isinstance(self.newton, Dense):
             return False
         none = (self.newton.as_matrix().diagonal() == 0).double()
-        return float(none @ self.statistics.curvature.push(none)) > 0 and bool((none * self.statistics.gradient != 0).any())
+        return float(none @ self.statistics.curvature.push(none)) > 0 and bool(
+            (none * self.statistics.gradient != 0).any()
+        )
 
     def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
-        """H⁻¹ g with the observed curvature; with the Fisher where that is not positive definite."""
+        """H⁻¹ g with the observed curvature; with the Fisher where that is not positive
+        definite.
+        """
         if self.newton is not None:
             try:
                 return self.newton.with_prior(prior_precision).solve(gradient)
@@ -72,17 +91,30 @@ class Sums:
                 pass
         return climbing(self.statistics.curvature, prior_precision).solve(gradient)
 
-    def add(self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood) -> Sums:
-        """The sums with more rows. Matrices are changed in place: these sums must not be used afterwards."""
+    def add(
+        self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
+    ) -> Sums:
+        """The sums with more rows.
+
+        Matrices are changed in place: these sums must not be used afterwards.
+        """
         finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
         likelihood.check_outputs(f)
         pool = self._pool(f, J, weights)
         log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
-        precision = likelihood.fisher(f) if pool is None else pooled_fisher(likelihood, f, pool, self._diagonal)
+        precision = (
+            likelihood.fisher(f)
+            if pool is None
+            else pooled_fisher(likelihood, f, pool, self._diagonal)
+        )
         dense = isinstance(self.statistics.curvature, Dense)
         same = dense and of_classes(likelihood)  # the observed precision is the Fisher information
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
-        finite("log p(y|f)", log_prob, "Some targets are impossible for these outputs: check y and the likelihood.")
+        finite(
+            "log p(y|f)",
+            log_prob,
+            "Some targets are impossible for these outputs: check y and the likelihood.",
+        )
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
@@ -126,7 +158,9 @@ class Sums:
         around: Around,
         chunk: int = 0,
     ) -> Sums:
-        """As `add`, with averages over a Gaussian of θ in place of values. chunk: its number, which decides its nodes.
+        """As `add`, with averages over a Gaussian of θ in place of values.
+
+        chunk: its number, which decides its nodes.
 
         Where they do not exist the log likelihood is −∞.
         """
@@ -135,13 +169,19 @@ class Sums:
         mean = f + J.push(around.shift) if bool(around.shift.any()) else f
         root = root_of(around.covariance, J)
         row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
-        log_prob, score, precision = averages(likelihood, y, mean, root, around.fisher, pool, diagonal, row_nodes)
+        log_prob, score, precision = averages(
+            likelihood, y, mean, root, around.fisher, pool, diagonal, row_nodes
+        )
         if weights is not None:
             log_prob, score = log_prob * weights, score * weights[:, None]
             precision = precision * weights[:, None, None] if pool is None else precision
         s = self.statistics
         total = float(log_prob.sum())
-        sound = math.isfinite(total) and bool(torch.isfinite(score).all()) and bool(torch.isfinite(precision).all())
+        sound = (
+            math.isfinite(total)
+            and bool(torch.isfinite(score).all())
+            and bool(torch.isfinite(precision).all())
+        )
         if not sound:
             return replace(self, statistics=replace(s, log_likelihood=-math.inf))
         statistics = Statistics(
@@ -165,14 +205,18 @@ class Sums:
         around: Around | None = None,
         chunk: int = 0,
     ) -> Sums:
-        """Σ JᵀΛJ d in place of the gradient, and no curvature; with `around` the averages of Λ over that Gaussian."""
+        """Σ JᵀΛJ d in place of the gradient, and no curvature; with `around` the averages of Λ
+        over that Gaussian.
+        """
         u = J.push(direction).double()
         if around is None:
             turned = curvature_product(likelihood, y, f, u)
         else:
             mean = f + J.push(around.shift) if bool(around.shift.any()) else f
             row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
-            turned = curvature_product(likelihood, y, mean, u, root_of(around.covariance, J), around.fisher, row_nodes)
+            turned = curvature_product(
+                likelihood, y, mean, u, root_of(around.covariance, J), around.fisher, row_nodes
+            )
         if weights is not None:
             turned = turned * weights[:, None]
         s = self.statistics
@@ -193,16 +237,24 @@ class Sums:
 
     def merge(self, other: Sums) -> Sums:
         """The sums over both data sets, taken at the same θ and noise."""
-        newton = None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
+        newton = (
+            None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
+        )
         statistics = self.statistics.merge(other.statistics)
         largest = torch.maximum(self.largest, other.largest)
-        return Sums(statistics, newton, self.squares + other.squares, largest, self.reference, self.inputs)
+        return Sums(
+            statistics, newton, self.squares + other.squares, largest, self.reference, self.inputs
+        )
 
     def with_inputs_of(self, other: Kfac) -> Sums:
         """With the input factors of another pass over the same rows."""
         curvature = self.statistics.curvature
         assert isinstance(curvature, Kfac)
-        return replace(self, statistics=replace(self.statistics, curvature=curvature.with_inputs_of(other)), inputs=True)
+        return replace(
+            self,
+            statistics=replace(self.statistics, curvature=curvature.with_inputs_of(other)),
+            inputs=True,
+        )
 
     def at_noise(self, noise: Tensor) -> Sums:
         """The sums at `noise` times their noise, (P,): one factor for each parameter's output.
@@ -211,10 +263,15 @@ class Sums:
         """
         s = self.statistics
         outputs = self.squares.numel()
-        factor = noise.reshape(outputs, -1)[:, 0] if bool((noise != noise[0]).any()) else noise[:1].expand(outputs)
+        factor = (
+            noise.reshape(outputs, -1)[:, 0]
+            if bool((noise != noise[0]).any())
+            else noise[:1].expand(outputs)
+        )
         scale = self.reference * factor
-        # Not as a change of the log likelihood at hand: at a noise of 1 that is −½ of the squares in
-        # the unit of the targets, and the difference of two such numbers may have no digits left.
+        # Not as a change of the log likelihood at hand: at a noise of 1 that is −½ of the squares
+        # in the unit of the targets, and the difference of two such numbers may have no digits
+        # left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
         statistics = s.at_noise(noise, log_likelihood)
@@ -222,10 +279,14 @@ class Sums:
         return replace(self, statistics=statistics, newton=newton, reference=scale)
 
     def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
-        """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as collected."""
+        """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as
+        collected.
+        """
         if self.squares is not start.squares:
             return self.squares
-        gain = float(moved @ start.statistics.gradient) - 0.5 * float(moved @ start.newton_curvature.push(moved))
+        gain = float(moved @ start.statistics.gradient) - 0.5 * float(
+            moved @ start.newton_curvature.push(moved)
+        )
         noise = self.reference**2
         return (
             self.squares - 2 * gain * noise
@@ -239,7 +300,11 @@ class Sums:
 
 
 def _accumulated(
-    structure: Structure, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    structure: Structure,
+    J: Jacobian,
+    precision: Tensor,
+    weights: Tensor | None = None,
+    inputs: bool = True,
 ) -> Structure:
     """The structure with more rows; matrices are changed in place."""
     if isinstance(structure, Kfac):
@@ -251,11 +316,15 @@ def _accumulated(
 
 def root_of(covariance: Operator, J: Jacobian) -> Root:
     """R with R Rᵀ = K at the rows of a pass."""
-    return covariance.root_for_sums(J) if isinstance(covariance, DenseOperator) else covariance.root(J)
+    return (
+        covariance.root_for_sums(J) if isinstance(covariance, DenseOperator) else covariance.root(J)
+    )
 
 
 def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
-    """(S + T)⁻¹ for a step uphill: where a prior that is not log-concave makes S + T indefinite, with T's positive part."""
+    """(S + T)⁻¹ for a step uphill: where a prior that is not log-concave makes S + T
+    indefinite, with T's positive part.
+    """
     try:
         return curvature.with_prior(prior_precision)
     except ValueError:
@@ -272,9 +341,11 @@ def newton_by_products(
     tolerance: float,
     most: int,
 ) -> Tensor:
-    """(S + T)⁻¹ g by conjugate gradients on products S v; `structure`, about that inverse, is the preconditioner.
+    """(S + T)⁻¹ g by conjugate gradients on products S v; `structure`, about that inverse, is the
+    preconditioner.
 
-    Where the curvature is not positive, it is the step as far as it was found, or the structure's own.
+    Where the curvature is not positive, it is the step as far as it was found, or the structure's
+    own.
     """
 
     def whole(v: Tensor) -> Tensor:

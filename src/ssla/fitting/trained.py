@@ -1,16 +1,20 @@
 """Whether a last layer is trained: what decides between "tilt" and "polish" where no mode is given.
 
-Polish continues where the training was stopped, on the same rows, and can make a trained network worse. Tilt keeps it, and
-would also keep a last layer that was never trained. The sums of the first pass tell the two apart. In log likelihood:
+Polish continues where the training was stopped, on the same rows, and can make a trained network
+worse. Tilt keeps it, and would also keep a last layer that was never trained. The sums of the first
+pass tell the two apart. In log likelihood:
 
-    learned   the network's, less that of the best constant prediction (for classes: of their frequencies)
-    missing   what a Newton step of the last layer would add, ½ gᵀ(S + τ)⁻¹g, less what such a step loses on new rows by fitting
-              noise: the number of parameters that the rows determine, tr S(S + τ)⁻¹ (Akaike)
+    learned   the network's, less that of the best constant prediction (for classes: of their
+              frequencies)
+    missing   what a Newton step of the last layer would add, ½ gᵀ(S + τ)⁻¹g, less what such a step
+              loses on new rows by fitting noise: the number of parameters that the rows determine,
+              tr S(S + τ)⁻¹ (Akaike)
 
-The layer is trained if it has learned at least three quarters of both together. τ depends on the features and on the unit of an
-output, not on the weights: under N(0, 1/τ) the outputs have a standard deviation of 3 units. Logits have the unit 1, other
-outputs that of one observation at the best constant, 1/√Λ. Where the noise is estimated, both log likelihoods are those with the
-noise that suits each.
+The layer is trained if it has learned at least three quarters of both together. τ depends on the
+features and on the unit of an output, not on the weights: under N(0, 1/τ) the outputs have a
+standard deviation of 3 units. Logits have the unit 1, other outputs that of one observation at the
+best constant, 1/√Λ. Where the noise is estimated, both log likelihoods are those with the noise
+that suits each.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempe
 from ssla.state import POLISH, TILT
 
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
-SAMPLE, SAMPLE_OF_CHUNK = 2048, 256  # rows for the best constant of likelihoods without a closed form
+SAMPLE, SAMPLE_OF_CHUNK = (
+    2048,
+    256,
+)  # rows for the best constant of likelihoods without a closed form
 CONSTANT_STEPS = 20
 STRONGER = (1.0, 10.0, 100.0)  # factors on τ for numbers and counts
 SHARE = 0.75  # of what the features allow
@@ -38,13 +45,22 @@ SHARE = 0.75  # of what the features allow
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """The classes of the rows, and the size of the features that predict them. Those of shards merge."""
+    """The classes of the rows, and the size of the features that predict them.
+
+    Those of shards merge.
+    """
 
     counts: Tensor  # the weight of each class (K,)
     squares: float  # Σ w |φ|²
 
     @staticmethod
-    def of(likelihood: Likelihood, y: Tensor, outputs: int, features: Features | None, weights: Tensor | None) -> Classes | None:
+    def of(
+        likelihood: Likelihood,
+        y: Tensor,
+        outputs: int,
+        features: Features | None,
+        weights: Tensor | None,
+    ) -> Classes | None:
         """None where the targets are no classes, or the free weights no last layer."""
         law = likelihood.predictive
         if features is None or not isinstance(law, Bernoulli | Categorical):
@@ -79,7 +95,13 @@ class Numbers:
     f: Tensor  # outputs there (m, C)
 
     @staticmethod
-    def of(likelihood: Likelihood, y: Tensor, f: Tensor, features: Features | None, weights: Tensor | None) -> Numbers | None:
+    def of(
+        likelihood: Likelihood,
+        y: Tensor,
+        f: Tensor,
+        features: Features | None,
+        weights: Tensor | None,
+    ) -> Numbers | None:
         """None where the targets are classes, or the free weights no last layer."""
         if features is None or likelihood.support_for(f.shape[1]).kind == "class":
             return None
@@ -128,24 +150,38 @@ class Verdict(NamedTuple):
         if self.learned > 0:
             learned = f"the network's log likelihood is {self.learned:.3g} above that of {constant}"
         else:
-            learned = f"the network's log likelihood is {-self.learned:.3g} below that of {constant}"
+            learned = (
+                f"the network's log likelihood is {-self.learned:.3g} below that of {constant}"
+            )
         missing = f"a Newton step of the last layer would add {self.missing:.3g} beyond noise"
         trained = "trained" if self.trained else "not trained"
-        return f"mode={self.mode!r} was chosen, because the last layer is {trained}: {learned}, and {missing}"
+        return (
+            f"mode={self.mode!r} was chosen, because the last layer is {trained}: {learned}, and "
+            f"{missing}"
+        )
 
 
-def judged_numbers(sums: Sums, numbers: Numbers, likelihood: Likelihood, estimated: bool) -> Verdict | None:
-    """From the sums at the trained weights; None where there is nothing to learn, or no constant to compare with.
+def judged_numbers(
+    sums: Sums, numbers: Numbers, likelihood: Likelihood, estimated: bool
+) -> Verdict | None:
+    """From the sums at the trained weights; None where there is nothing to learn, or no constant to
+    compare with.
 
     estimated: whether the noise is: the sums are then those at a noise of one.
     """
     if not numbers.squares > 0 or not bool((numbers.spread > 0).all()):
         return None
-    return _gaussian(sums, numbers, estimated) if isinstance(likelihood, Gaussian) else _other(sums, numbers, likelihood)
+    return (
+        _gaussian(sums, numbers, estimated)
+        if isinstance(likelihood, Gaussian)
+        else _other(sums, numbers, likelihood)
+    )
 
 
 def _gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
-    """With squared residuals for log likelihoods; each has its own noise where that is estimated."""
+    """With squared residuals for log likelihoods; each has its own noise where that is
+    estimated.
+    """
     n, residuals = numbers.weight, sums.squares.clamp_min(1e-300)
     size = len(sums.statistics.gradient)
     noise = (residuals / n).sqrt() if estimated else sums.reference.expand_as(residuals)
@@ -157,7 +193,12 @@ def _gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
         return Verdict(learned, _missing(sums, precision, lambda gain: gain))
     count = n * len(noise)  # the squared residuals, in units of the noise
     learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
-    return Verdict(learned, _missing(sums, precision, lambda gain: -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))))
+    return Verdict(
+        learned,
+        _missing(
+            sums, precision, lambda gain: -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
+        ),
+    )
 
 
 def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
@@ -165,7 +206,9 @@ def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | No
     constant = _best_constant(likelihood, numbers.y, numbers.f)
     if constant is None:
         return None
-    each = likelihood.log_prob(numbers.y, numbers.f) - likelihood.log_prob(numbers.y, constant.expand_as(numbers.f))
+    each = likelihood.log_prob(numbers.y, numbers.f) - likelihood.log_prob(
+        numbers.y, constant.expand_as(numbers.f)
+    )
     learned = numbers.weight * float(each.mean())
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
     power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
@@ -174,7 +217,9 @@ def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | No
 
 
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
-    """The outputs (C,) that predict all rows best, by scoring steps from the mean outputs; None where there are none."""
+    """The outputs (C,) that predict all rows best, by scoring steps from the mean outputs; None
+    where there are none.
+    """
 
     def height(outputs: Tensor) -> float:
         return float(likelihood.log_prob(y, outputs.expand_as(f)).mean())
@@ -198,7 +243,8 @@ def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | Non
 
 
 def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
-    """What a Newton step adds beyond noise, under τ or a stronger prior: with few rows a weak one has too many parameters.
+    """What a Newton step adds beyond noise, under τ or a stronger prior: with few rows a weak one
+    has too many parameters.
 
     worth: what a gain of the quadratic is in log likelihood.
     """
@@ -223,6 +269,8 @@ def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
     precision = torch.full_like(g, power * classes.precision)
     if not classes.precision > 0:  # without features there is nothing to learn
         return Verdict(learned, 0.0)
-    determined = float((1 - precision * statistics.curvature.with_prior(precision).variances()).sum())
+    determined = float(
+        (1 - precision * statistics.curvature.with_prior(precision).variances()).sum()
+    )
     gain = 0.5 * float(g @ sums.newton_step(g, precision))
     return Verdict(learned, max(gain - power * determined, 0.0))

@@ -20,7 +20,9 @@ KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """Rows with the outputs of a network at the mean of a posterior; Jacobians are kept where they fit."""
+    """Rows with the outputs of a network at the mean of a posterior; Jacobians are kept where
+    they fit.
+    """
 
     posterior: State
     batches: tuple[Batch, ...]
@@ -50,7 +52,10 @@ class TrainingRows:
         """Of the rows (n,)."""
         ones = (torch.ones(len(batch.y), dtype=torch.float64) for batch in self.batches)
         return torch.cat(
-            [one if batch.weights is None else batch.weights.double() for batch, one in zip(self.batches, ones, strict=True)]
+            [
+                one if batch.weights is None else batch.weights.double()
+                for batch, one in zip(self.batches, ones, strict=True)
+            ]
         )
 
     @cached_property
@@ -60,7 +65,12 @@ class TrainingRows:
             f = torch.cat([f for f, _ in self.kept])
         else:
             network = self.posterior.network
-            f = torch.cat([network.evaluate(network.cast(batch.x), self.posterior.mean) for batch in self.batches])
+            f = torch.cat(
+                [
+                    network.evaluate(network.cast(batch.x), self.posterior.mean)
+                    for batch in self.batches
+                ]
+            )
         return self.posterior.likelihood.predictive.log_prob(self.y, f.double())
 
     def scores(self, posterior: State) -> Tensor:

@@ -1,4 +1,6 @@
-"""What is tuned: logarithms of factors on prior precisions and on the noise, and the posterior at any of them."""
+"""What is tuned: logarithms of factors on prior precisions and on the noise, and the posterior
+at any of them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LOG_2PI = math.log(2 * math.pi)
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those that are free."""
+    """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those
+    that are free.
+    """
 
     posterior: State
     bound: BoundGaussian
@@ -44,12 +48,15 @@ class Space:
     doubt: float = math.inf  # standard deviation of a log precision around those
 
     @staticmethod
-    def of(posterior: State, over: Sequence[str], per_layer: bool, per_output: bool = False) -> tuple[Space, list[str]]:
+    def of(
+        posterior: State, over: Sequence[str], per_layer: bool, per_output: bool = False
+    ) -> tuple[Space, list[str]]:
         bound, notes = posterior.bound_prior, []
         if not isinstance(bound, BoundGaussian):
             raise ValueError(
-                "Tuning is for Gaussian priors, whose precision it scales, but this posterior has another. Use with_prior("
-                "priors.Gaussian()) first, or compare priors by log_evidence() and ssla.sensitivity."
+                "Tuning is for Gaussian priors, whose precision it scales, but this posterior has "
+                "another. Use with_prior(priors.Gaussian()) first, or compare priors by "
+                "log_evidence() and ssla.sensitivity."
             )
         flat = isinstance(posterior.prior, Flat)
         pattern = torch.ones_like(posterior.theta) if flat else bound.scale_precision
@@ -61,7 +68,10 @@ class Space:
             else:
                 notes.append(f"{posterior.report.likelihood} has no noise to tune")
         if flat and PRIOR not in over:
-            raise ValueError("Under a flat prior the evidence is not defined. Tune the prior too, or give a Gaussian one.")
+            raise ValueError(
+                "Under a flat prior the evidence is not defined. Tune the prior too, or give a "
+                "Gaussian one."
+            )
         chosen = torch.tensor(free, dtype=torch.long)
         usual = _trained_precisions(posterior)
         return Space(posterior, bound, pattern, groups, labels, chosen, usual), notes
@@ -80,7 +90,9 @@ class Space:
 
     def full(self, point: Tensor) -> Tensor:
         """Free coordinates -> (a_1 … a_G, t)."""
-        return torch.zeros(len(self.labels) + 1, dtype=torch.float64).index_copy(0, self.free, point)
+        return torch.zeros(len(self.labels) + 1, dtype=torch.float64).index_copy(
+            0, self.free, point
+        )
 
     def precision(self, point: Tensor) -> Tensor:
         return self.pattern * self.full(point)[:-1].exp()[self.groups]
@@ -91,7 +103,10 @@ class Space:
         base = self.usual if self.within is None else torch.ones_like(self.usual)
         away = (base / self.pattern).log_()
         nothing = torch.zeros(len(self.labels), dtype=torch.float64)
-        down, up = (nothing.scatter_reduce(0, self.groups, away, end, include_self=False) for end in ("amin", "amax"))
+        down, up = (
+            nothing.scatter_reduce(0, self.groups, away, end, include_self=False)
+            for end in ("amin", "amax")
+        )
         lowest, highest = map(math.log, self.within or PRECISION_FACTORS)
         low = [*(down + lowest).tolist(), math.log(NOISE_FACTORS[0])]
         high = [*(up + highest).tolist(), math.log(NOISE_FACTORS[1])]
@@ -100,18 +115,27 @@ class Space:
 
     @cached_property
     def levels(self) -> Tensor:
-        """Log precisions now, the mean of each group (G,). Each evaluation of the evidence needs them."""
-        return torch.stack([self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))])
+        """Log precisions now, the mean of each group (G,).
+
+        Each evaluation of the evidence needs them.
+        """
+        return torch.stack(
+            [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
+        )
 
     def middle(self, scanned: float) -> Tensor:
-        """The point (d,) to scan around: here, or the trained weights' scale where no scan reaches it from here."""
+        """The point (d,) to scan around: here, or the trained weights' scale where no scan
+        reaches it from here.
+        """
         away = (self.usual / self.pattern).log()
         means = [away[self.groups == g].mean() for g in range(len(self.labels))]
         found = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
         return torch.where(found.abs() > scanned, found, 0.0)
 
     def expected(self, point: Tensor) -> float:
-        """The log density of the precisions at a point, less its maximum, where some are expected."""
+        """The log density of the precisions at a point, less its maximum, where some are
+        expected.
+        """
         if self.home is None:
             return 0.0
         return -0.5 * float((self._surprise(point) ** 2).sum())
@@ -120,7 +144,9 @@ class Space:
         """The gradient of `expected` in the free coordinates."""
         if self.home is None:
             return torch.zeros_like(point)
-        return torch.cat([-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)])[self.free]
+        return torch.cat(
+            [-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)]
+        )[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
@@ -129,7 +155,9 @@ class Space:
         return torch.where(self.free < len(self.labels), each, 0.0).double()
 
     def _surprise(self, point: Tensor) -> Tensor:
-        """How far the log precisions (G,) are from those that are expected, in standard deviations."""
+        """How far the log precisions (G,) are from those that are expected, in standard
+        deviations.
+        """
         assert self.home is not None
         return (self.levels + self.full(point)[:-1] - self.home) / self.doubt
 
@@ -151,14 +179,26 @@ class Space:
         post = self.posterior
         stats = post.sums
         rows = stats.weight * post.network.outputs if self.noisy else 0.0
-        squares = residual_squares(stats, post.likelihood, post.network.outputs) if self.noisy else 0.0
+        squares = (
+            residual_squares(stats, post.likelihood, post.network.outputs) if self.noisy else 0.0
+        )
         offset = post.mean - self.bound.mean
         return Problem(
-            stats.curvature, stats.gradient, offset, stats.log_likelihood, squares, rows, self.pattern, self.groups, self.moves
+            stats.curvature,
+            stats.gradient,
+            offset,
+            stats.log_likelihood,
+            squares,
+            rows,
+            self.pattern,
+            self.groups,
+            self.moves,
         )
 
     def units(self, points: Tensor) -> Tensor:
-        """Logarithms of factors (R, d) -> precisions (the mean over a group) and noise (of the first output)."""
+        """Logarithms of factors (R, d) -> precisions (the mean over a group) and noise (of the
+        first output).
+        """
         columns = []
         for column, i in enumerate(self.free.tolist()):
             if i == len(self.labels):
@@ -176,13 +216,16 @@ class Space:
         if not self.moves:
             return found
         if found.variational is not None:
-            return found.recentred() if self.reach == math.inf else found  # else passes follow, which move it
+            # else passes follow, which move it
+            return found.recentred() if self.reach == math.inf else found
         theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
         return replace(found, theta=theta, statistics=statistics)
 
 
 def _grouped(posterior: State, per_layer: bool, per_output: bool) -> tuple[tuple[str, ...], Tensor]:
-    """Labels, and the group of each parameter (P,): by layer; per_output: by output in a last layer."""
+    """Labels, and the group of each parameter (P,): by layer; per_output: by output in a last
+    layer.
+    """
     network, layout = posterior.network, posterior.network.layout
     layers = layout.layers() if per_layer else {"all": layout.names}
     groups = torch.zeros(layout.size, dtype=torch.long)
@@ -208,11 +251,15 @@ def _trained_precisions(posterior: State) -> Tensor:
 
 def first_noise(likelihood: Likelihood, outputs: int) -> float:
     assert isinstance(likelihood, Gaussian)
-    return math.sqrt(float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0]))
+    return math.sqrt(
+        float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0])
+    )
 
 
 def posterior_prior(posterior: State, precision: Tensor) -> GaussianPrior:
-    """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean that the posterior's prior has."""
+    """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean
+    that the posterior's prior has.
+    """
     mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
     if bool((precision == precision[0]).all()):
         return GaussianPrior(float(precision[0]), mean)

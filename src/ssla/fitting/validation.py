@@ -7,11 +7,12 @@ confidence. Validation rows decide
   the prior        a factor on the precisions of the trained weights' scale
   the mode         the trained head (tilt), or the polished one where that is affordable
   the Gaussian     the one at the mode (laplace), or the variational one
-  a scale of rows  where the confidence of a classifier clearly grows too fast with the length of its features
+  a scale of rows  where the confidence of a classifier clearly grows too fast with the length of
+  its features
 
-by the rule of `ssla.fitting.choice`. Features of these rows are computed once; every setting is then
-a prediction in output space. Searches on the way are rough (fewer rows and nodes); the posterior of
-the chosen setting is fitted on all training rows as if it had been asked for.
+by the rule of `ssla.fitting.choice`. Features of these rows are computed once; every setting is
+then a prediction in output space. Searches on the way are rough (fewer rows and nodes); the
+posterior of the chosen setting is fitted on all training rows as if it had been asked for.
 """
 
 from __future__ import annotations
@@ -45,17 +46,26 @@ from ssla.maths.digests import digest
 from ssla.network import LastLayer
 from ssla.predictive.cavities import ranks
 from ssla.priors import BoundGaussian
-from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics, TuningHistory, Validation
+from ssla.state import (
+    LAPLACE,
+    POLISH,
+    TILT,
+    VARIATIONAL,
+    State,
+    Statistics,
+    TuningHistory,
+    Validation,
+)
 
-# The doubt explains a part of the errors: the dispersion beside it lies between one and the best one
-# without doubt. The steps are guesses; a parabola through three of them refines the choice.
+# The doubt explains a part of the errors: the dispersion beside it lies between one and the best
+# one without doubt. The steps are guesses; a parabola through three of them refines the choice.
 SPREAD_STEP, FEWEST_SPREADS, MARGIN = 1.3, 3, 1.15
 # Factors on the prior precision, from a strong prior to a weak one, that some of the rows locate;
 # then finer around the best. On clinc, by 64 nodes, half a decade below the best costs .05 nats and
 # above it .02; a part of that is the error of so few nodes.
 PRECISIONS = tuple(4.0**k for k in range(5, -7, -1))
-# Below it, prior standard deviations are 64 times the trained weights: what the rows leave open (a shift of all logits) would
-# have variances beside which float32 loses the rest.
+# Below it, prior standard deviations are 64 times the trained weights: what the rows leave open (a
+# shift of all logits) would have variances beside which float32 loses the rest.
 LEAST_PRECISION = PRECISIONS[-1]
 FINER = tuple(2.0 ** (k / 2) for k in range(4, -5, -1))
 COARSE_ROWS = 1000
@@ -63,7 +73,9 @@ VARIATIONAL_SPREADS = (1.0, 0.8, 1.25)  # around the best of laplace
 VARIATIONAL_PRECISIONS = tuple(2.0**k for k in range(2, -7, -1))
 SEARCH_ROWS = 4_000  # training rows of variational Gaussians on the way
 SEARCH_ROUNDS = 8  # passes for each of them
-POLISH_WORK = 1e9  # rows × parameters²: beyond, polished heads take long, and only a given mode has them
+POLISH_WORK = (
+    1e9  # rows × parameters²: beyond, polished heads take long, and only a given mode has them
+)
 POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
 POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
 POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one without doubt
@@ -72,7 +84,9 @@ LEVELS = (0.5, 0.9, 0.95)
 
 
 def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
-    """The posterior of the setting that validation rows choose, with what they say in its report."""
+    """The posterior of the setting that validation rows choose, with what they say in its
+    report.
+    """
     job, start = trained_state(job)
     as_it_came = rows = the_same_rows(
         lambda: ValidationRows.read(start, validation),
@@ -94,7 +108,8 @@ def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
 
 
 def trained_state(job: Job) -> tuple[Job, State]:
-    """Where a search starts: the Gaussian at the trained weights (or as `mode` says), under the prior of their scale.
+    """Where a search starts: the Gaussian at the trained weights (or as `mode` says), under the
+    prior of their scale.
 
     And the job with the structure that was chosen for it, so that all settings share it.
     """
@@ -118,7 +133,9 @@ def trained_state(job: Job) -> tuple[Job, State]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of settings on the way would mislead; the chosen one is fitted again and warns itself."""
+    """Warnings of settings on the way would mislead; the chosen one is fitted again and warns
+    itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -143,7 +160,9 @@ class Search:
         return self.whole.of(self.job.gaussian)
 
     def run(self) -> None:
-        """Score settings by families: the cheapest first, which say where to look for the others."""
+        """Score settings by families: the cheapest first, which say where to look for the
+        others.
+        """
         if self.mode != POLISH:
             self._tilted()
         if self.mode == POLISH or (self.job.mode is None and self._polishes):
@@ -188,7 +207,9 @@ class Search:
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
-        """Factors on the dispersion, from the smallest: those between one and the network's own, with both of them."""
+        """Factors on the dispersion, from the smallest: those between one and the network's
+        own, with both of them.
+        """
         if not isinstance(self.start.likelihood, Dispersed):
             return (1.0,)
         low, high = self._range
@@ -217,13 +238,23 @@ class Search:
 
     def state_at(self, setting: Setting, statistics: Statistics) -> State:
         """The Gaussian at the trained weights in that setting."""
-        prior = self.start.prior if self.fixed_prior else posterior_prior(self.start, self.precision_at(setting))
+        prior = (
+            self.start.prior
+            if self.fixed_prior
+            else posterior_prior(self.start, self.precision_at(setting))
+        )
         likelihood = self.likelihood_at(setting.spread)
-        return replace(self.start, likelihood=likelihood, prior=prior, statistics=statistics, mode=setting.mode)
+        return replace(
+            self.start, likelihood=likelihood, prior=prior, statistics=statistics, mode=setting.mode
+        )
 
     def job_at(self, setting: Setting) -> Job:
         """The fit of all training rows in that setting."""
-        prior = self.job.prior if self.fixed_prior else posterior_prior(self.start, self.precision_at(setting))
+        prior = (
+            self.job.prior
+            if self.fixed_prior
+            else posterior_prior(self.start, self.precision_at(setting))
+        )
         likelihood = self.likelihood_at(setting.spread)
         gaussian = setting.gaussian if self.job.gaussian is None else self.job.gaussian
         return replace(
@@ -239,12 +270,16 @@ class Search:
     # --- families of settings ------------------------------------------------------------------
 
     def _tilted(self) -> None:
-        """The trained head with the Gaussian at it: roughly on some of the rows, then finely on all."""
+        """The trained head with the Gaussian at it: roughly on some of the rows, then finely on
+        all.
+        """
         coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
         for spread in self.spreads:
             settings = [Setting(self.mode, LAPLACE, spread, level) for level in self.precisions]
             coarse.descend([(setting, self._tilted_candidate(setting))] for setting in settings)
-        best = coarse.settings[coarse.choice]  # not the very best: the rule looks for doubt, which costs a little
+        best = coarse.settings[
+            coarse.choice
+        ]  # not the very best: the rule looks for doubt, which costs a little
         place = self.spreads.index(best.spread)
         for spread in self.spreads[max(place - 1, 0) : place + 2]:
             levels = self._around(best.precision, FINER)
@@ -252,7 +287,9 @@ class Search:
             self.whole.descend([(setting, self._tilted_candidate(setting))] for setting in settings)
 
     def _around(self, level: float, factors: tuple[float, ...]) -> list[float]:
-        """Prior precisions around one, from the strongest on; that one alone where a prior was given."""
+        """Prior precisions around one, from the strongest on; that one alone where a prior was
+        given.
+        """
         if self.fixed_prior:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
@@ -282,13 +319,17 @@ class Search:
         return {1.0: self.start.statistics}
 
     def _statistics(self, spread: float) -> Statistics:
-        """Sums over the training rows at θ̂ with that dispersion: a pass, but for Gaussian noise."""
+        """Sums over the training rows at θ̂ with that dispersion: a pass, but for Gaussian
+        noise.
+        """
         known = self._known_statistics
         if spread not in known:
             if isinstance(self.start.likelihood, Gaussian):
                 known[spread] = self.start.at_noise(spread).statistics
             else:
-                job = replace(self.job, likelihood=self.likelihood_at(spread), mode=self.mode, notes=[])
+                job = replace(
+                    self.job, likelihood=self.likelihood_at(spread), mode=self.mode, notes=[]
+                )
                 known[spread] = job.sums_at(self.start.theta)
         return known[spread]
 
@@ -303,14 +344,20 @@ class Search:
     def _polished(self) -> None:
         """Heads at the mode of each prior, each with the dispersions that suit it."""
         table = ScoreTable(self.rows)
-        table.descend(self._polished_group(level) for level in ((1.0,) if self.fixed_prior else POLISH_PRECISIONS))
+        table.descend(
+            self._polished_group(level)
+            for level in ((1.0,) if self.fixed_prior else POLISH_PRECISIONS)
+        )
         if table.settings and not self.fixed_prior:
             near = [table.best.precision * factor for factor in POLISH_FINER]
             table.add([scored for level in near for scored in self._polished_group(level)])
         self.whole.extend(table)
 
     def _polished_group(self, level: float) -> list[Scored]:
-        """A polished head with a few dispersions. A temperature of classes is the scale of its prior: one is enough."""
+        """A polished head with a few dispersions.
+
+        A temperature of classes is the scale of its prior: one is enough.
+        """
         first = Setting(POLISH, self._gaussian_of_polish, 1.0, level)
         if self.start.quadratic and self._by_noise:
             step = self._quadratic_step(first)
@@ -318,7 +365,10 @@ class Search:
             group = [first._replace(spread=middle * factor) for factor in POLISH_SPREADS]
             return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
         found = self._polished_candidate(first)
-        if found is None or self.start.likelihood.support_for(self.start.network.outputs).kind == "class":
+        if (
+            found is None
+            or self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
+        ):
             return [(first, found)]
         other = first._replace(spread=self._spread_without_doubt(found.step))
         return [(first, found), (other, self._polished_candidate(other))]
@@ -328,9 +378,13 @@ class Search:
         return VARIATIONAL if self._averages and self.job.gaussian != LAPLACE else LAPLACE
 
     def _quadratic_step(self, setting: Setting) -> Tensor:
-        """To the mode under that prior: with Gaussian noise it follows from the sums, whatever the noise is."""
+        """To the mode under that prior: with Gaussian noise it follows from the sums, whatever
+        the noise is.
+        """
         prior = posterior_prior(self.start, self.precision_at(setting))
-        theta, _ = self.start.statistics.at_mode(prior.bind(self.start.network.layout), self.start.theta)
+        theta, _ = self.start.statistics.at_mode(
+            prior.bind(self.start.network.layout), self.start.theta
+        )
         return theta - self.start.theta
 
     def _quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
@@ -353,10 +407,14 @@ class Search:
     def _averages(self) -> bool:
         """Whether variational Gaussians can be had."""
         gaussian = None if self.job.gaussian is None else VARIATIONAL
-        return self.job.gaussian != LAPLACE and replace(self.job, gaussian=gaussian, notes=[]).averages
+        return (
+            self.job.gaussian != LAPLACE and replace(self.job, gaussian=gaussian, notes=[]).averages
+        )
 
     def _variational(self) -> None:
-        """Variational Gaussians of the trained head, around the best setting of laplace, each from the one before it."""
+        """Variational Gaussians of the trained head, around the best setting of laplace, each
+        from the one before it.
+        """
         laplace = self.whole.of(LAPLACE)
         best = laplace.settings[laplace.choice]
         levels = self._around(best.precision, VARIATIONAL_PRECISIONS)
@@ -372,7 +430,15 @@ class Search:
         data = self.job.data
         if isinstance(data, Reader):
             data = thinned(data, SEARCH_ROWS)
-        return replace(self.job, data=data, likelihood=likelihood, mode=self.mode, gaussian=None, tolerance=ROUGH, notes=[])
+        return replace(
+            self.job,
+            data=data,
+            likelihood=likelihood,
+            mode=self.mode,
+            gaussian=None,
+            tolerance=ROUGH,
+            notes=[],
+        )
 
     def _variational_candidates(self, settings: list[Setting], job: Job) -> Iterator[list[Scored]]:
         """Each found from the one before it."""
@@ -386,8 +452,13 @@ class Search:
 # --- what the rows say ---------------------------------------------------------------------------
 
 
-def _with_report(posterior: State, search: Search, as_it_came: ValidationRows, setting: Setting, held_out: bool) -> State:
-    """The posterior with the figures of the validation rows in its report. `as_it_came`: the rows without a scale of rows."""
+def _with_report(
+    posterior: State, search: Search, as_it_came: ValidationRows, setting: Setting, held_out: bool
+) -> State:
+    """The posterior with the figures of the validation rows in its report.
+
+    `as_it_came`: the rows without a scale of rows.
+    """
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
     plug_in = as_it_came.plug_in(start.likelihood)
@@ -425,7 +496,9 @@ def _with_report(posterior: State, search: Search, as_it_came: ValidationRows, s
 
 
 def _history(table: ScoreTable, chosen: Setting) -> TuningHistory:
-    """Every setting that was scored on all rows; then the chosen one, with the score of the nearest."""
+    """Every setting that was scored on all rows; then the chosen one, with the score of the
+    nearest.
+    """
     names = ("factor on the dispersion", "factor on the precision", "polished", "variational")
     points = [
         (own.spread, own.precision, float(own.mode == POLISH), float(own.gaussian == VARIATIONAL))
@@ -445,7 +518,10 @@ def _history(table: ScoreTable, chosen: Setting) -> TuningHistory:
 
 
 def _row_scales(rows: ValidationRows) -> tuple[float, float] | None:
-    """By what the outputs of most rows were divided: the quantiles of 5% and 95%. None without a scale of rows."""
+    """By what the outputs of most rows were divided: the quantiles of 5% and 95%.
+
+    None without a scale of rows.
+    """
     network = rows.posterior.network
     if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
         return None
@@ -454,14 +530,20 @@ def _row_scales(rows: ValidationRows) -> tuple[float, float] | None:
 
 
 def _coverage(rows: ValidationRows, own: Candidate) -> dict[str, float]:
-    """The share of rows inside the intervals (for classes: smallest sets) of each level, by weight."""
+    """The share of rows inside the intervals (for classes: smallest sets) of each level, by
+    weight.
+    """
     inside = dict.fromkeys(LEVELS, 0.0)
     total = 0.0
     for predictive, y, weights in rows.predictives(own, COVERAGE_ROWS):
         lower, upper = ranks(predictive, y)
         for level in LEVELS:
             tail = (1 - level) / 2
-            hit = lower < level if predictive.kind == "class" else (upper >= tail) & (lower <= 1 - tail)
+            hit = (
+                lower < level
+                if predictive.kind == "class"
+                else (upper >= tail) & (lower <= 1 - tail)
+            )
             share = hit.double() if hit.dim() == 1 else hit.double().mean(1)
             inside[level] += float(weights @ share)
         total += float(weights.sum())

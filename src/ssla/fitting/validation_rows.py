@@ -1,4 +1,6 @@
-"""Rows that the network has not seen: read once, linearised once, scored under any number of Gaussians."""
+"""Rows that the network has not seen: read once, linearised once, scored under any number of
+Gaussians.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from ssla.state import State
 
 KEPT_SHARE = 4  # parts of the memory budget that kept features or Jacobians take at most
 FEWEST = 10
-EMPTY = "validation= has no rows. Give (X, y) or a loader with rows that the network was not trained on."
+EMPTY = (
+    "validation= has no rows. Give (X, y) or a loader with rows that the network was not trained "
+    "on."
+)
 
 
 class Candidate(NamedTuple):
@@ -45,7 +50,9 @@ class ValidationRows:
     weights: Tensor  # (n,)
     f: Tensor  # outputs at the mean of θ (n, C), float64
     kept: tuple[tuple[Tensor, Jacobian], ...] | None
-    squares: Tensor | None = None  # of the lengths of features (n,); None where no last layer is free
+    squares: Tensor | None = (
+        None  # of the lengths of features (n,); None where no last layer is free
+    )
 
     @staticmethod
     def read(posterior: State, data: Any) -> ValidationRows:
@@ -76,20 +83,31 @@ class ValidationRows:
         count = sum(len(y) for y in targets)
         if count < FEWEST:
             raise ValueError(
-                f"validation= has {count} rows, too few to choose a dispersion and a prior: give at least {FEWEST}, better "
-                "hundreds, or leave validation out."
+                f"validation= has {count} rows, too few to choose a dispersion and a prior: give "
+                f"at least {FEWEST}, better hundreds, or leave validation out."
             )
         if kept is None and not source.repeatable:
             raise ValueError(
-                "The validation rows can be read only once (a generator), and what is computed of them does not fit a quarter "
-                "of the memory budget. Give arrays, a list of batches or a DataLoader, or a larger memory_budget."
+                "The validation rows can be read only once (a generator), and what is computed of "
+                "them does not fit a quarter of the memory budget. Give arrays, a list of batches "
+                "or a DataLoader, or a larger memory_budget."
             )
         parts = None if kept is None else tuple(kept)
         lengths = torch.cat(squares) if squares else None
-        return ValidationRows(posterior, source, torch.cat(targets), torch.cat(weights), torch.cat(means), parts, lengths)
+        return ValidationRows(
+            posterior,
+            source,
+            torch.cat(targets),
+            torch.cat(weights),
+            torch.cat(means),
+            parts,
+            lengths,
+        )
 
     def scaled(self, posterior: State) -> ValidationRows:
-        """The same rows under a posterior whose network has a scale of rows, where that of the rows at hand has none."""
+        """The same rows under a posterior whose network has a scale of rows, where that of the
+        rows at hand has none.
+        """
         network = posterior.network
         assert isinstance(network, LastLayer)
         assert network.row_scale is not None
@@ -104,7 +122,9 @@ class ValidationRows:
         return replace(self, posterior=posterior, f=self.f / s, kept=parts)
 
     def thinned(self, most: int) -> ValidationRows:
-        """At most so many of the rows, evenly spread; all of them where their Jacobians are not kept."""
+        """At most so many of the rows, evenly spread; all of them where their Jacobians are not
+        kept.
+        """
         stride = -(-self.count // most)
         if stride == 1 or self.kept is None or not self.posterior.network.linear:
             return self
@@ -134,15 +154,22 @@ class ValidationRows:
         return likelihood.predictive.log_prob(self.y, self.f if f is None else f)
 
     def scores(self, candidates: Sequence[Candidate]) -> Tensor:
-        """log ∫ p(y|f) N(f) df under each candidate (k, n). One pass over the rows for all of them."""
+        """log ∫ p(y|f) N(f) df under each candidate (k, n).
+
+        One pass over the rows for all of them.
+        """
         found = torch.empty(len(candidates), self.count, dtype=torch.float64)
         for rows, f, J in self._chunks():
             for number, candidate in enumerate(candidates):
                 found[number, rows] = log_densities(candidate, self.y[rows], f, J)
         return found.nan_to_num(nan=-torch.inf)
 
-    def predictives(self, candidate: Candidate, most: int) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
-        """The predictives of at most so many rows, evenly spread, with their targets and weights."""
+    def predictives(
+        self, candidate: Candidate, most: int
+    ) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
+        """The predictives of at most so many rows, evenly spread, with their targets and
+        weights.
+        """
         stride = -(-self.count // most)
         for rows, f, J in self._chunks():
             picked = torch.arange(rows.start, rows.start + len(f)) % stride == 0
@@ -150,7 +177,9 @@ class ValidationRows:
                 continue
             mean, K = _moved(candidate, f, J), candidate.covariance.covariance(J).double()
             with _quiet():
-                predictive = predictive_of_outputs(candidate.likelihood.predictive, mean[picked], K[picked] * candidate.scale**2)
+                predictive = predictive_of_outputs(
+                    candidate.likelihood.predictive, mean[picked], K[picked] * candidate.scale**2
+                )
             yield predictive, self.y[rows][picked], self.weights[rows][picked]
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:

@@ -1,13 +1,16 @@
-"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence, by passes that raise the evidence bound.
+"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence, by passes that
+raise the evidence bound.
 
 At the nearest one
 
-    S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)        Σ JᵀE[g] + ∇log π(m) = 0        (or m = θ̂, where a fit is tilted)
+    S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)      Σ JᵀE[g] + ∇log π(m) = 0      (or m = θ̂, if tilted)
 
-with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it takes the averages under the
-Gaussian at hand, and with them the bound. The next Gaussian has half of the new averages in its precision and the new mean: with
-all of them the precision would oscillate, and the mean need not wait for it. It goes that far, or a share of the way. A share
-that lowers the bound is halved, so the bound never falls. For Gaussian noise the Gaussian at the mode is the nearest already.
+with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it
+takes the averages under the Gaussian at hand, and with them the bound. The next Gaussian has half
+of the new averages in its precision and the new mean: with all of them the precision would
+oscillate, and the mean need not wait for it. It goes that far, or a share of the way. A share that
+lowers the bound is halved, so the bound never falls. For Gaussian noise the Gaussian at the mode is
+the nearest already.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from ssla.state import FIT, VARIATIONAL, Note, State, Statistics, Variational, e
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
 ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior
 COARSE = 1e-2  # the same, to choose a prior in between
-CLOSE = 1e-2  # squared standard deviations a parameter: a mean that would move farther has not converged
+# squared standard deviations a parameter: a mean that would move farther has not converged
+CLOSE = 1e-2
 MOST_ROUNDS = 100
 NEW = 0.5  # weight of the new averages in the precision
 GROWTH = 1.5  # of the share after a round that raised the bound
@@ -41,7 +45,9 @@ MOST_NARROWINGS = 30
 ROUNDS_FROM_THERE = 12  # for rows that are slightly others
 CONVERGED = 0.03  # standard deviations of the last step of the mean, after these rounds
 
-PRECISE = 0.1  # by which conjugate gradients reduce the residual of a step of the mean. A guess: each round takes another step
+# by which conjugate gradients reduce the residual of a step of the mean. A guess: each round takes
+# another step
+PRECISE = 0.1
 MOST_PRODUCTS = 6  # for one step (method, section 11)
 Choose = Callable[[State], "Prior | None"]
 """A state with averages -> a better prior; None: keep the one it has."""
@@ -71,7 +77,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Averages over rows that are not read again: a quadratic around the mean of the Gaussian that they were taken under."""
+    """Averages over rows that are not read again: a quadratic around the mean of the Gaussian
+    that they were taken under.
+    """
 
     mean: Tensor
     covariance: Operator
@@ -86,7 +94,10 @@ class Kept:
         return self.statistics.curvature.trace(self.covariance)
 
     def at(self, mean: Tensor, covariance: Operator) -> Statistics:
-        """The averages under another Gaussian. The quadratic's own average is lower than at the mean by ½ tr(Λ S)."""
+        """The averages under another Gaussian.
+
+        The quadratic's own average is lower than at the mean by ½ tr(Λ S).
+        """
         moved = self.statistics.moved(mean - self.mean)
         spread = self.statistics.curvature.trace(covariance) - self._trace
         return replace(moved, log_likelihood=moved.log_likelihood - 0.5 * spread)
@@ -96,11 +107,13 @@ class Kept:
 class Climb:
     """The rounds from the Gaussian that a state has, under its prior.
 
-    The mean of a tilted state stays at θ̂: the averaged gradient there is what is subtracted, and only the covariance is found. A
-    linear tilt by the gradient at θ̂ itself would let the mean leave, without any bound where log p is not concave.
+    The mean of a tilted state stays at θ̂: the averaged gradient there is what is subtracted, and
+    only the covariance is found. A linear tilt by the gradient at θ̂ itself would let the mean
+    leave, without any bound where log p is not concave.
 
-    `choose`, if given, is asked for another prior whenever the Gaussian has nearly converged, until it keeps the one it has.
-    `kept` are the averages over earlier rows; `average` then sums the new ones alone.
+    `choose`, if given, is asked for another prior whenever the Gaussian has nearly converged, until
+    it keeps the one it has. `kept` are the averages over earlier rows; `average` then sums the new
+    ones alone.
     """
 
     state: State
@@ -109,7 +122,11 @@ class Climb:
     tolerance: float = TOLERANCE
     most: int = MOST_ROUNDS
     kept: Kept | None = None
-    new: float | None = None  # the weight of new averages in the precision; None: NEW, or all while a prior is to be chosen
+    new: float | None = (
+        # the weight of new averages in the precision; None: NEW, or all while a prior is to be
+        # chosen
+        None
+    )
 
     @property
     def moves(self) -> bool:
@@ -117,13 +134,16 @@ class Climb:
         return not self.state.tilted
 
     def run(self) -> State:
-        """The state with its variational Gaussian: the one with the highest bound that was found."""
+        """The state with its variational Gaussian: the one with the highest bound that was
+        found.
+        """
         here = self._start()
         rounds, share, converged = 1, 1.0, False
         while rounds < self.most and not converged:
             there = self._next(here, share)
             rounds += there is not None
-            # A tilted Gaussian has no mean by whose next step to judge a precision that cannot be improved.
+            # A tilted Gaussian has no mean by whose next step to judge a precision that cannot be
+            # improved.
             stuck = there is None and not self.moves
             if there is None or not there.bound >= here.bound - 1e-12 * abs(here.bound):
                 share /= 2
@@ -161,8 +181,9 @@ class Climb:
                 return here
             curvature = curvature.scaled(torch.full_like(self.state.theta, NARROWER))
         raise ValueError(
-            "gaussian='variational' is not possible: the log likelihood has no finite average around the mode, however narrow "
-            "the Gaussian. Use gaussian='laplace', or a log_prob that is finite for every output."
+            "gaussian='variational' is not possible: the log likelihood has no finite average "
+            "around the mode, however narrow the Gaussian. Use gaussian='laplace', or a log_prob "
+            "that is finite for every output."
         )
 
     def _operator(self, curvature: Structure, mean: Tensor) -> Operator:
@@ -171,7 +192,9 @@ class Climb:
     def _place(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Place:
         found = self.average(mean, covariance)
         if self.kept is not None:
-            found = replace(found, statistics=self.kept.at(mean, covariance).merge(found.statistics))
+            found = replace(
+                found, statistics=self.kept.at(mean, covariance).merge(found.statistics)
+            )
         return Place(mean, curvature, covariance, found, self._bound(mean, covariance, found))
 
     def _bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
@@ -190,7 +213,8 @@ class Climb:
 
     def _next(self, here: Place, share: float) -> Place | None:
         """The Gaussian that far along; None where its precision is not positive definite."""
-        # A prior that is still to be chosen follows the new averages, unless their own share is given.
+        # A prior that is still to be chosen follows the new averages, unless their own share is
+        # given.
         new = self.new or (1.0 if self.choose is not None else NEW)
         curvature = here.curvature.mixed(here.averages.statistics.curvature, new * share)
         try:
@@ -210,11 +234,15 @@ class Climb:
             product = self.average.product(here.mean, here.covariance)
             if product is None:  # the structure's curvature, which is only near the bound's
                 return covariance.solve(gradient)
-            return newton_by_products(self._of_all_rows(product), gradient, precision, covariance, PRECISE, MOST_PRODUCTS)
+            return newton_by_products(
+                self._of_all_rows(product), gradient, precision, covariance, PRECISE, MOST_PRODUCTS
+            )
         if self.kept is None:
             return averages.newton_step(gradient, precision)
         of_all_rows = self._of_all_rows(averages.newton.push)
-        return newton_by_products(of_all_rows, gradient, precision, covariance, tolerance=1e-8, most=200)
+        return newton_by_products(
+            of_all_rows, gradient, precision, covariance, tolerance=1e-8, most=200
+        )
 
     def _of_all_rows(self, product: Product) -> Product:
         """Products with the curvature of the rows that are read, and of the earlier ones."""
@@ -225,30 +253,38 @@ class Climb:
 
     def _state_at(self, here: Place) -> State:
         statistics = replace(here.averages.statistics, curvature=here.curvature)
-        return replace(self.state, variational=Variational(here.mean, statistics, self.state.tilted))
+        return replace(
+            self.state, variational=Variational(here.mean, statistics, self.state.tilted)
+        )
 
     def _finished(self, here: Place, rounds: int, converged: bool) -> State:
-        report = replace(self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds)
+        report = replace(
+            self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds
+        )
         if not converged:
             off = math.sqrt(max(self._length(here), 0.0) / len(here.mean))
             message = (
-                f"the variational Gaussian did not converge in {rounds} passes: the best one that was found is used, and its "
-                f"weights may be off by about {off:.2g} of their standard deviations each"
+                f"the variational Gaussian did not converge in {rounds} passes: the best one that "
+                f"was found is used, and its weights may be off by about {off:.2g} of their "
+                "standard deviations each"
             )
             report = replace(report, notes=(*report.notes, Note(message, FIT)))
             warn(
-                f"{message}. Predictions are off by about that share of their epistemic standard deviation. A stronger prior "
-                "or mode='tilt', which keeps the trained weights, converges sooner.",
+                f"{message}. Predictions are off by about that share of their epistemic standard "
+                "deviation. A stronger prior or mode='tilt', which keeps the trained weights, "
+                "converges sooner.",
                 RuntimeWarning,
             )
         return replace(self._state_at(here), report=report)
 
 
 def with_rows(before: State, posterior: State, average: Average) -> State:
-    """The variational Gaussian with the averages of more rows, which `average` sums; those of the earlier rows are kept.
+    """The variational Gaussian with the averages of more rows, which `average` sums; those of the
+    earlier rows are kept.
 
-    before: the posterior of the earlier rows, whose Gaussian is the prior of the new ones. posterior: with the statistics of all
-    rows at θ̂. Rounds over the new rows alone, which raise the bound of all.
+    before: the posterior of the earlier rows, whose Gaussian is the prior of the new ones.
+    posterior: with the statistics of all rows at θ̂. Rounds over the new rows alone, which raise
+    the bound of all.
     """
     kept = Kept.of(before)
     first = average(kept.mean, kept.covariance).statistics
@@ -260,8 +296,9 @@ def with_rows(before: State, posterior: State, average: Average) -> State:
 def from_there(posterior: State, average: Average) -> State:
     """The variational Gaussian of slightly other rows, which `average` sums, from the one at hand.
 
-    A fixed number of rounds with half of the new averages. The bound is no stopping rule so close to its maximum: a step can
-    overshoot to a point with the same bound, and the error of the nodes hides small gains.
+    A fixed number of rounds with half of the new averages. The bound is no stopping rule so close
+    to its maximum: a step can overshoot to a point with the same bound, and the error of the nodes
+    hides small gains.
     """
     here, distance, tilt = posterior, math.inf, posterior.tilt
     for _ in range(ROUNDS_FROM_THERE):
@@ -270,8 +307,14 @@ def from_there(posterior: State, average: Average) -> State:
         gradient = sums.statistics.gradient + here.bound_prior.gradient(here.mean) - tilt
         step = sums.newton_step(gradient, here.bound_prior.precision(here.mean))
         curvature = here.sums.curvature.mixed(sums.statistics.curvature, 0.5)
-        there = replace(here.variational, mean=here.mean + step, statistics=replace(sums.statistics, curvature=curvature))
+        there = replace(
+            here.variational,
+            mean=here.mean + step,
+            statistics=replace(sums.statistics, curvature=curvature),
+        )
         here, distance = replace(here, variational=there), float(gradient @ step)
     if not distance <= CONVERGED**2:
-        raise ValueError(f"The variational Gaussian did not converge in {ROUNDS_FROM_THERE} rounds.")
+        raise ValueError(
+            f"The variational Gaussian did not converge in {ROUNDS_FROM_THERE} rounds."
+        )
     return here

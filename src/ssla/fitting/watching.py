@@ -19,19 +19,25 @@ from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
-LEAST_SHARE = 0.5  # of the rows with a positive weight: a smaller sum of weights cannot be one of frequencies
+LEAST_SHARE = (
+    0.5  # of the rows with a positive weight: a smaller sum of weights cannot be one of frequencies
+)
 WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network about 1
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Numbers y beside the outputs f that predict them: whether their scales belong together, and what rounding hides."""
+    """Numbers y beside the outputs f that predict them: whether their scales belong together,
+    and what rounding hides.
+    """
 
     weight: float
     mean: Tensor  # of y (C,)
     squares: Tensor  # Σ w (y − mean)² (C,)
     missed: Tensor  # Σ w (y − f)² (C,)
-    grain_y: Tensor  # the rounding steps ε|y| and ε|f| in the dtypes they came in, at their largest (C,)
+    grain_y: (
+        Tensor  # the rounding steps ε|y| and ε|f| in the dtypes they came in, at their largest (C,)
+    )
     grain_f: Tensor
 
     @staticmethod
@@ -41,7 +47,9 @@ class Spread:
         total = float(w.sum())
         mean = (w * y).sum(0) / max(total, 1e-300)
         missed, squares = (w * (y - f) ** 2).sum(0), (w * (y - mean) ** 2).sum(0)
-        return Spread(total, mean, squares, missed, grain_y * y.abs().amax(0), grain_f.amax(0).double())
+        return Spread(
+            total, mean, squares, missed, grain_y * y.abs().amax(0), grain_f.amax(0).double()
+        )
 
     def merge(self, other: Spread) -> Spread:
         weight = self.weight + other.weight
@@ -56,18 +64,21 @@ class Spread:
         )
 
     def warn_scale(self, missed: Tensor, notes: list[str]) -> None:
-        """Where the residuals are far larger than the targets' own spread: a network that is only poor has about their spread."""
+        """Where the residuals are far larger than the targets' own spread: a network that is
+        only poor has about their spread.
+        """
         ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
         worst = int(ratio.argmax())
         if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
             return
         off, sd = ((part[worst] / self.weight).sqrt() for part in (missed, self.squares))
         message = (
-            f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the targets (root mean square "
-            f"{float(off):.3g}, standard deviation {float(sd):.3g}): a constant would predict better. Likely causes: (a) the "
-            "network was trained on targets of another scale or unit (standardised, a logarithm): give y as in training, and "
-            "change the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) a strong prior in conflict with "
-            "the data: see ssla.conflict(posterior)."
+            f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the "
+            f"targets (root mean square {float(off):.3g}, standard deviation {float(sd):.3g}): a "
+            "constant would predict better. Likely causes: (a) the network was trained on targets "
+            "of another scale or unit (standardised, a logarithm): give y as in training, and "
+            "change the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) "
+            "a strong prior in conflict with the data: see ssla.conflict(posterior)."
         )
         notes.append(Note(message, DATA))
         warn(message)
@@ -76,13 +87,18 @@ class Spread:
         """Warn if the noise (C,) is below the rounding error of y or of the network's outputs."""
         for what, grain, remedy in (
             ("the targets, in the dtype they were given in", self.grain_y, "Give y in float64"),
-            (f"the network's outputs, in {str(dtype).removeprefix('torch.')}", self.grain_f, "Use model.double()"),
+            (
+                f"the network's outputs, in {str(dtype).removeprefix('torch.')}",
+                self.grain_f,
+                "Use model.double()",
+            ),
         ):
             if bool((noise < grain).any()):
                 worst = int((grain / noise).argmax())
                 message = (
-                    f"The noise ({float(noise[worst]):.3g}) is finer than the rounding of {what} ({float(grain[worst]):.3g}): "
-                    f"means and widths are wrong by about that much. {remedy}, or subtract an offset from y before training."
+                    f"The noise ({float(noise[worst]):.3g}) is finer than the rounding of {what} "
+                    f"({float(grain[worst]):.3g}): means and widths are wrong by about that much. "
+                    f"{remedy}, or subtract an offset from y before training."
                 )
                 notes.append(message)
                 warn(message)
@@ -90,7 +106,9 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class TargetRange:
-    """Watches for constant targets and input columns, for targets on another scale than the outputs, and counts classes."""
+    """Watches for constant targets and input columns, for targets on another scale than the
+    outputs, and counts classes.
+    """
 
     low: Tensor | None = None
     high: Tensor | None = None
@@ -115,9 +133,24 @@ class TargetRange:
         inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
         rows = y.shape[0]
-        weighted, weight = (rows, float(rows)) if weights is None else (int((weights > 0).sum()), float(weights.sum()))
+        weighted, weight = (
+            (rows, float(rows))
+            if weights is None
+            else (int((weights > 0).sum()), float(weights.sum()))
+        )
         return self.merge(
-            TargetRange(y.amin(0), y.amax(0), x_low, x_high, rows, spread, classes, numbers, weighted, weight),
+            TargetRange(
+                y.amin(0),
+                y.amax(0),
+                x_low,
+                x_high,
+                rows,
+                spread,
+                classes,
+                numbers,
+                weighted,
+                weight,
+            ),
         )
 
     def merge(self, other: TargetRange) -> TargetRange:
@@ -135,13 +168,16 @@ class TargetRange:
         )
 
     def warn_weights(self, notes: list[str]) -> None:
-        """Warn where the row weights sum to less than half of the rows that have one: they cannot be frequencies."""
+        """Warn where the row weights sum to less than half of the rows that have one: they
+        cannot be frequencies.
+        """
         if self.weight >= LEAST_SHARE * self.weighted:
             return
         message = (
-            f"Row weights sum to {self.weight:.4g}, less than half of the {self.weighted:,} rows with a positive weight. They "
-            f"are used as frequencies (a weight of 2 is a row twice), so the data count as {self.weight:.4g} rows and the "
-            "posterior stays near its prior. If only their ratios matter, give weights / weights.mean()."
+            f"Row weights sum to {self.weight:.4g}, less than half of the {self.weighted:,} rows "
+            "with a positive weight. They are used as frequencies (a weight of 2 is a row twice), "
+            f"so the data count as {self.weight:.4g} rows and the posterior stays near its prior. "
+            "If only their ratios matter, give weights / weights.mean()."
         )
         notes.append(Note(message, DATA))
         warn(message)
@@ -153,8 +189,15 @@ class TargetRange:
             warn("The data hold one row only, so the posterior is almost the prior.")
             return
         numbers = self.low is not None and self.low.is_floating_point()
-        if numbers and self.low is not None and self.high is not None and bool((self.low == self.high).any()):
-            notes.append(Note("the target is constant: nothing can be learned about its noise", DATA))
+        if (
+            numbers
+            and self.low is not None
+            and self.high is not None
+            and bool((self.low == self.high).any())
+        ):
+            notes.append(
+                Note("the target is constant: nothing can be learned about its noise", DATA)
+            )
             warn("The target is constant: nothing can be learned about its noise.")
         if self.x_low is not None and self.x_high is not None:
             constant = (self.x_low == self.x_high).nonzero().flatten().tolist()
@@ -173,12 +216,14 @@ def warn_residual(report: Report) -> None:
     if report.residual_per_parameter > limit:
         remedy = {
             AS_IS: "Train further, or use mode='polish' or mode='tilt'.",
-            TILT: "The network is far from trained under this prior: train further or weaken the prior.",
+            TILT: "The network is far from trained under this prior: train further or weaken the "
+            "prior.",
             POLISH: "",
         }[report.mode]
         warn(
-            f"The network is not at the mode: its residual gradient is {report.residual:.3g} posterior standard deviations "
-            f"({report.residual_per_parameter:.2g} per parameter). {remedy}"
+            f"The network is not at the mode: its residual gradient is {report.residual:.3g} "
+            f"posterior standard deviations ({report.residual_per_parameter:.2g} per parameter). "
+            f"{remedy}"
         )
 
 

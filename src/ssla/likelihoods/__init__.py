@@ -5,7 +5,14 @@ from ssla.likelihoods.counts import NegativeBinomial, Poisson
 from ssla.likelihoods.custom import Custom, custom
 from ssla.likelihoods.gaussian import Gaussian
 from ssla.likelihoods.heteroscedastic import HeteroscedasticGaussian
-from ssla.likelihoods.likelihood import BoundaryRefit, Bounded, Derivatives, Likelihood, Located, Started
+from ssla.likelihoods.likelihood import (
+    BoundaryRefit,
+    Bounded,
+    Derivatives,
+    Likelihood,
+    Located,
+    Started,
+)
 from ssla.likelihoods.student_t import StudentT
 from ssla.likelihoods.tempered import Tempered
 

@@ -1,9 +1,11 @@
-"""E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the values at f̂.
+"""E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the
+values at f̂.
 
-In closed form for mean and log variance and for the log rate of counts, else by fixed nodes (Gauss–Hermite for one and two
-outputs, a low-discrepancy set for more), a few rows at a time. With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i
-(1, C, C), and many classes need no C×C matrix for each row. With `diagonal` besides it is Σ_i w_i diag Λ_i (1, C), and they need
-none at all.
+In closed form for mean and log variance and for the log rate of counts, else by fixed nodes
+(Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time. With
+`pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C
+matrix for each row. With `diagonal` besides it is Σ_i w_i diag Λ_i (1, C), and they need none at
+all.
 """
 
 from __future__ import annotations
@@ -26,23 +28,31 @@ from ssla.maths.roots import Root, ScaledRoot
 
 LARGEST_EXPONENT = 170.0  # of a closed form: likelihoods cap theirs at 177
 NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache
-# up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change predictives by less than 2e-4 in KL, and
-# for many classes the sums over rows average out what one row's nodes miss
+# up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change
+# predictives by less than 2e-4 in KL, and for many classes the sums over rows average out what one
+# row's nodes miss
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
-# from so many rows on, or beyond so many classes, pooled sums over classes have nodes of their own in each row
+# from so many rows on, or beyond so many classes, pooled sums over classes have nodes of their own
+# in each row
 MANY_ROWS, MANY_CLASSES = 4096, 1000
-# Measured at (10k, 512, 10) against 512 nodes a row: 8 change the variances of outputs by 0.4%, 64 by 0.6%, so that the rounds'
-# own tolerance hides the rest (10,000 × 512 × 10, by a script that was not kept).
+# Measured at (10k, 512, 10) against 512 nodes a row: 8 change the variances of outputs by 0.4%, 64
+# by 0.6%, so that the rounds' own tolerance hides the rest (10,000 × 512 × 10, by a script that was
+# not kept).
 NODES_OF_ALL_ROWS = 1 << 17
 FEWEST_NODES = 8  # of a row
-BLOCK = 1 << 18  # numbers of those nodes that are worked on together: more for many classes, whose matrix is as large
+# numbers of those nodes that are worked on together: more for many classes, whose matrix is as
+# large
+BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
 class RowNodes:
-    """Nodes of its own for every row: `count` normal draws, half of them mirror images. The same in every pass.
+    """Nodes of its own for every row: `count` normal draws, half of them mirror images.
 
-    A sum over n rows averages over n · count nodes, so that few of them for each row are enough for it, but not for one row.
+    The same in every pass.
+
+    A sum over n rows averages over n · count nodes, so that few of them for each row are enough for
+    it, but not for one row.
     """
 
     count: int
@@ -50,7 +60,9 @@ class RowNodes:
 
     @staticmethod
     def for_rows(rows: int, classes: int) -> RowNodes | None:
-        """For a sum over so many rows; None: nodes that all rows share are as fast, or more accurate."""
+        """For a sum over so many rows; None: nodes that all rows share are as fast, or more
+        accurate.
+        """
         if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
         count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs(classes)))
@@ -71,16 +83,26 @@ def averages(
     diagonal: bool = False,
     row_nodes: RowNodes | None = None,
 ) -> Derivatives:
-    """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never indefinite, for E Λ.
+    """E log p (B,), E g (B, C), E Λ (B, C, C); with `fisher` the expected Fisher information, never
+    indefinite, for E Λ.
 
     row_nodes: of pooled classes, nodes of its own for every row.
     """
     B, C = f.shape
-    if row_nodes is not None and pool is not None and isinstance(root, ScaledRoot) and of_classes(likelihood):
+    if (
+        row_nodes is not None
+        and pool is not None
+        and isinstance(root, ScaledRoot)
+        and of_classes(likelihood)
+    ):
         return _of_classes_by_rows(likelihood, y, f, root, pool, diagonal, row_nodes)
     exact = _closed_form(likelihood, y, f, root, fisher)
     if exact is not None:
-        return exact if pool is None else exact._replace(precision=_pooled(exact.precision, pool, diagonal))
+        return (
+            exact
+            if pool is None
+            else exact._replace(precision=_pooled(exact.precision, pool, diagonal))
+        )
     nodes, weights = normal_nodes(C, _pairs(C))
     z = nodes.mT.contiguous()
     fast = of_classes(likelihood)
@@ -91,19 +113,27 @@ def averages(
         rows = slice(start, start + size)
         points = root.take(rows).times(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
         share = None if pool is None else pool[rows]
-        found = (_of_classes if fast else _of_nodes)(likelihood, y[rows], points, weights, fisher, share, diagonal)
+        found = (_of_classes if fast else _of_nodes)(
+            likelihood, y[rows], points, weights, fisher, share, diagonal
+        )
         if pool is not None and parts:
             found = found._replace(precision=parts[0].precision.add_(found.precision))
         parts.append(found)
     log_prob, score = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-    return Derivatives(log_prob, score, parts[0].precision if pool is not None else torch.cat([p.precision for p in parts]))
+    return Derivatives(
+        log_prob,
+        score,
+        parts[0].precision if pool is not None else torch.cat([p.precision for p in parts]),
+    )
 
 
 def _pairs(outputs: int) -> int:
     return next(pairs for most, pairs in PAIRS if most >= outputs)
 
 
-def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
+def pooled_fisher(
+    likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False
+) -> Tensor:
     """Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C)."""
     if of_classes(likelihood):
         p, weight = likelihood.mean(f), _weight(likelihood)
@@ -112,7 +142,9 @@ def pooled_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: boo
         return _from_outer((p * pool[:, None]).mT @ p).mul_(weight).unsqueeze(0)
     size = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     blocks = [slice(start, start + size) for start in range(0, max(len(f), 1), size)]
-    total = torch.stack([torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]).sum(0, keepdim=True)
+    total = torch.stack(
+        [torch.tensordot(pool[rows], likelihood.fisher(f[rows]), 1) for rows in blocks]
+    ).sum(0, keepdim=True)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
@@ -124,7 +156,9 @@ def concave(likelihood: Likelihood) -> bool:
 
 def of_classes(likelihood: Likelihood) -> bool:
     """Whether Λ = diag(p) − ppᵀ, up to a factor."""
-    return isinstance(likelihood.base if isinstance(likelihood, Tempered) else likelihood, Categorical)
+    return isinstance(
+        likelihood.base if isinstance(likelihood, Tempered) else likelihood, Categorical
+    )
 
 
 def _beta(likelihood: Likelihood) -> float:
@@ -144,7 +178,13 @@ def _weight(likelihood: Likelihood) -> float:
 
 
 def _of_nodes(
-    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    weights: Tensor,
+    fisher: bool,
+    pool: Tensor | None,
+    diagonal: bool,
 ) -> Derivatives:
     f = f.mT
     found = likelihood.derivatives(y.unsqueeze(1).expand(*f.shape[:2], *y.shape[1:]), f)
@@ -152,7 +192,9 @@ def _of_nodes(
         found = found._replace(precision=likelihood.fisher(f))
     log_prob, score, precision = (torch.tensordot(part, weights, dims=([1], [0])) for part in found)
     precision = (precision + precision.mT) / 2
-    return Derivatives(log_prob, score, precision if pool is None else _pooled(precision, pool, diagonal))
+    return Derivatives(
+        log_prob, score, precision if pool is None else _pooled(precision, pool, diagonal)
+    )
 
 
 def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
@@ -161,8 +203,12 @@ def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _closed_form(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool) -> Derivatives | None:
-    """Where log p is a polynomial plus an exponential of outputs; None elsewhere, and where the exponential is capped."""
+def _closed_form(
+    likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool
+) -> Derivatives | None:
+    """Where log p is a polynomial plus an exponential of outputs; None elsewhere, and where the
+    exponential is capped.
+    """
     law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
     known = isinstance(law, HeteroscedasticGaussian | Poisson) and law.linear_domain
     if not known:
@@ -172,7 +218,11 @@ def _closed_form(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fishe
     if bool((exponent > LARGEST_EXPONENT).any()):
         return None
     w = torch.exp(exponent)
-    found = _of_log_rate(y, f, w) if isinstance(law, Poisson) else _of_mean_and_log_variance(y, f, K, w, fisher)
+    found = (
+        _of_log_rate(y, f, w)
+        if isinstance(law, Poisson)
+        else _of_mean_and_log_variance(y, f, K, w, fisher)
+    )
     beta = _beta(likelihood)
     return found if beta == 1 else Derivatives(*(beta * part for part in found))
 
@@ -182,8 +232,12 @@ def _covariance(f: Tensor, root: Root) -> Tensor:
     return R @ R.mT
 
 
-def _of_mean_and_log_variance(y: Tensor, f: Tensor, K: Tensor, w: Tensor, fisher: bool) -> Derivatives:
-    """With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its variance as before."""
+def _of_mean_and_log_variance(
+    y: Tensor, f: Tensor, K: Tensor, w: Tensor, fisher: bool
+) -> Derivatives:
+    """With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its
+    variance as before.
+    """
     mean, log_variance = f.unbind(-1)
     r = event(y, f) - mean + K[:, 0, 1]
     first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
@@ -201,7 +255,13 @@ def _of_log_rate(y: Tensor, f: Tensor, rate: Tensor) -> Derivatives:
 
 
 def _of_classes(
-    likelihood: Likelihood, y: Tensor, f: Tensor, weights: Tensor, fisher: bool, pool: Tensor | None, diagonal: bool
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    weights: Tensor,
+    fisher: bool,
+    pool: Tensor | None,
+    diagonal: bool,
 ) -> Derivatives:
     """E Λ = diag(E p) − E p pᵀ, without a matrix for each node. f is overwritten."""
     beta, temperature = _beta(likelihood), _temperature(likelihood)
@@ -219,7 +279,11 @@ def _of_classes(
         even = bool((weights == weights[0]).all())
         outer = (p @ p.mT).mul_(weights[0]) if even else (p * weights) @ p.mT
         score = hits - outer.sum(-1)  # Σ p = 1 at each node
-        return Derivatives(beta * log_prob, beta / temperature * score, _from_outer(outer).mul_(_weight(likelihood)))
+        return Derivatives(
+            beta * log_prob,
+            beta / temperature * score,
+            _from_outer(outer).mul_(_weight(likelihood)),
+        )
     score = hits - p @ weights
     if diagonal:
         precision = _weight(likelihood) * (pool @ ((1 - p).mul_(p) @ weights)).unsqueeze(0)
@@ -241,8 +305,8 @@ def curvature_product(
 ) -> Tensor:
     """Λ u for each row at f; with a root, E[Λ] u under N(f, R Rᵀ).  u (B, C) -> (B, C).
 
-    For classes no matrix of a row is formed at f, nor with nodes of its own for each row. `fisher` and `row_nodes` as in
-    `averages`.
+    For classes no matrix of a row is formed at f, nor with nodes of its own for each row. `fisher`
+    and `row_nodes` as in `averages`.
     """
     B, C = f.shape
     if of_classes(likelihood) and root is None:
@@ -269,7 +333,9 @@ def curvature_product(
 def _at_row_nodes(
     likelihood: Likelihood, y: Tensor, f: Tensor, root: ScaledRoot, nodes: RowNodes
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of rows, with E log p(y|f) (b,) of the base law and the probabilities at their nodes (C, b, S)."""
+    """Blocks of rows, with E log p(y|f) (b,) of the base law and the probabilities at their
+    nodes (C, b, S).
+    """
     B, C = f.shape
     temperature = _temperature(likelihood)
     generator = torch.Generator().manual_seed(nodes.seed)
@@ -293,9 +359,18 @@ def _at_row_nodes(
 
 
 def _of_classes_by_rows(
-    likelihood: Likelihood, y: Tensor, f: Tensor, root: ScaledRoot, pool: Tensor, diagonal: bool, nodes: RowNodes
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    root: ScaledRoot,
+    pool: Tensor,
+    diagonal: bool,
+    nodes: RowNodes,
 ) -> Derivatives:
-    """As `_of_classes` for pooled rows, with `nodes`, in the dtype of the root. Sums over blocks of rows are float64."""
+    """As `_of_classes` for pooled rows, with `nodes`, in the dtype of the root.
+
+    Sums over blocks of rows are float64.
+    """
     beta, temperature = _beta(likelihood), _temperature(likelihood)
     B, C = f.shape
     log_prob, mean = torch.empty(B, dtype=torch.float64), torch.empty(C, B, dtype=torch.float64)
@@ -309,7 +384,11 @@ def _of_classes_by_rows(
         else:  # one product over all rows and nodes
             total += ((p * weights[:, None]).flatten(1) @ p.flatten(1).mT).double()
     hits = torch.nn.functional.one_hot(y.long(), C)
-    precision = (total if diagonal else _from_outer((total + total.mT).div_(2))).mul_(_weight(likelihood)).unsqueeze(0)
+    precision = (
+        (total if diagonal else _from_outer((total + total.mT).div_(2)))
+        .mul_(_weight(likelihood))
+        .unsqueeze(0)
+    )
     return Derivatives(beta * log_prob, beta / temperature * (hits - mean.mT), precision)
 
 

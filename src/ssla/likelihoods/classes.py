@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ssla._checks import batched, in_plain_torch, positive
-from ssla.likelihoods.likelihood import CLOSE, Derivatives, Likelihood, common_shape, event, need_outputs, softplus_difference
+from ssla.likelihoods.likelihood import (
+    CLOSE,
+    Derivatives,
+    Likelihood,
+    common_shape,
+    event,
+    need_outputs,
+    softplus_difference,
+)
 from ssla.likelihoods.support import Classes, Support
 from ssla.maths.quadrature.logistic import logistic_normal
 
@@ -35,11 +43,15 @@ class _Classes:
         if factor > CLOSE:
             return f"the network is over-confident: its logits are {factor:.2g} times too large"
         if factor < 1 / CLOSE:
-            return f"the network is under-confident: its logits should be {1 / factor:.2g} times as large"
+            return (
+                f"the network is under-confident: its logits should be {1 / factor:.2g} times as "
+                "large"
+            )
         return "the network's confidence is right: no other temperature is clearly better"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.temperature == 1 else f'temperature={self.temperature:.4g}'})"
+        temperature = "" if self.temperature == 1 else f"temperature={self.temperature:.4g}"
+        return f"{type(self).__name__}({temperature})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,7 +82,9 @@ class Bernoulli(_Classes):
         return torch.where(event(y, f) > 0, found.log_one, found.log_zero)
 
     def support_for(self, outputs: int) -> Support:
-        need_outputs("Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical")
+        need_outputs(
+            "Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical"
+        )
         return Classes(2)
 
     def check_outputs(self, f: Tensor) -> None:
@@ -82,7 +96,9 @@ class Bernoulli(_Classes):
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         sign = 2 * event(y, f_new).to(f_new.dtype) - 1
-        return -softplus_difference(-sign * self.logits(f_old)[..., 0], -sign * self.logits(f_new - f_old)[..., 0])
+        return -softplus_difference(
+            -sign * self.logits(f_old)[..., 0], -sign * self.logits(f_new - f_old)[..., 0]
+        )
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         sign = 2 * event(y, f).to(f.dtype) - 1
@@ -136,8 +152,8 @@ class Categorical(_Classes):
     def support_for(self, outputs: int) -> Support:
         if outputs < 2:
             raise ValueError(
-                "Categorical needs a network with one logit for each class, at least two, but this one has one output. "
-                "For one logit use Bernoulli()."
+                "Categorical needs a network with one logit for each class, at least two, but this "
+                "one has one output. For one logit use Bernoulli()."
             )
         return Classes(outputs)
 
@@ -151,19 +167,25 @@ class Categorical(_Classes):
         return logs.expand(*shape, -1).gather(-1, y.expand(shape).unsqueeze(-1)).squeeze(-1)
 
     def log_prob_at_nodes(self, y: Tensor, f: Tensor) -> Tensor:
-        """log p(y|f) (B, J) at f (B, C, J), in place: of each node only the sum of its exponentials is needed."""
+        """log p(y|f) (B, J) at f (B, C, J), in place: of each node only the sum of its
+        exponentials is needed.
+        """
         f -= f.amax(1, keepdim=True)
         f /= self.temperature
         own = f.gather(1, y.long()[:, None, None].expand(-1, 1, f.shape[2])).squeeze(1)
         return own - f.exp_().sum(1).log()
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y exceeds one."""
+        """−log1p Σ_c p_c expm1(Δ_c − Δ_y), p at f_old; the plain difference where a Δ_c − Δ_y
+        exceeds one.
+        """
         y = y.long()
         shape = common_shape(y, f_new[..., 0], f_old[..., 0])
         d = self.logits(f_new - f_old).expand(*shape, -1)
         d = d - d.gather(-1, y.expand(shape).unsqueeze(-1))
-        close = -torch.log1p((torch.softmax(self.logits(f_old), -1) * torch.expm1(d.clamp(-1, 1))).sum(-1))
+        close = -torch.log1p(
+            (torch.softmax(self.logits(f_old), -1) * torch.expm1(d.clamp(-1, 1))).sum(-1)
+        )
         far = d.abs().amax(-1) > 1
         if batched(far):  # inside torch.func.vmap no step may depend on values
             return torch.where(far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
@@ -205,10 +227,16 @@ class Categorical(_Classes):
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         p = self.mean(f)
-        draws = torch.multinomial(p.reshape(-1, p.shape[-1]), n, replacement=True, generator=generator)
+        draws = torch.multinomial(
+            p.reshape(-1, p.shape[-1]), n, replacement=True, generator=generator
+        )
         return draws.mT.reshape(n, *f.shape[:-1])
 
 
 def _softmax(f: Tensor) -> Tensor:
     """Over the last dimension, without a copy where f is stored component-major."""
-    return torch.softmax(f.movedim(-1, 0), 0).movedim(0, -1) if f.stride(-1) != 1 else torch.softmax(f, -1)
+    return (
+        torch.softmax(f.movedim(-1, 0), 0).movedim(0, -1)
+        if f.stride(-1) != 1
+        else torch.softmax(f, -1)
+    )

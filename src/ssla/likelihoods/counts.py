@@ -37,7 +37,8 @@ class Poisson:
         identity:  g = y/λ − 1,  Λ = y/λ², fisher = 1/λ
 
     With link "identity" an output refit of y = 0 is the integral of e^−λ over λ > 0 (see
-    `refit_at_boundary`). The density of other counts is zero at λ = 0, so that their modes are inside.
+    `refit_at_boundary`). The density of other counts is zero at λ = 0, so that their modes are
+    inside.
     """
 
     link: str = "log"
@@ -59,7 +60,9 @@ class Poisson:
         return self.link == "log"
 
     def dispersed(self, factor: float) -> Likelihood:
-        """With that many times the variance at a mean of 1, if that is more and the link is the logarithm."""
+        """With that many times the variance at a mean of 1, if that is more and the link is the
+        logarithm.
+        """
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
 
     def dispersion_in_words(self, factor: float) -> str:
@@ -74,16 +77,21 @@ class Poisson:
     def check_outputs(self, f: Tensor) -> None:
         if not self.linear_domain and bool((f <= 0).any()):
             raise ValueError(
-                f"Poisson(link='identity') needs positive outputs (the rate), but the network gives {float(f.min()):.4g}. "
-                "Use link='log', which allows every output, or end the network in a positive function."
+                "Poisson(link='identity') needs positive outputs (the rate), but the network "
+                f"gives {float(f.min()):.4g}. Use link='log', which allows every output, or end "
+                "the network in a positive function."
             )
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f).to(f.dtype), f[..., 0]
         if self.linear_domain:
-            return torch.where(y < MANY, y * a - capped_exp(a) - torch.lgamma(y + 1), _of_many(y, a))
+            return torch.where(
+                y < MANY, y * a - capped_exp(a) - torch.lgamma(y + 1), _of_many(y, a)
+            )
         value = torch.xlogy(y, a.clamp_min(0)) - a - torch.lgamma(y + 1)
-        value = torch.where(y < MANY, value, _of_many(y, a.clamp_min(torch.finfo(a.dtype).tiny).log()))
+        value = torch.where(
+            y < MANY, value, _of_many(y, a.clamp_min(torch.finfo(a.dtype).tiny).log())
+        )
         return torch.where(a > 0, value, torch.full_like(value, -math.inf))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
@@ -91,10 +99,16 @@ class Poisson:
         y, a, b = event(y, f_new).to(f_new.dtype), f_new[..., 0], f_old[..., 0]
         d = a - b
         if self.linear_domain:
-            rate = torch.where(d.abs() <= 1, capped_exp(b) * torch.expm1(d.clamp(-1, 1)), capped_exp(a) - capped_exp(b))
+            rate = torch.where(
+                d.abs() <= 1,
+                capped_exp(b) * torch.expm1(d.clamp(-1, 1)),
+                capped_exp(a) - capped_exp(b),
+            )
             return y * d - rate
         part = d / b
-        log = torch.where(part.abs() <= 0.5, torch.log1p(part.clamp(-0.5, 0.5)), a.clamp_min(0).log() - b.log())
+        log = torch.where(
+            part.abs() <= 0.5, torch.log1p(part.clamp(-0.5, 0.5)), a.clamp_min(0).log() - b.log()
+        )
         value = torch.where(y == 0, torch.zeros_like(d), y * log) - d
         return torch.where(a > 0, value, torch.full_like(value, -math.inf))
 
@@ -117,13 +131,14 @@ class Poisson:
         """y = 0 under a rate λ ~ N(m, s²) that is cut at zero: ∫ e^−λ N(λ; m, s²) dλ over λ > 0.
 
         log p(0|λ) = −λ has no curvature. Its mode m − s² is moved to zero where it is below. With
-        t = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the same
-        is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
+        t = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the
+        same is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
         """
         if self.linear_domain:
             return None
         y, m, variance = torch.broadcast_tensors(event(y, f).to(f.dtype), f[..., 0], K[..., 0, 0])
-        # A doubt below 1e-6 of the rate has no mass at zero: the floor keeps derivatives finite for K = 0.
+        # A doubt below 1e-6 of the rate has no mass at zero: the floor keeps derivatives finite
+        # where K = 0.
         variance_used = torch.maximum(variance, 1e-12 * m.detach() ** 2)
         sd = variance_used.sqrt()
         t = sd - m / sd
@@ -147,14 +162,18 @@ class Poisson:
 
 
 def _of_many(y: Tensor, log_rate: Tensor) -> Tensor:
-    """log P(y) of a Poisson law for y ≥ MANY: −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ − log y.
+    """log P(y) of a Poisson law for y ≥ MANY: −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ −
+    log y.
 
-    y log λ − λ − log y! is a difference of numbers of size y log y, which rounding decides from y = 1e13 on.
+    y log λ − λ − log y! is a difference of numbers of size y log y, which rounding decides from y =
+    1e13 on.
     """
     y = y.clamp_min(MANY)
     d = log_rate - y.log()
     near = d.clamp(-SERIES, SERIES)
-    series = near * near * (1 / 2 + near * (1 / 6 + near * (1 / 24 + near * (1 / 120 + near / 720))))
+    series = (
+        near * near * (1 / 2 + near * (1 / 6 + near * (1 / 24 + near * (1 / 120 + near / 720))))
+    )
     excess = torch.where(d.abs() <= SERIES, series, torch.special.expm1(d.clamp_max(_most(d))) - d)
     return -y * excess - 0.5 * torch.log(2 * math.pi * y) - 1 / (12 * y)
 
@@ -168,7 +187,12 @@ def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
     """log Γ(y + r)/Γ(y + 1) for y ≥ MANY, by Stirling's formula with the difference taken first."""
     low = y.clamp_min(MANY) + 1
     high = low + (r - 1)
-    return (low - 0.5) * torch.log1p((r - 1) / low) + (r - 1) * (high.log() - 1) + 1 / (12 * high) - 1 / (12 * low)
+    return (
+        (low - 0.5) * torch.log1p((r - 1) / low)
+        + (r - 1) * (high.log() - 1)
+        + 1 / (12 * high)
+        - 1 / (12 * low)
+    )
 
 
 @dataclass(frozen=True)
@@ -183,7 +207,11 @@ class NegativeBinomial:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive("NegativeBinomial dispersion", torch.tensor(float(self.dispersion)), "For no extra spread use Poisson().")
+        positive(
+            "NegativeBinomial dispersion",
+            torch.tensor(float(self.dispersion)),
+            "For no extra spread use Poisson().",
+        )
 
     def dispersed(self, factor: float) -> NegativeBinomial:
         """With that many times the dispersion."""
@@ -215,7 +243,13 @@ class NegativeBinomial:
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, z, r = event(y, f).to(f.dtype), self._logit(f), 1 / self.dispersion
-        few = torch.lgamma(y + r) - math.lgamma(r) - torch.lgamma(y + 1) - r * softplus(z) - y * softplus(-z)
+        few = (
+            torch.lgamma(y + r)
+            - math.lgamma(r)
+            - torch.lgamma(y + 1)
+            - r * softplus(z)
+            - y * softplus(-z)
+        )
         many = _log_gamma_ratio(y, r) - math.lgamma(r) - r * softplus(z) - y * softplus(-z)
         return torch.where(y < MANY, few, many)
 
@@ -246,5 +280,7 @@ class NegativeBinomial:
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self.mean(f).expand(n, *f.shape[:-1])
-        rate = torch._standard_gamma(torch.full_like(mean, 1 / self.dispersion), generator=generator)
+        rate = torch._standard_gamma(
+            torch.full_like(mean, 1 / self.dispersion), generator=generator
+        )
         return torch.poisson(rate * self.dispersion * mean, generator=generator)

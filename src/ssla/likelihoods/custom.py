@@ -11,8 +11,24 @@ import torch
 from torch import Tensor
 
 from ssla._checks import differentiated, in_plain_torch, unknown_name, warn
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, common_shape, event, need_outputs, uniform
-from ssla.likelihoods.support import Circular, Classes, Continuous, Counts, Positive, Real, Support, UnitInterval
+from ssla.likelihoods.likelihood import (
+    Derivatives,
+    Likelihood,
+    common_shape,
+    event,
+    need_outputs,
+    uniform,
+)
+from ssla.likelihoods.support import (
+    Circular,
+    Classes,
+    Continuous,
+    Counts,
+    Positive,
+    Real,
+    Support,
+    UnitInterval,
+)
 from ssla.maths import quadrature
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
@@ -55,18 +71,26 @@ class Custom:
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y = event(y, f)
-        if isinstance(self.support, Counts) and y.is_floating_point() and bool((y != y.floor()).any()):
+        if (
+            isinstance(self.support, Counts)
+            and y.is_floating_point()
+            and bool((y != y.floor()).any())
+        ):
             return self._between_counts(y, f)
         if isinstance(self.support, Circular):
             y = quadrature.wrapped(y)
         value = self.log_prob_function(y, f)
         if not isinstance(value, Tensor):
-            raise TypeError(f"log_prob(y, f) must return a tensor with one value for each y, but returned {value!r}.")
+            raise TypeError(
+                "log_prob(y, f) must return a tensor with one value for each y, but returned "
+                f"{value!r}."
+            )
         expected = common_shape(y, f[..., 0])
         if value.shape != expected:
             raise ValueError(
-                f"log_prob(y, f) must return one value for each y: for y {tuple(y.shape)} and f {tuple(f.shape)} the shape "
-                f"{tuple(expected)}, but it returned {tuple(value.shape)}. Index the outputs as f[..., 0], f[..., 1], …"
+                f"log_prob(y, f) must return one value for each y: for y {tuple(y.shape)} and f "
+                f"{tuple(f.shape)} the shape {tuple(expected)}, but it returned "
+                f"{tuple(value.shape)}. Index the outputs as f[..., 0], f[..., 1], …"
             )
         return value
 
@@ -78,8 +102,9 @@ class Custom:
         return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no cancellation for a small Δ, and the error of
-        the rule is O(|Δ|⁹). Elsewhere the plain difference, with the rounding error of log p.
+        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no cancellation
+        for a small Δ, and the error of the rule is O(|Δ|⁹). Elsewhere the plain difference, with
+        the rounding error of log p.
         """
         y = event(y, f_new)
         d = f_new - f_old
@@ -105,8 +130,13 @@ class Custom:
         return Derivatives(value, score, precision)
 
     @in_plain_torch
-    def _differentiate(self, y: Tensor, f: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log p, g and Λ. Rows are independent, so the gradient of a sum over rows holds the derivative of each row."""
+    def _differentiate(
+        self, y: Tensor, f: Tensor, second: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log p, g and Λ.
+
+        Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
+        """
         y = event(y, f)
         shape = common_shape(y, f[..., 0])
         with differentiated("log_prob of the likelihood"):
@@ -120,7 +150,9 @@ class Custom:
         return value.detach(), score.detach(), (precision + precision.mT) / 2
 
     def fisher(self, f: Tensor) -> Tensor:
-        """E_y[g gᵀ] (equal to E_y Λ), by summation or quadrature over y; positive semi-definite by construction."""
+        """E_y[g gᵀ] (equal to E_y Λ), by summation or quadrature over y; positive semi-definite
+        by construction.
+        """
         if self.fisher_function is not None:
             return self.fisher_function(f)
         flat = f.reshape(-1, f.shape[-1]).double()
@@ -131,11 +163,19 @@ class Custom:
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
     def straight(self, f: Tensor) -> bool:
-        """Whether log p has a slope but no curvature in f for every y, like |y − f|. Tested at the first row of f."""
+        """Whether log p has a slope but no curvature in f for every y, like |y − f|.
+
+        Tested at the first row of f.
+        """
         if not self._straight:
             first = f.reshape(-1, f.shape[-1])[:1].double()
-            found = [self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)]
-            self._straight.append(not any(bool(d.precision.any()) for d in found) and any(bool(d.score.any()) for d in found))
+            found = [
+                self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)
+            ]
+            self._straight.append(
+                not any(bool(d.precision.any()) for d in found)
+                and any(bool(d.score.any()) for d in found)
+            )
         return self._straight[0]
 
     @cached_property
@@ -181,8 +221,16 @@ class Custom:
     def _nodes(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(rows, y (m, k), probability share (m, k)) with Σ h(y)·share ≈ E h(y)."""
         if isinstance(self.support, Classes):
-            y = torch.arange(self.support.count, dtype=f.dtype, device=f.device).expand(f.shape[0], -1)
-            return [(torch.arange(f.shape[0]), y, self._normalised(self.log_prob(y, f.unsqueeze(1)).exp()))]
+            y = torch.arange(self.support.count, dtype=f.dtype, device=f.device).expand(
+                f.shape[0], -1
+            )
+            return [
+                (
+                    torch.arange(f.shape[0]),
+                    y,
+                    self._normalised(self.log_prob(y, f.unsqueeze(1)).exp()),
+                )
+            ]
         if isinstance(self.support, Counts):
             return self._counts(f)
         if isinstance(self.support, Circular):
@@ -194,16 +242,22 @@ class Custom:
         return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
 
     def _warn_mass(self, log_masses: list[Tensor]) -> None:
-        """A warning where the integral of the density depends on f. (A constant factor only changes `mass`.)"""
+        """A warning where the integral of the density depends on f.
+
+        (A constant factor only changes `mass`.)
+        """
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
             warn(
-                f"log_prob must be normalised over y, but the density integrates to {float(masses.min()):.4g} … "
-                f"{float(masses.max()):.4g}, depending on f: the fit will be wrong. Add the normalising constant."
+                "log_prob must be normalised over y, but the density integrates to "
+                f"{float(masses.min()):.4g} … {float(masses.max()):.4g}, depending on f: the fit "
+                "will be wrong. Add the normalising constant."
             )
 
     def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Counts up to 65,535 are summed one by one; larger ones, if needed, by an integral of the interpolated log p."""
+        """Counts up to 65,535 are summed one by one; larger ones, if needed, by an integral of
+        the interpolated log p.
+        """
         found, pending, count = [], torch.arange(f.shape[0]), 64
         while pending.numel():
             y = torch.arange(count, dtype=f.dtype, device=f.device)
@@ -219,8 +273,12 @@ class Custom:
             pending, count = torch.cat(rest) if rest else pending[:0], 4 * count
         return found
 
-    def _with_large_counts(self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The counts y with their shares (m, k), and nodes for the counts beyond them: y = k − ½ + e^z."""
+    def _with_large_counts(
+        self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The counts y with their shares (m, k), and nodes for the counts beyond them: y = k −
+        ½ + e^z.
+        """
         first, beyond = len(y) - 0.5, Positive()
 
         def log_density(z: Tensor, index: Tensor) -> Tensor:
@@ -228,10 +286,18 @@ class Custom:
             return self.log_prob(large, f[rows[index]].unsqueeze(1)) + beyond.log_slope(z)
 
         found = []
-        for part, grid in quadrature.build(log_density, *quadrature.locate(log_density, rows.numel()), LARGE_COUNTS):
+        for part, grid in quadrature.build(
+            log_density, *quadrature.locate(log_density, rows.numel()), LARGE_COUNTS
+        ):
             large = first + beyond.from_real(grid.nodes)
             shares = torch.cat([share[part], grid.log_terms.exp()], 1)
-            found.append((rows[part], torch.cat([y.expand(len(part), -1), large], 1), self._normalised(shares)))
+            found.append(
+                (
+                    rows[part],
+                    torch.cat([y.expand(len(part), -1), large], 1),
+                    self._normalised(shares),
+                )
+            )
         return found
 
     def _normalised(self, share: Tensor) -> Tensor:
@@ -240,8 +306,9 @@ class Custom:
         off = ~((total - 1).abs() <= NORMALISED)
         if bool(off.any()):
             raise ValueError(
-                f"log_prob must be normalised over y, but its probabilities sum to {float(total[off][0]):.6g} and not to 1 "
-                f"(the first of {int(off.sum())} such rows of f). Add the normalising constant, which may depend on f."
+                "log_prob must be normalised over y, but its probabilities sum to "
+                f"{float(total[off][0]):.6g} and not to 1 (the first of {int(off.sum())} such rows "
+                "of f). Add the normalising constant, which may depend on f."
             )
         return share
 
@@ -255,12 +322,18 @@ class Custom:
         return log_density
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        if self.mean_function is not None and self.variance_function is not None and isinstance(self.support, Real):
+        if (
+            self.mean_function is not None
+            and self.variance_function is not None
+            and isinstance(self.support, Real)
+        ):
             return self.mean_function(f), self.variance_function(f).sqrt()
         return quadrature.locate(self._log_density(f), f.shape[0])
 
     def _circles(self, f: Tensor) -> list[quadrature.Around]:
-        return quadrature.build_circles(lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0])
+        return quadrature.build_circles(
+            lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0]
+        )
 
     def _grids(self, f: Tensor) -> list[quadrature.Built]:
         return quadrature.build(self._log_density(f), *self.guess(f, f), ACCURACY)
@@ -273,7 +346,9 @@ class Custom:
         if isinstance(self.support, Counts | Classes):
             for rows, y, share in self._nodes(flat):
                 cumulative = share.cumsum(1)
-                place = torch.searchsorted(cumulative / cumulative[:, -1:], u[:, rows].mT.contiguous())
+                place = torch.searchsorted(
+                    cumulative / cumulative[:, -1:], u[:, rows].mT.contiguous()
+                )
                 draws[:, rows] = y.gather(1, place.clamp_max(y.shape[1] - 1)).round().mT
         elif isinstance(self.support, Circular):
             for rows, circle in self._circles(flat):
@@ -307,13 +382,13 @@ def custom(
     ----------
     log_prob:
         log_prob(y, f) with y (...) and f (..., C), broadcasting, normalised over y, twice
-        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of a density
-        changes only `mass` and the evidence; a missing factor that depends on f makes the fit wrong and gives a warning; for
-        counts and classes either is an error. Where log_prob has kinks and no curvature in f, like |y − f|, `fit` uses
-        mode="tilt" and warns.
+        differentiable in f by autograd. Index outputs as `f[..., 0]`. A missing constant factor of
+        a density changes only `mass` and the evidence; a missing factor that depends on f makes the
+        fit wrong and gives a warning; for counts and classes either is an error. Where log_prob has
+        kinks and no curvature in f, like |y − f|, `fit` uses mode="tilt" and warns.
     support:
-        The allowed values of y: "real", "positive", "unit_interval", "circular" (angles in radians, mapped to [−π, π)), "counts"
-        or "classes" (with `classes=`).
+        The allowed values of y: "real", "positive", "unit_interval", "circular" (angles in radians,
+        mapped to [−π, π)), "counts" or "classes" (with `classes=`).
     outputs:
         The number of outputs that the network must have, if it should be checked.
     fisher, mean, variance:
@@ -323,7 +398,7 @@ def custom(
     Example
     -------
     >>> import math, torch, ssla
-    >>> def log_prob(y, f):                     # a smooth Laplace distribution around the first output
+    >>> def log_prob(y, f):  # a smooth Laplace distribution around the first output
     ...     distance = torch.sqrt((y - f[..., 0]) ** 2 + 1e-6)
     ...     return -math.log(2) - f[..., 1] - distance * torch.exp(-f[..., 1])
     >>> likelihood = ssla.likelihoods.custom(log_prob, outputs=2)
@@ -333,7 +408,9 @@ def custom(
     if support not in SUPPORTS:
         raise ValueError(unknown_name("support", support, SUPPORTS))
     if (support == "classes") != (classes is not None):
-        raise ValueError('Give classes= (their number) together with support="classes", and only then.')
+        raise ValueError(
+            'Give classes= (their number) together with support="classes", and only then.'
+        )
     kinds: dict[str, Support] = {
         "real": Real(),
         "positive": Positive(),

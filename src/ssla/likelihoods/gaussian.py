@@ -27,7 +27,8 @@ class Gaussian:
     covariance:
         Full Σ (D, D) in place of `noise`.
 
-    Λ = fisher = Σ⁻¹ for every y and f. There is no default, because an unnoticed σ = 1 gives wrong intervals.
+    Λ = fisher = Σ⁻¹ for every y and f. There is no default, because an unnoticed σ = 1 gives wrong
+    intervals.
     """
 
     noise: float | Tensor | str | None = None
@@ -37,12 +38,14 @@ class Gaussian:
     def __post_init__(self) -> None:
         if (self.noise is None) == (self.covariance is None):
             raise ValueError(
-                'Gaussian takes noise= (a standard deviation, a tensor (D,), or "estimate") or covariance= (D, D): '
-                "exactly one of them."
+                'Gaussian takes noise= (a standard deviation, a tensor (D,), or "estimate") or '
+                "covariance= (D, D): exactly one of them."
             )
         if isinstance(self.noise, str):
             if self.noise != ESTIMATE:
-                raise ValueError(f'noise must be a number, a tensor (D,) or "estimate", but is {self.noise!r}.')
+                raise ValueError(
+                    f'noise must be a number, a tensor (D,) or "estimate", but is {self.noise!r}.'
+                )
         elif self.noise is not None:
             noise = recorded(torch.as_tensor(self.noise, dtype=torch.float64))
             if noise.dim() > 1:
@@ -50,15 +53,23 @@ class Gaussian:
                     f"noise must be a number or a tensor (D,), but has shape {tuple(noise.shape)}. "
                     "For correlated noise give covariance= (D, D)."
                 )
-            positive("noise", noise, 'It is a standard deviation; use noise="estimate" if it is unknown.')
+            positive(
+                "noise", noise, 'It is a standard deviation; use noise="estimate" if it is unknown.'
+            )
             object.__setattr__(self, "noise", noise if noise.dim() else float(noise))
         else:
             sigma = recorded(torch.as_tensor(self.covariance, dtype=torch.float64))
             if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
-                raise ValueError(f"covariance must be a square matrix (D, D), but has shape {tuple(sigma.shape)}.")
+                raise ValueError(
+                    "covariance must be a square matrix (D, D), but has shape "
+                    f"{tuple(sigma.shape)}."
+                )
             _, info = torch.linalg.cholesky_ex(sigma)
             if int(info) != 0 or not torch.allclose(sigma, sigma.mT):
-                raise ValueError("covariance must be symmetric and positive definite, but is not. Check its eigenvalues.")
+                raise ValueError(
+                    "covariance must be symmetric and positive definite, but is not. Check its "
+                    "eigenvalues."
+                )
             object.__setattr__(self, "covariance", sigma)
 
     @property
@@ -83,7 +94,10 @@ class Gaussian:
         elif isinstance(self.noise, Tensor):
             size = self.noise.numel()
         if size is not None and size != outputs:
-            raise ValueError(f"Gaussian has noise for {size} outputs, but the network has {outputs}. Give one for each output.")
+            raise ValueError(
+                f"Gaussian has noise for {size} outputs, but the network has {outputs}. Give one "
+                "for each output."
+            )
         return Real() if outputs == 1 else RealVector()
 
     def check_outputs(self, f: Tensor) -> None:
@@ -92,7 +106,10 @@ class Gaussian:
     def covariance_for(self, f: Tensor) -> Tensor:
         """Σ (C, C) in f's dtype and on its device."""
         if self.estimated:
-            raise ValueError('noise="estimate" has no value yet: ssla.fit estimates it; read it from posterior.likelihood.noise.')
+            raise ValueError(
+                'noise="estimate" has no value yet: ssla.fit estimates it; read it from '
+                "posterior.likelihood.noise."
+            )
         if self.covariance is not None:
             return self.covariance.to(f)
         sigma = torch.as_tensor(cast("float | Tensor", self.noise), dtype=f.dtype, device=f.device)
@@ -117,7 +134,11 @@ class Gaussian:
             return -0.5 * (white * white).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
         factor = torch.linalg.cholesky(sigma)
         white = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
-        value: Tensor = -0.5 * (white * white).sum(-1) - factor.diagonal().log().sum() - 0.5 * f.shape[-1] * LOG_2PI
+        value: Tensor = (
+            -0.5 * (white * white).sum(-1)
+            - factor.diagonal().log().sum()
+            - 0.5 * f.shape[-1] * LOG_2PI
+        )
         return value
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
@@ -175,4 +196,8 @@ class Gaussian:
         if self.covariance is not None:
             return f"Gaussian(covariance={self.covariance.tolist()})"
         shown = self.noise.tolist() if isinstance(self.noise, Tensor) else self.noise
-        return f"Gaussian(noise={shown!r})" if isinstance(shown, str | list) else f"Gaussian(noise={shown:.6g})"
+        return (
+            f"Gaussian(noise={shown!r})"
+            if isinstance(shown, str | list)
+            else f"Gaussian(noise={shown:.6g})"
+        )

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, one_of, positive
-from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, capped_exp, event, need_outputs, residuals_in_words
+from ssla.likelihoods.likelihood import (
+    LOG_2PI,
+    Derivatives,
+    Likelihood,
+    capped_exp,
+    event,
+    need_outputs,
+    residuals_in_words,
+)
 from ssla.likelihoods.support import Real, Support
 from ssla.maths.linalg import stack_last, stack_square
 from ssla.maths.quadrature.normal import normal_nodes
@@ -26,12 +34,14 @@ class HeteroscedasticGaussian:
     """y ~ N(μ, σ²) with two outputs f.
 
     parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
-    Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; the Fisher information is diag(e⁻ˢ, ½).
+    Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; the Fisher information is
+    diag(e⁻ˢ, ½).
 
     parameters = "natural": f = (η₁, η₂) = (μ/σ², −1/(2σ²)), η₂ < 0. The log likelihood is concave,
     so the observed precision does not depend on y and equals the Fisher information.
 
-    scale: a factor on σ for all rows. Outputs are then those of σ/scale: s − 2 log scale, or η · scale².
+    scale: a factor on σ for all rows. Outputs are then those of σ/scale: s − 2 log scale, or η ·
+    scale².
     """
 
     parameters: str = MEAN_LOG_VARIANCE
@@ -55,9 +65,12 @@ class HeteroscedasticGaussian:
         return f / self.scale**2
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """log ∫ N(y; μ, eˢ) N((μ, s); f̂, K): closed in μ, Gauss–Hermite in s. For mean and log variance.
+        """log ∫ N(y; μ, eˢ) N((μ, s); f̂, K): closed in μ, Gauss–Hermite in s.
 
-        Refits in the outputs need many steps where Var s is large, which a search over priors meets.
+        For mean and log variance.
+
+        Refits in the outputs need many steps where Var s is large, which a search over priors
+        meets.
         """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
@@ -97,9 +110,10 @@ class HeteroscedasticGaussian:
     def check_outputs(self, f: Tensor) -> None:
         if not self.linear_domain and bool((f[..., 1] >= 0).any()):
             raise ValueError(
-                "HeteroscedasticGaussian(parameters='natural') needs a negative second output η₂ = −1/(2σ²), but the "
-                f"network gives values up to {float(f[..., 1].max()):.4g}. Train it to stay below zero, or use "
-                "parameters='mean_log_variance', which allows every output."
+                "HeteroscedasticGaussian(parameters='natural') needs a negative second output η₂ "
+                f"= −1/(2σ²), but the network gives values up to {float(f[..., 1].max()):.4g}. "
+                "Train it to stay below zero, or use parameters='mean_log_variance', which allows "
+                "every output."
             )
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
@@ -114,16 +128,20 @@ class HeteroscedasticGaussian:
         return torch.nan_to_num(value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """In (μ, s), with r̃, r̂ the residuals: −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))].
+        """In (μ, s), with r̃, r̂ the residuals: −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ +
+        r̂))].
 
-        Natural, w = −2η₂ = 1/σ² and m = η₁/w: ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], m̃ − m = (Δη₁ − mΔw)/w̃.
+        Natural, w = −2η₂ = 1/σ² and m = η₁/w: ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], m̃ − m
+        = (Δη₁ − mΔw)/w̃.
         """
         y, step = event(y, f_new), f_new - f_old
         d, e = (step if self.linear_domain else self.scaled(step)).unbind(-1)
         f_new, f_old = self.scaled(f_new), self.scaled(f_old)
         if self.linear_domain:
             new, old = y - f_new[..., 0], y - f_old[..., 0]
-            close = capped_exp(-f_old[..., 1]) * (new * new * torch.expm1(-e.clamp(-1, 1)) - d * (new + old))
+            close = capped_exp(-f_old[..., 1]) * (
+                new * new * torch.expm1(-e.clamp(-1, 1)) - d * (new + old)
+            )
             far = new * new * capped_exp(-f_new[..., 1]) - old * old * capped_exp(-f_old[..., 1])
             return -0.5 * (e + torch.where(e.abs() <= 1, close, far))
         w, w_new, dw = -2 * f_old[..., 1], -2 * f_new[..., 1], -2 * e
@@ -185,7 +203,8 @@ class HeteroscedasticGaussian:
         return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one dimension is left.
+        """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one
+        dimension is left.
 
         With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
             h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
@@ -193,12 +212,14 @@ class HeteroscedasticGaussian:
             −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
         and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
 
-        h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q above ½ or so): those
-        tasks also start from three other points, and the highest maximum is taken.
+        h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q
+        above ½ or so): those tasks also start from three other points, and the highest maximum is
+        taken.
         """
         if not self.linear_domain:
             return []
-        # In units of the noise e^(ŝ/2), where ŝ is zero: single precision holds no squares of y in every unit.
+        # In units of the noise e^(ŝ/2), where ŝ is zero: single precision holds no squares of y in
+        # every unit.
         unit = torch.exp(-0.5 * self.scaled(f)[..., 1])
         a, b, low = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
         r, s = (event(y, f) - f[..., 0]) * unit, torch.zeros_like(f[..., 1])
@@ -212,7 +233,9 @@ class HeteroscedasticGaussian:
         d = _profile_start(*rough)
         for _ in range(PROFILE_STEPS):
             d = _profile_step(d, *rough)
-        d = _profile_step(d.to(r.dtype), r, s, c, beta, q)  # one step in double precision squares the error of single precision
+        d = _profile_step(
+            d.to(r.dtype), r, s, c, beta, q
+        )  # one step in double precision squares the error of single precision
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
@@ -229,7 +252,9 @@ class HeteroscedasticGaussian:
 
 
 def _profile_start(r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """For β = 0 and q fixed, d + c/2 = W(½ c z² e^(c/2)); Lambert's W by its logarithmic approximation."""
+    """For β = 0 and q fixed, d + c/2 = W(½ c z² e^(c/2)); Lambert's W by its logarithmic
+    approximation.
+    """
     E = capped_exp(s)
     z2 = torch.square(r / (E + q)) * E
     w = torch.log1p(0.5 * c * z2 * capped_exp(0.5 * c))
@@ -257,7 +282,8 @@ def _profile(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor
 
 
 def _profile_best(d: Tensor, *rest: Tensor) -> Tensor:
-    """The highest maximum of h reached from d and from three other points, by steps that never decrease h.
+    """The highest maximum of h reached from d and from three other points, by steps that never
+    decrease h.
 
     The points: y as expected (d = −c/2), the noise explains y, the mean explains y.
     """

@@ -32,11 +32,16 @@ class Likelihood(Protocol):
 
     @property
     def support(self) -> Support:
-        """The allowed values of y. (For Gaussian and Categorical it depends on C: see `support_for`.)"""
+        """The allowed values of y.
+
+        (For Gaussian and Categorical it depends on C: see `support_for`.)
+        """
         ...
 
     def support_for(self, outputs: int) -> Support:
-        """The allowed values of y for this number of outputs; ValueError if the likelihood needs another number."""
+        """The allowed values of y for this number of outputs; ValueError if the likelihood
+        needs another number.
+        """
         ...
 
     def check_outputs(self, f: Tensor) -> None:
@@ -48,7 +53,9 @@ class Likelihood(Protocol):
         ...
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """log p(y|f_new) − log p(y|f_old) (...), computed without cancellation for close outputs."""
+        """log p(y|f_new) − log p(y|f_old) (...), computed without cancellation for close
+        outputs.
+        """
         ...
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -95,7 +102,9 @@ class Located(Protocol):
     """A likelihood of a continuous y that estimates the location of y."""
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Approximate centre and scale of y (in the support's real coordinate) for f ~ N(f̂, K): where a grid starts."""
+        """Approximate centre and scale of y (in the support's real coordinate) for f ~ N(f̂,
+        K): where a grid starts.
+        """
         ...
 
 
@@ -104,12 +113,17 @@ class Started(Protocol):
     """A likelihood with starting points for the modes of log p(y|f̂ + Rv) − ½‖v‖²."""
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Points v (M, C); the ascent from at least one of them reaches the highest mode. Empty: start from zero."""
+        """Points v (M, C); the ascent from at least one of them reaches the highest mode.
+
+        Empty: start from zero.
+        """
         ...
 
 
 class BoundaryRefit(NamedTuple):
-    """Output refits whose integral over f is cut by the boundary of the allowed outputs. All fields have the shape (...).
+    """Output refits whose integral over f is cut by the boundary of the allowed outputs.
+
+    All fields have the shape (...).
 
     total = log_prob + shift + curvature is the log of ∫ p(y|f) N(f; f̂, K) df over the allowed f.
     """
@@ -156,7 +170,9 @@ def dispersed(likelihood: Likelihood, factor: float) -> Likelihood:
 
 
 def dispersion_in_words(likelihood: Likelihood, factor: float) -> str:
-    """What it says of the network that unseen rows want `factor` times the spread; empty without one."""
+    """What it says of the network that unseen rows want `factor` times the spread; empty
+    without one.
+    """
     return likelihood.dispersion_in_words(factor) if isinstance(likelihood, Dispersed) else ""
 
 
@@ -180,7 +196,10 @@ def event(y: Tensor, f: Tensor) -> Tensor:
 
 
 def common_shape(*parts: Tensor) -> torch.Size:
-    """The shape to which all parts broadcast. (torch.broadcast_shapes would import the compiler first, which takes seconds.)"""
+    """The shape to which all parts broadcast.
+
+    (torch.broadcast_shapes would import the compiler first, which takes seconds.)
+    """
     shape: torch.Size = torch.broadcast_tensors(*parts)[0].shape
     return shape
 
@@ -189,8 +208,9 @@ def need_outputs(name: str, outputs: int, expected: int, meaning: str) -> None:
     """ValueError unless the network has the number of outputs that the likelihood needs."""
     if outputs != expected:
         raise ValueError(
-            f"{name} needs a network with {expected} output{'s' if expected > 1 else ''} ({meaning}), "
-            f"but this one has {outputs}. Change the last layer or choose another likelihood."
+            f"{name} needs a network with {expected} output{'s' if expected > 1 else ''} "
+            f"({meaning}), but this one has {outputs}. Change the last layer or choose another "
+            "likelihood."
         )
 
 
@@ -203,7 +223,9 @@ def capped_exp(t: Tensor) -> Tensor:
 
 
 def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
-    """softplus(old + step) − softplus(old) = log1p(σ(old)·expm1(step)), in that form for |step| ≤ 1."""
+    """softplus(old + step) − softplus(old) = log1p(σ(old)·expm1(step)), in that form for |step|
+    ≤ 1.
+    """
     close = torch.log1p(torch.sigmoid(old) * torch.expm1(step.clamp(-1, 1)))
     return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
 

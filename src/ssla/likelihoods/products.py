@@ -1,6 +1,8 @@
-"""Products with the curvature Λ of an observation, without a C×C matrix for each where there is none to form.
+"""Products with the curvature Λ of an observation, without a C×C matrix for each where there is
+none to form.
 
-Λ is −∂² log p/∂f², or its expectation over y where `fisher` is asked for. f is (..., C); all arguments broadcast.
+Λ is −∂² log p/∂f², or its expectation over y where `fisher` is asked for. f is (..., C); all
+arguments broadcast.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from ssla.likelihoods.tempered import Tempered
 
 
 def shift_invariant(likelihood: Likelihood) -> bool:
-    """Whether adding a number to all outputs changes nothing: Λ then has no part along (1, …, 1)."""
+    """Whether adding a number to all outputs changes nothing: Λ then has no part along (1, …,
+    1).
+    """
     base = likelihood.base if isinstance(likelihood, Tempered) else likelihood
     return isinstance(base, Categorical)
 
@@ -28,8 +32,13 @@ def score_change(likelihood: Likelihood, y: Tensor, f: Tensor, before: Tensor) -
     return likelihood.score(y, f) - likelihood.score(y, before)
 
 
-def precision_times(likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
-    """Λ(y, f) v.  v (..., C) -> (..., C). Of classes p∘v − p(pᵀv), over the square of the temperature."""
+def precision_times(
+    likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False
+) -> Tensor:
+    """Λ(y, f) v.  v (..., C) -> (..., C).
+
+    Of classes p∘v − p(pᵀv), over the square of the temperature.
+    """
     if isinstance(likelihood, Tempered):
         return likelihood.beta * precision_times(likelihood.base, y, f, v, fisher)
     if isinstance(likelihood, Categorical):
@@ -40,8 +49,13 @@ def precision_times(likelihood: Likelihood, y: Tensor, f: Tensor, v: Tensor, fis
     return (precision @ v.unsqueeze(-1)).squeeze(-1)
 
 
-def precision_trace(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
-    """tr(K Λ(y, f)) of m outputs in each of b rows.  y (b, ...), f (m, b, C), K (b, C, C) symmetric -> (m, b)."""
+def precision_trace(
+    likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False
+) -> Tensor:
+    """tr(K Λ(y, f)) of m outputs in each of b rows.
+
+    y (b, ...), f (m, b, C), K (b, C, C) symmetric -> (m, b).
+    """
     if isinstance(likelihood, Tempered):
         return likelihood.beta * precision_trace(likelihood.base, y, f, K, fisher)
     if isinstance(likelihood, Categorical):

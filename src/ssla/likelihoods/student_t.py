@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, event, need_outputs, residuals_in_words
+from ssla.likelihoods.likelihood import (
+    Derivatives,
+    Likelihood,
+    event,
+    need_outputs,
+    residuals_in_words,
+)
 from ssla.likelihoods.support import Real, Support
 
 
@@ -17,8 +23,9 @@ from ssla.likelihoods.support import Real, Support
 class StudentT:
     """y = f + scale·t, t ~ Student-t(df).
 
-    With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df, where an
-    outlier loses its influence; the Fisher information is (df+1) / ((df+3) scale²). The variance of y is infinite for df ≤ 2.
+    With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df,
+    where an outlier loses its influence; the Fisher information is (df+1) / ((df+3) scale²). The
+    variance of y is infinite for df ≤ 2.
     """
 
     df: float
@@ -28,7 +35,10 @@ class StudentT:
     def __post_init__(self) -> None:
         positive("StudentT df", torch.tensor(float(self.df)))
         if self.df <= 1:
-            raise ValueError(f"StudentT df must exceed 1 (lighter tails than Cauchy's), but is {self.df:g}. Use df=2 or more.")
+            raise ValueError(
+                f"StudentT df must exceed 1 (lighter tails than Cauchy's), but is {self.df:g}. Use "
+                "df=2 or more."
+            )
         positive("StudentT scale", torch.tensor(float(self.scale)))
 
     @property
@@ -60,15 +70,25 @@ class StudentT:
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         z = self._z(y, f)
-        constant = math.lgamma((self.df + 1) / 2) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
+        constant = (
+            math.lgamma((self.df + 1) / 2)
+            - math.lgamma(self.df / 2)
+            - 0.5 * math.log(self.df * math.pi)
+        )
         return constant - math.log(self.scale) - (self.df + 1) / 2 * torch.log1p(z * z / self.df)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """−½(df + 1) log1p((z̃ − ẑ)(z̃ + ẑ)/(df + ẑ²)); the plain difference where the ratio is below a half."""
+        """−½(df + 1) log1p((z̃ − ẑ)(z̃ + ẑ)/(df + ẑ²)); the plain difference where the ratio is
+        below a half.
+        """
         new, old = self._z(y, f_new), self._z(y, f_old)
         excess = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
         plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
-        return -(self.df + 1) / 2 * torch.where(excess > -0.5, torch.log1p(excess.clamp_min(-0.5)), plain)
+        return (
+            -(self.df + 1)
+            / 2
+            * torch.where(excess > -0.5, torch.log1p(excess.clamp_min(-0.5)), plain)
+        )
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         z = self._z(y, f)
@@ -103,7 +123,9 @@ class StudentT:
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         centre = f[..., 0]
-        normal = torch.randn((n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator)
+        normal = torch.randn(
+            (n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator
+        )
         shape = torch.full((n, *centre.shape), self.df / 2, dtype=f.dtype, device=f.device)
         chi = torch._standard_gamma(shape, generator=generator) * 2
         return centre + self.scale * normal * (self.df / chi).sqrt()

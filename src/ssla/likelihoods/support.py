@@ -70,13 +70,16 @@ class Positive:
         _refuse(y <= 0, y, "numbers above zero")
 
     def to_real(self, y: Tensor) -> Tensor:
-        return y.clamp_min(0).log()  # −∞ below the support, so that its distribution function is 0 there
+        return y.clamp_min(
+            0
+        ).log()  # −∞ below the support, so that its distribution function is 0 there
 
     def from_real(self, z: Tensor) -> Tensor:
         return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        return 700 - (z - 700).abs()  # y is clamped at e^700: the slope must fall beyond, or the integral would be infinite
+        # y is clamped at e^700: the slope must fall beyond, or the integral would be infinite
+        return 700 - (z - 700).abs()
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,9 @@ class RealVector:
     def check(self, y: Tensor, outputs: int) -> None:
         if y.dim() != 2 or y.shape[1] != outputs:
             raise ValueError(
-                f"y must have shape (N, {outputs}), one column for each output of the network, but is "
-                f"{tuple(y.shape)}. Give {outputs} targets for each row, or a network with as many outputs as targets."
+                f"y must have shape (N, {outputs}), one column for each output of the network, but "
+                f"is {tuple(y.shape)}. Give {outputs} targets for each row, or a network with as "
+                "many outputs as targets."
             )
         _finite(y)
 
@@ -130,8 +134,9 @@ class RealVector:
 class Counts:
     """0, 1, 2, …, for a fit up to `most`.
 
-    Beyond 1e9 a Poisson law has a relative noise below 3e-5, so that its log likelihood has curvatures beyond what fits in double
-    precision can factorise, and rounding of the network decides the fit.
+    Beyond 1e9 a Poisson law has a relative noise below 3e-5, so that its log likelihood has
+    curvatures beyond what fits in double precision can factorise, and rounding of the network
+    decides the fit.
     """
 
     most: float = math.inf
@@ -144,9 +149,9 @@ class Counts:
         _refuse((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
         if bool((y > self.most).any()):
             raise ValueError(
-                f"y must hold counts up to {self.most:g}, but the largest is {float(y.max()):g}. Such counts are in effect "
-                "continuous: use a Gaussian likelihood for log y, or 'heteroscedastic' or 'positive' in the estimators, or "
-                "give y in a larger unit."
+                f"y must hold counts up to {self.most:g}, but the largest is {float(y.max()):g}. "
+                "Such counts are in effect continuous: use a Gaussian likelihood for log y, or "
+                "'heteroscedastic' or 'positive' in the estimators, or give y in a larger unit."
             )
 
 
@@ -163,11 +168,16 @@ class Classes:
 
     def check(self, y: Tensor, outputs: int) -> None:
         if y.dim() == 2 and y.shape[1] == self.count > 1:
-            raise ValueError(f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. Use y.argmax(1).")
+            raise ValueError(
+                f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. "
+                "Use y.argmax(1)."
+            )
         _scalar(y)
         _finite(y)
         _refuse(
-            (y < 0) | (y >= self.count) | (y != torch.round(y)) if y.is_floating_point() else (y < 0) | (y >= self.count),
+            (y < 0) | (y >= self.count) | (y != torch.round(y))
+            if y.is_floating_point()
+            else (y < 0) | (y >= self.count),
             y,
             f"integers from 0 to {self.count - 1}",
         )
@@ -189,6 +199,7 @@ def _refuse(bad: Tensor, y: Tensor, expected: str) -> None:
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
         raise ValueError(
-            f"y must hold {expected}, but {int(bad.sum())} of {y.numel()} values are outside: "
-            f"the first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or correct y."
+            f"y must hold {expected}, but {int(bad.sum())} of {y.numel()} values are outside: the "
+            f"first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or "
+            "correct y."
         )

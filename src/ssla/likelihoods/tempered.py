@@ -16,8 +16,9 @@ from ssla.likelihoods.support import Support
 class Tempered:
     """p(y|f)^β: β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one).
 
-    Tempering scales the likelihood of the training data: log_prob, score, precision and fisher are β times the
-    base's. A new observation still follows the base, so predictions use `base` (see `predictive`).
+    Tempering scales the likelihood of the training data: log_prob, score, precision and fisher are
+    β times the base's. A new observation still follows the base, so predictions use `base` (see
+    `predictive`).
     """
 
     base: Likelihood

@@ -1,4 +1,6 @@
-"""Maximising a smooth function of a few coordinates inside a box: projected BFGS with a safeguard."""
+"""Maximising a smooth function of a few coordinates inside a box: projected BFGS with a
+safeguard.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
-GROWTH = 4.0  # of steps where the function is not concave: from a slope of 1e-3 to the longest step in six rounds
+# of steps where the function is not concave: from a slope of 1e-3 to the longest step in six rounds
+GROWTH = 4.0
 
 
 class Value(NamedTuple):
@@ -60,9 +63,10 @@ def maximise(
     when no step rises any more (rounding). converged = False after `rounds` steps, or where no step
     rises from a steep place.
 
-    level: the size of the terms that the value sums, whose rounding error it has. It is not taken from the value, to which other
-    units of the data add a constant: the ascent must end at the same point in every unit.
-    noise: the error of a value, as a share of `level`. Gains below it are not looked for: a search among errors has no end.
+    level: the size of the terms that the value sums, whose rounding error it has. It is not taken
+    from the value, to which other units of the data add a constant: the ascent must end at the same
+    point in every unit. noise: the error of a value, as a share of `level`. Gains below it are not
+    looked for: a search among errors has no end.
     """
     point = start.clamp(low, high)
     value, gradient, curvature = Value(*function(point))
@@ -88,7 +92,9 @@ def maximise(
             break
         size = min(1.0, LONGEST_STEP / float(step.abs().max()))
         error = noise * level
-        shortest = max(1e-12, error / float(free @ step))  # beyond, the gain is an error or rounding
+        shortest = max(
+            1e-12, error / float(free @ step)
+        )  # beyond, the gain is an error or rounding
         while True:
             trial = (point + size * step).clamp(low, high)
             new, slope, bend = Value(*function(trial))
@@ -99,7 +105,9 @@ def maximise(
             if rises or size < shortest:
                 break
         if not rises:
-            if inverse is start_inverse:  # not even along the gradient: the top, to rounding or to the noise
+            if (
+                inverse is start_inverse
+            ):  # not even along the gradient: the top, to rounding or to the noise
                 converged = not steep or noise > 0
                 break
             inverse = start_inverse
@@ -115,7 +123,14 @@ def maximise(
             break
     bound = ((point <= low) & (gradient < 0)) | ((point >= high) & (gradient > 0))
     return Maximum(
-        point, value, gradient, bound, converged, torch.stack(points), torch.tensor(values, dtype=torch.float64), evaluations
+        point,
+        value,
+        gradient,
+        bound,
+        converged,
+        torch.stack(points),
+        torch.tensor(values, dtype=torch.float64),
+        evaluations,
     )
 
 

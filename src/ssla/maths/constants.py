@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def constant(function: Callable[P, T]) -> Callable[P, T]:
-    """A cached function. The caller may be inside `torch.func`: a tensor that is kept must not belong to a transform."""
+    """A cached function.
+
+    The caller may be inside `torch.func`: a tensor that is kept must not belong to a transform.
+    """
 
     @lru_cache(maxsize=64)
     @wraps(function)

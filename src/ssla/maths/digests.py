@@ -1,4 +1,6 @@
-"""Digests of values, to compare them in this process or with another: equal content gives equal digests."""
+"""Digests of values, to compare them in this process or with another: equal content gives equal
+digests.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ PLAIN = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic)
 
 
 def digest(value: Any) -> str:
-    """Equal for values of equal content: settings, tensors bit by bit, functions by their code and closure.
+    """Equal for values of equal content: settings, tensors bit by bit, functions by their code and
+    closure.
 
-    Numbers are compared as numbers (1 and 1.0 are the same), dicts and sets regardless of order. Cached properties are
-    ignored, and so is the code of functions that a function calls by name.
+    Numbers are compared as numbers (1 and 1.0 are the same), dicts and sets regardless of order.
+    Cached properties are ignored, and so is the code of functions that a function calls by name.
     """
     return _digest(value, ())
 
@@ -49,9 +52,17 @@ def _opened(value: Any) -> tuple[str, Any, list[Any]]:
         return "number", value if exact else float(value), []
     if isinstance(value, Tensor):
         bits = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-        return "tensor", (str(value.dtype), tuple(value.shape), hashlib.sha256(bits.tobytes()).digest()), []
+        return (
+            "tensor",
+            (str(value.dtype), tuple(value.shape), hashlib.sha256(bits.tobytes()).digest()),
+            [],
+        )
     if isinstance(value, np.ndarray):
-        return "array", (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest()), []
+        return (
+            "array",
+            (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest()),
+            [],
+        )
     if isinstance(value, Mapping):
         return "mapping", None, list(value.items())
     if isinstance(value, tuple | list | set | frozenset):
@@ -62,7 +73,11 @@ def _opened(value: Any) -> tuple[str, Any, list[Any]]:
         cells = [_content(cell) for cell in value.__closure__ or ()]
         seen = {name: value.__globals__.get(name) for name in value.__code__.co_names}
         constants = {name: item for name, item in seen.items() if isinstance(item, PLAIN)}
-        return kind, None, [value.__code__, value.__defaults__, value.__kwdefaults__, cells, constants]
+        return (
+            kind,
+            None,
+            [value.__code__, value.__defaults__, value.__kwdefaults__, cells, constants],
+        )
     if isinstance(value, types.MethodType):
         return kind, None, [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -70,7 +85,11 @@ def _opened(value: Any) -> tuple[str, Any, list[Any]]:
     if hasattr(value, "__qualname__"):  # a class, or a function that is not written in Python
         return kind, (getattr(value, "__module__", ""), value.__qualname__), []
     if dataclasses.is_dataclass(value):
-        return kind, None, [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return (
+            kind,
+            None,
+            [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)],
+        )
     held = vars(value) if hasattr(value, "__dict__") else {}
     return kind, None, [{name: item for name, item in held.items() if not _cached(value, name)}]
 
@@ -83,5 +102,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _cached(value: Any, name: str) -> bool:
-    """Whether an attribute is the cached result of a property (functools.cached_property, lazy_property of torch)."""
+    """Whether an attribute is the cached result of a property (functools.cached_property,
+    lazy_property of torch).
+    """
     return hasattr(inspect.getattr_static(type(value), name, None), "__get__")

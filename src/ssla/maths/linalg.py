@@ -1,11 +1,13 @@
-"""Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton ascent.
+"""Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton
+ascent.
 
 All functions are vectorised over a leading batch M (test points × candidate y) and works on
 C×C matrices. For C ≤ 3 the factorisations are written by components: a vector (M, C) is stored
 as C contiguous tensors of length M, so each step is elementwise over the batch. For larger C the
 batched LAPACK routines are used. Both give the same results; tests compare them.
 
-No inverse, no `det` and no jitter is used. `log|I + S|` is Σ log1p(·), so a tiny S keeps its digits.
+No inverse, no `det` and no jitter is used. `log|I + S|` is Σ log1p(·), so a tiny S keeps its
+digits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 
 CLOSED_FORM_LIMIT = 3
 SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding error
-TRUSTED_SLOPE = 1e-8  # a squared Newton decrement below which gains are rounding error and the full step is safe
+# a squared Newton decrement below which gains are rounding error and the full step is safe
+TRUSTED_SLOPE = 1e-8
 
 
 def stack_last(parts: list[Tensor]) -> Tensor:
@@ -34,10 +37,12 @@ def stack_square(rows: list[list[Tensor]]) -> Tensor:
 
 
 def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
-    """A Bᵀ of factors whose product is symmetric (B = A, or A diag(w)), equal to its transpose bit by bit.
+    """A Bᵀ of factors whose product is symmetric (B = A, or A diag(w)), equal to its transpose bit
+    by bit.
 
-    A product computes its entries (i, j) and (j, i) by two sums, which differ by rounding errors: 1e-7 of their size in float32.
-    Here the entries below the diagonal, which factorisations read, stand on both sides.  (..., C, P) twice -> (..., C, C).
+    A product computes its entries (i, j) and (j, i) by two sums, which differ by rounding errors:
+    1e-7 of their size in float32. Here the entries below the diagonal, which factorisations read,
+    stand on both sides.  (..., C, P) twice -> (..., C, C).
     """
     product = A @ B.mT
     size = product.shape[-1]
@@ -48,7 +53,9 @@ def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
 
 
 def root(K: Tensor) -> Tensor:
-    """R with R Rᵀ = K for positive semi-definite K; singular and zero K are allowed.  (..., C, C) -> same.
+    """R with R Rᵀ = K for positive semi-definite K; singular and zero K are allowed.
+
+    (..., C, C) -> same.
 
     C ≤ 3: Cholesky with pivots clamped at zero. Otherwise Q √max(λ, 0) from eigh.
     Rounding may leave K with eigenvalues of −ε‖K‖; they count as zero.
@@ -76,7 +83,10 @@ def root(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised.  `positive`: where A is positive definite (with the requested margin)."""
+    """A = I + RᵀΛR, factorised.
+
+    `positive`: where A is positive definite (with the requested margin).
+    """
 
     positive: Tensor  # (M,) bool
     logdet: Callable[[], Tensor]  # () -> (M,)
@@ -86,7 +96,8 @@ class IdentityPlus:
 def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
     """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as from `root`).
 
-    Where A is not positive definite, `solve` and `logdet` are invalid. With a margin, all pivots must exceed it.
+    Where A is not positive definite, `solve` and `logdet` are invalid. With a margin, all pivots
+    must exceed it.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
         return _identity_plus_batched(R, precision, margin)
@@ -94,13 +105,20 @@ def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> Identity
 
 
 def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
-    """LDLᵀ by components. Pivots are stored as d_j − 1, so that log1p gets them without rounding."""
+    """LDLᵀ by components.
+
+    Pivots are stored as d_j − 1, so that log1p gets them without rounding.
+    """
     size = R.shape[-1]
     span = range(size)
     S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in span]
     for j in span:  # column j of ΛR, then the upper triangle of RᵀΛR
         column = [
-            sum_products([precision[..., a, b] for b in range(j, size)], [R[..., b, j] for b in range(j, size)]) for a in span
+            sum_products(
+                [precision[..., a, b] for b in range(j, size)],
+                [R[..., b, j] for b in range(j, size)],
+            )
+            for a in span
         ]
         for i in range(j + 1):
             S[i][j] = S[j][i] = sum_products([R[..., a, i] for a in range(i, size)], column[i:])
@@ -108,7 +126,8 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
     excess: list[Tensor] = []
     pivots: list[Tensor] = []
     for j in span:
-        # S[i][j] becomes L_ij d_j in place; entries are fresh tensors, shared only by (i, j) and (j, i)
+        # S[i][j] becomes L_ij d_j in place; entries are fresh tensors, shared only by the two
+        # places of a symmetric pair.
         for k in range(j):
             for i in range(j, size):
                 S[i][j].addcmul_(_entry(L, i, k), S[j][k], value=-1)
@@ -149,7 +168,9 @@ def _entry(L: list[list[Tensor | None]], i: int, j: int) -> Tensor:
 def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2
-    factor, info = torch.linalg.cholesky_ex(S + torch.eye(S.shape[-1], dtype=S.dtype, device=S.device))
+    factor, info = torch.linalg.cholesky_ex(
+        S + torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+    )
     return IdentityPlus(
         positive=(info == 0) & (factor.diagonal(dim1=-2, dim2=-1).square().amin(-1) > margin),
         logdet=lambda: torch.log1p(torch.linalg.eigvalsh(S)).sum(-1),
@@ -206,7 +227,9 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An objective at a point, one row for each task: value (M,), gradient (M, C), ascent direction's solver."""
+    """An objective at a point, one row for each task: value (M,), gradient (M, C), ascent
+    direction's solver.
+    """
 
     value: Tensor
     gradient: Tensor
@@ -215,7 +238,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ascent:
-    """The result of the ascent: point (M, C), whether each task converged, and the number of rounds."""
+    """The result of the ascent: point (M, C), whether each task converged, and the number of
+    rounds.
+    """
 
     point: Tensor
     converged: Tensor
@@ -236,9 +261,10 @@ def newton_ascent(
     """Maximise M independent, nearly concave objectives at once, each monotonically.
 
     A step that does not gain at least 1e-4 of its linear prediction (or gives a non-finite value)
-    is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, after two full steps
-    from a decrement below 1e-4, or when no step above rounding error helps. Finished tasks are removed from the batch as
-    soon as a quarter of it is finished, so a few hard tasks do not slow down the others.
+    is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, after two
+    full steps from a decrement below 1e-4, or when no step above rounding error helps. Finished
+    tasks are removed from the batch as soon as a quarter of it is finished, so a few hard tasks do
+    not slow down the others.
 
     Fails (converged = False, point is the best so far) after `max_rounds` accepted steps.
     """
@@ -264,7 +290,12 @@ def newton_ascent(
             _mark(converged, done, rows)
             keep = (~done).nonzero().squeeze(-1)
             rows = keep if rows is None else rows[keep]
-            here, step, slope, trusted = take(here, keep), take(step, keep), slope[keep], trusted[keep]
+            here, step, slope, trusted = (
+                take(here, keep),
+                take(step, keep),
+                slope[keep],
+                trusted[keep],
+            )
             value = now.value[keep]
         else:
             value = now.value
@@ -282,9 +313,16 @@ def newton_ascent(
 
 
 def _line_search(
-    objective: Objective, rows: Tensor | None, here: Tensor, value: Tensor, step: Tensor, slope: Tensor
+    objective: Objective,
+    rows: Tensor | None,
+    here: Tensor,
+    value: Tensor,
+    step: Tensor,
+    slope: Tensor,
 ) -> tuple[Tensor, Evaluation, Tensor]:
-    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where no step above rounding error does."""
+    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where no step
+    above rounding error does.
+    """
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = here + step

@@ -1,4 +1,6 @@
-"""Weighted order statistics that leave room for one more row: the quantiles of conformal prediction."""
+"""Weighted order statistics that leave room for one more row: the quantiles of conformal
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
 
 
 def conformal_quantile(values: Tensor, weights: Tensor, level: float) -> Tensor:
-    """The smallest value at which the weights of the values up to it sum to (W + 1)·level: infinite if none does.
+    """The smallest value at which the weights of the values up to it sum to (W + 1)·level: infinite
+    if none does.
 
-    W is the sum of all weights and the 1 is the new row. With weights of one it is the k-th smallest, k = ⌈(n + 1)·level⌉.
-    values (..., n), weights (n,) or (..., n) -> (...).
+    W is the sum of all weights and the 1 is the new row. With weights of one it is the k-th
+    smallest, k = ⌈(n + 1)·level⌉. values (..., n), weights (n,) or (..., n) -> (...).
     """
     ordered, order = values.sort(-1)
     sums = weights.expand_as(values).gather(-1, order).cumsum(-1)

@@ -1,6 +1,7 @@
 """Special functions from operations that every runtime of exported graphs has in float64.
 
-ONNX has no log-gamma, and onnxruntime no erf and softplus in float64. All agree with torch's own to 1e-13, relative.
+ONNX has no log-gamma, and onnxruntime no erf and softplus in float64. All agree with torch's own to
+1e-13, relative.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a user sees of work that takes long: a bar, or one line of text.
 
-progress=None, the default, shows it by itself after two seconds, on a terminal only. True always shows a bar (it needs tqdm),
-False never.
+progress=None, the default, shows it by itself after two seconds, on a terminal only. True always
+shows a bar (it needs tqdm), False never.
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ def delay_of(show: bool | None) -> float:
     return DELAY if show is None else 0.0
 
 
-def progress_bar(items: Iterable[T], length: int | None, show: bool | None, label: str, unit: str) -> Iterable[T]:
+def progress_bar(
+    items: Iterable[T], length: int | None, show: bool | None, label: str, unit: str
+) -> Iterable[T]:
     """The items, with a bar if it is to be shown."""
     if not wanted(show):
         return items
     tqdm = tqdm_class(required=show is True)
     if tqdm is None:
         return _with_text(items, Text(label, show))
-    shown: Iterable[T] = tqdm(items, total=length, desc=label, unit=unit, delay=delay_of(show), leave=show is True)
+    shown: Iterable[T] = tqdm(
+        items, total=length, desc=label, unit=unit, delay=delay_of(show), leave=show is True
+    )
     return shown
 
 
@@ -75,7 +79,11 @@ class Text:
 
     def show(self, words: str) -> None:
         now = time.monotonic()
-        if not wanted(self.shown) or now - self.started < delay_of(self.shown) or now - self.last < EVERY:
+        if (
+            not wanted(self.shown)
+            or now - self.started < delay_of(self.shown)
+            or now - self.last < EVERY
+        ):
             return
         line = f"{self.label}: {words}, {now - self.started:.0f} s"
         sys.stderr.write(f"\r{line:<{self.width}}")

@@ -72,7 +72,8 @@ class ScaledRoot:
 
     scale: Tensor  # s (B, C)
     basis: Tensor | None = None  # Q (C, C); None: the identity
-    # Orthonormal rows (r, C) that span the scales of all inputs; found when asked for: see `SharedNodes`.
+    # Orthonormal rows (r, C) that span the scales of all inputs; found when asked for: see
+    # `SharedNodes`.
     profiles: Callable[[], Tensor] | None = None
 
     @property
@@ -102,10 +103,11 @@ class ScaledRoot:
 
 @dataclass(frozen=True, eq=False)
 class SharedNodes:
-    """R z of every row from products that are made once: R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z), where s = Σ_k c_k u_k.
+    """R z of every row from products that are made once: R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z),
+    where s = Σ_k c_k u_k.
 
-    Exact for scales s in the span of the profiles u_k; `covers` says which rows have such a scale. A row then costs r·C·S
-    multiplications in place of C²·S.
+    Exact for scales s in the span of the profiles u_k; `covers` says which rows have such a scale.
+    A row then costs r·C·S multiplications in place of C²·S.
     """
 
     root: ScaledRoot  # a root with this basis Q and these profiles, of any rows
@@ -124,7 +126,9 @@ class SharedNodes:
         return root.scale @ self.profiles.mT
 
     def covers(self, root: ScaledRoot, tolerance: float) -> Tensor:
-        """Whether the scale of a row is the combination of profiles, to a share of its largest entry (B,) bool."""
+        """Whether the scale of a row is the combination of profiles, to a share of its largest
+        entry (B,) bool.
+        """
         off = (root.scale - self.coefficients(root) @ self.profiles).abs().amax(1)
         return off <= tolerance * root.scale.amax(1)
 
@@ -140,7 +144,10 @@ class SharedNodes:
 
 
 def shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
-    """The products for the rows of a root with profiles: as many as r rows take without them.  z (S, C)."""
+    """The products for the rows of a root with profiles: as many as r rows take without them.
+
+    z (S, C).
+    """
     assert root.basis is not None
     assert root.profiles is not None
     profiles = root.profiles().to(z.dtype)
@@ -151,7 +158,10 @@ def shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
 
 
 def full_root(K: Tensor) -> FullRoot:
-    """Cholesky; `linalg.root` for the rows whose K is singular (NaN there inside torch.func.vmap).  (B, C, C)."""
+    """Cholesky; `linalg.root` for the rows whose K is singular (NaN there inside torch.func.vmap).
+
+    (B, C, C).
+    """
     if K.shape[-1] <= linalg.CLOSED_FORM_LIMIT:
         return FullRoot(linalg.root(K))
     factor, info = torch.linalg.cholesky_ex(K)

@@ -1,7 +1,8 @@
 """The only package that uses `nn.Module`.
 
-The user's module is copied once and the copy is frozen, so the original is never changed, and training it further does not change
-a posterior. Features and layer inputs are read by intercepting torch calls, without hooks.
+The user's module is copied once and the copy is frozen, so the original is never changed, and
+training it further does not change a posterior. Features and layer inputs are read by intercepting
+torch calls, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan

@@ -1,8 +1,10 @@
-"""Multi-head attention of torch as three projections, products of their results, and a fourth projection.
+"""Multi-head attention of torch as three projections, products of their results, and a fourth
+projection.
 
-`nn.MultiheadAttention` gives its weights to one function of torch, so that no linear call can be intercepted. `attend` computes
-the same in steps, and leaves each projection to its caller, who can then read its inputs and differentiate its outputs. Query,
-key and value have a projection each, also where their weights are rows of one matrix: their inputs may be different.
+`nn.MultiheadAttention` gives its weights to one function of torch, so that no linear call can be
+intercepted. `attend` computes the same in steps, and leaves each projection to its caller, who can
+then read its inputs and differentiate its outputs. Query, key and value have a projection each,
+also where their weights are rows of one matrix: their inputs may be different.
 """
 
 from __future__ import annotations
@@ -21,21 +23,36 @@ SIGNATURE = inspect.signature(ATTENTION)
 
 
 class Projection(Protocol):
-    """x Wᵀ + b with `count` rows of the weight from `first` on, and of the bias from `bias_first` on."""
+    """x Wᵀ + b with `count` rows of the weight from `first` on, and of the bias from
+    `bias_first` on.
+    """
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor: ...
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        first: int,
+        bias_first: int,
+        count: int,
+    ) -> Tensor: ...
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int
+) -> Tensor:
     """The projection itself."""
     rows = weight[first : first + count]
     return F.linear(x, rows, None if bias is None else bias[bias_first : bias_first + count])
 
 
-def read_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_attention(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """The arguments by name, if it is a call of attention that `attend` can compute.
 
-    Not for a single sequence without a dimension for rows, keys or values that are given after their projection, or dropout.
+    Not for a single sequence without a dimension for rows, keys or values that are given after
+    their projection, or dropout.
     """
     if func is not ATTENTION:
         return None
@@ -48,12 +65,17 @@ def read_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 
 def attend(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, Tensor | None]:
-    """As `F.multi_head_attention_forward`: (L, N, E), and the attention (N, L, S) if it is asked for."""
+    """As `F.multi_head_attention_forward`: (L, N, E), and the attention (N, L, S) if it is
+    asked for.
+    """
     query, key = given["query"], given["key"]
     length, rows, width = query.shape
     heads = given["num_heads"]
     q, k, v = _projected(given, width, projection)
-    masks = (_added(given["attn_mask"], query.dtype), _added(given["key_padding_mask"], query.dtype))
+    masks = (
+        _added(given["attn_mask"], query.dtype),
+        _added(given["key_padding_mask"], query.dtype),
+    )
     hint = given["is_causal"] and masks[1] is None and not given["need_weights"]
     if hint and masks[0] is not None:  # torch takes the word for the mask
         later = torch.ones(length, key.shape[0], dtype=torch.bool, device=query.device).triu(1)
@@ -64,7 +86,8 @@ def attend(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, Te
     if given["add_zero_attn"]:
         k, v = (torch.cat([part, torch.zeros_like(part[:1])]) for part in (k, v))
     mask = _joint_mask(*masks, len(k), rows, heads)
-    q, k, v = (part.unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for part in (q, k, v))  # (N, heads, places, E / heads)
+    # Each becomes (N, heads, places, E / heads).
+    q, k, v = (part.unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for part in (q, k, v))
     attention = None
     if given["need_weights"]:
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
@@ -100,8 +123,13 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-def _joint_mask(attention: Tensor | None, padding: Tensor | None, keys: int, rows: int, heads: int) -> Tensor | None:
-    """Both masks as one, which broadcasts to (N, heads, L, S). Keys that were appended are never masked."""
+def _joint_mask(
+    attention: Tensor | None, padding: Tensor | None, keys: int, rows: int, heads: int
+) -> Tensor | None:
+    """Both masks as one, which broadcasts to (N, heads, L, S).
+
+    Keys that were appended are never masked.
+    """
     parts = []
     if attention is not None:
         own = attention if attention.dim() == 2 else attention.unflatten(0, (rows, heads))

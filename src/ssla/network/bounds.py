@@ -1,7 +1,8 @@
 """Features so large that their squares overflow: inputs far beyond the training rows.
 
-K = J H⁻¹ Jᵀ has squares of the features. Float32 holds them up to 1e19 only, so larger ones are float64. Beyond `LARGEST` a row
-is moved along its ray, with its outputs, to that size: probabilities have reached their limit long before.
+K = J H⁻¹ Jᵀ has squares of the features. Float32 holds them up to 1e19 only, so larger ones are
+float64. Beyond `LARGEST` a row is moved along its ray, with its outputs, to that size:
+probabilities have reached their limit long before.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ ROOM = 1e15  # of features in float32: their squares, and sums of them, are fini
 
 
 def shrink_factors(*parts: Tensor) -> Tensor | None:
-    """Factors (B,) in (0, 1] after which no entry of the parts (B, …) exceeds `LARGEST`; None where nothing is to be done.
+    """Factors (B,) in (0, 1] after which no entry of the parts (B, …) exceeds `LARGEST`; None where
+    nothing is to be done.
 
-    An infinite entry counts as the largest number. Inside torch.func.vmap values cannot be read: nothing is done.
+    An infinite entry counts as the largest number. Inside torch.func.vmap values cannot be read:
+    nothing is done.
     """
     given = [part.detach() for part in parts if part.numel()]
     if any(batched(part) for part in given) or all(_is_small(part) for part in given):

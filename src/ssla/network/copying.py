@@ -10,14 +10,17 @@ from torch import nn
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 COMPILED = (
-    "The network{where} is a torch.jit module (a {kind}). Its parameters cannot be replaced and its layers cannot be read. Give "
-    "the nn.Module that was scripted or traced, with the same weights. To fit a layer after it, compute its outputs once and fit "
-    "that layer alone: ssla.fit(layer, (outputs, y), …)."
+    "The network{where} is a torch.jit module (a {kind}). Its parameters cannot be replaced and "
+    "its layers cannot be read. Give the nn.Module that was scripted or traced, with the same "
+    "weights. To fit a layer after it, compute its outputs once and fit that layer alone: "
+    "ssla.fit(layer, (outputs, y), …)."
 )
 
 
 class _OneDevice(nn.Module):
-    """Calls the wrapped module in this process, with the parameter names of the parallel wrapper that it replaces."""
+    """Calls the wrapped module in this process, with the parameter names of the parallel
+    wrapper that it replaces.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -28,7 +31,10 @@ class _OneDevice(nn.Module):
 
 
 class DataParallel(_OneDevice):
-    """Replaces torch's class, whose calls have no functional form. The name is the same because fingerprints contain it."""
+    """Replaces torch's class, whose calls have no functional form.
+
+    The name is the same because fingerprints contain it.
+    """
 
 
 class DistributedDataParallel(_OneDevice):
@@ -39,14 +45,19 @@ def private_copy(model: nn.Module) -> nn.Module:
     """A copy of the module, without gradients."""
     for name, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ValueError(COMPILED.format(where=f"'s part {name!r}" if name else "", kind=type(layer).__name__))
+            raise ValueError(
+                COMPILED.format(
+                    where=f"'s part {name!r}" if name else "", kind=type(layer).__name__
+                )
+            )
     inner = model.module if isinstance(model, PARALLEL) else model
     try:
         module = copy.deepcopy(inner)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(
-            f"The network could not be copied ({error}), and ssla never works on the original. Remove tensors with "
-            "gradients from its attributes, or use torch.nn.utils.parametrizations for weight norm."
+            f"The network could not be copied ({error}), and ssla never works on the original. "
+            "Remove tensors with gradients from its attributes, or use "
+            "torch.nn.utils.parametrizations for weight norm."
         ) from error
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
@@ -56,4 +67,6 @@ def private_copy(model: nn.Module) -> nn.Module:
 
 
 def _on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
-    return (DataParallel if isinstance(wrapper, nn.DataParallel) else DistributedDataParallel)(module)
+    return (DataParallel if isinstance(wrapper, nn.DataParallel) else DistributedDataParallel)(
+        module
+    )

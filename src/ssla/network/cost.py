@@ -1,4 +1,6 @@
-"""Memory and passes of a fit, and gradients of refits, before they start, from the module's shapes, without a forward pass."""
+"""Memory and passes of a fit, and gradients of refits, before they start, from the module's
+shapes, without a forward pass.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
-GRADIENTS = {True: (4, 20), False: (15, 40)}  # of one refit, by whether it is of a last layer: usual, and for a y far out
+GRADIENTS = {
+    True: (4, 20),
+    False: (15, 40),
+}  # of one refit, by whether it is of a last layer: usual, and for a y far out
 HISTORY = 64  # vectors of P numbers that a refit of all weights holds
 TASKS = 256  # refits that are solved together
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,9 +41,13 @@ class Cost:
     budget: int
     instead: str  # structures that fit
     refits: int = 0  # refits of the weights, one for each (x, y)
-    gradients: tuple[int, int] = (0, 0)  # passes over the rows of all refits together: usual, and if every y is far out
+    gradients: tuple[int, int] = (
+        0,
+        0,
+    )  # passes over the rows of all refits together: usual, and if every y is far out
     refit_memory: int = 0  # bytes of the refits that are solved together
-    seconds: float = math.nan  # of one core, without the network's own forward passes; NaN: not known for this structure
+    # of one core, without the network's own forward passes; NaN: not known for this structure
+    seconds: float = math.nan
     choice: str = ""  # why the structure was chosen, where none was asked for
 
     @property
@@ -50,7 +59,8 @@ class Cost:
         verdict = f"{'within' if self.fits else 'BEYOND'} the budget of {in_words(self.budget)}"
         lines = [
             f"rows          {self.rows:,}: read in chunks, memory does not grow with them",
-            f"parameters    {self.parameters:,} free, {self.outputs} output{'s' * (self.outputs != 1)}",
+            f"parameters    {self.parameters:,} free, {self.outputs} "
+            f"output{'s' * (self.outputs != 1)}",
             f"statistics    {in_words(self.statistics)} ({self.structure}), {verdict}",
             f"each row      {in_words(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
@@ -58,13 +68,18 @@ class Cost:
         if self.choice:
             lines.insert(2, f"structure     {self.structure} (chosen: {self.choice})")
         if not math.isnan(self.seconds):
-            lines.append(f"time          about {time_in_words(self.seconds)} on one core, without the network's own passes")
+            lines.append(
+                f"time          about {time_in_words(self.seconds)} on one core, without the "
+                "network's own passes"
+            )
         if self.refits:
             few, many = self.gradients
             lines.append(
-                f"refits        {self.refits:,}: {few:,} to {many:,} gradients over all rows ({few // self.refits} to "
-                f"{many // self.refits} for each), about {_operations(6 * few * self.rows * self.parameters)} to "
-                f"{_operations(6 * many * self.rows * self.parameters)}, in {in_words(self.refit_memory)}"
+                f"refits        {self.refits:,}: {few:,} to {many:,} gradients over all rows "
+                f"({few // self.refits} to {many // self.refits} for each), about "
+                f"{_operations(6 * few * self.rows * self.parameters)} to "
+                f"{_operations(6 * many * self.rows * self.parameters)}, in "
+                f"{in_words(self.refit_memory)}"
             )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
@@ -85,14 +100,16 @@ def estimate_cost(
 ) -> Cost:
     """Memory, passes and seconds of `ssla.fit(model, data of n rows, weights=, structure=)`.
 
-    Seconds are those of one core for a dense or kfac fit without a given prior; the network's own forward passes come on top.
-    The last layer is assumed to be the last nn.Linear of the module; `fit` itself finds it in the forward pass. gaussian: whether
-    the likelihood is Gaussian with constant noise; then a last layer is polished without a further pass. More than 1,000 outputs
-    of another likelihood are taken for classes. output: as in `fit`; the estimate does not depend on it. refits: how many refits
-    of the weights are planned, one for each pair (x, y); a whole predictive takes about 10 to 20 for each x. Their operations do
-    not include determinants, and assume that a row uses each weight once.
+    Seconds are those of one core for a dense or kfac fit without a given prior; the network's own
+    forward passes come on top. The last layer is assumed to be the last nn.Linear of the module;
+    `fit` itself finds it in the forward pass. gaussian: whether the likelihood is Gaussian with
+    constant noise; then a last layer is polished without a further pass. More than 1,000 outputs of
+    another likelihood are taken for classes. output: as in `fit`; the estimate does not depend on
+    it. refits: how many refits of the weights are planned, one for each pair (x, y); a whole
+    predictive takes about 10 to 20 for each x. Their operations do not include determinants, and
+    assume that a row uses each weight once.
 
-    >>> print(ssla.estimate_cost(model, 1_000_000, weights="all", structure="kfac"))   # doctest: +SKIP
+    >>> cost = ssla.estimate_cost(model, 1_000_000, weights="all")  # doctest: +SKIP
     """
     automatic = isinstance(structure, str) and structure == AUTO
     kind = resolve("dense" if automatic else structure)
@@ -100,7 +117,8 @@ def estimate_cost(
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise ValueError(
-            "The cost is estimated from the module's last nn.Linear, but it has none. Fit a few rows and read the report."
+            "The cost is estimated from the module's last nn.Linear, but it has none. Fit a few "
+            "rows and read the report."
         )
     outputs = linears[-1].out_features
     names = _names(model, weights, linears[-1])
@@ -111,8 +129,16 @@ def estimate_cost(
     reason = ""
     if automatic:
         kind, reason = choose(extent, budget)
-    head = set(names) <= {name for name, p in own.items() if any(p is q for q in linears[-1].parameters())}
-    if head and not gaussian and outputs > MANY_CLASSES and isinstance(kind, Kfac) and kind.output_factor is None:
+    head = set(names) <= {
+        name for name, p in own.items() if any(p is q for q in linears[-1].parameters())
+    }
+    if (
+        head
+        and not gaussian
+        and outputs > MANY_CLASSES
+        and isinstance(kind, Kfac)
+        and kind.output_factor is None
+    ):
         kind = replace(kind, output_factor=DIAGONAL)
     statistics = kind.memory(extent)
     width = parameters // outputs if head else 0
@@ -123,7 +149,11 @@ def estimate_cost(
         per_row = (
             8
             * outputs
-            * (3 * parameters if kind.materialises else sum(inside + out for inside, out in extent.layers) + 2 * extent.rest)
+            * (
+                3 * parameters
+                if kind.materialises
+                else sum(inside + out for inside, out in extent.layers) + 2 * extent.rest
+            )
         )
     if not head:
         passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
@@ -132,7 +162,8 @@ def estimate_cost(
         passes = (
             "1"
             if gaussian
-            else f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over features kept if they fit in memory"
+            else f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over "
+            "features kept if they fit in memory"
         )
     if isinstance(kind, LowRank) and kind.rank is None:
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
@@ -168,7 +199,9 @@ def _operations(count: int) -> str:
     return f"{count / 10**6:,.0f} MFlop"
 
 
-def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear) -> list[str]:
+def _names(
+    model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear
+) -> list[str]:
     own = dict(model.named_parameters())
     if weights == ALL:
         return list(trainable(model))
@@ -182,7 +215,9 @@ def _names(model: nn.Module, weights: str | list[str] | tuple[str, ...], last: n
 
 
 def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
-    """(inputs including the bias, outputs) of each layer with a Kronecker form that has free parameters."""
+    """(inputs including the bias, outputs) of each layer with a Kronecker form that has free
+    parameters.
+    """
     found: list[tuple[int, int]] = []
     for prefix, layer in model.named_modules():
         own = dict(layer.named_parameters(recurse=False))
@@ -190,13 +225,23 @@ def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
         if not any(name in names for name in full.values()):
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            parts: tuple[Tensor, ...] = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+            parts: tuple[Tensor, ...] = (
+                layer.q_proj_weight,
+                layer.k_proj_weight,
+                layer.v_proj_weight,
+            )
             if layer.in_proj_weight is not None:
                 parts = layer.in_proj_weight.chunk(3)
-            found += [(part.shape[1] + (layer.in_proj_bias is not None), part.shape[0]) for part in parts]
+            found += [
+                (part.shape[1] + (layer.in_proj_bias is not None), part.shape[0]) for part in parts
+            ]
         elif isinstance(layer, nn.RNNBase) and layer.proj_size == 0:
             parts = tuple(value for name, value in own.items() if name.startswith("weight"))
             found += [(part.shape[1] + bool(layer.bias), part.shape[0]) for part in parts]
-        elif isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
-            found.append((layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]))
+        elif isinstance(layer, nn.Linear) or (
+            isinstance(layer, CONVOLUTIONS) and layer.groups == 1
+        ):
+            found.append(
+                (layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0])
+            )
     return tuple(found)

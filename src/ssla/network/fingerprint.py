@@ -17,7 +17,10 @@ VALUES = "the layers are equal, but the values of buffers or weights differ"
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
-    """Names, dtypes and shapes of all tensors; digests of the layers and of the values. Does not depend on the device."""
+    """Names, dtypes and shapes of all tensors; digests of the layers and of the values.
+
+    Does not depend on the device.
+    """
     named = _tensors(module)
     layers = hashlib.sha256()
     for name, layer in module.named_modules():
@@ -26,9 +29,13 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     values = hashlib.sha256()
     for name, tensor in named.items():
         values.update(name.encode())
-        values.update(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        values.update(
+            tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return {
-        "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()],
+        "tensors": [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()
+        ],
         "layers": layers.hexdigest(),
         "values": values.hexdigest(),
     }
@@ -39,10 +46,17 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if one["tensors"] != other["tensors"]:
         was, now = ({str(t[0]): f"{t[1]} {t[2]}" for t in part["tensors"]} for part in (one, other))
         odd = [n for n in {**was, **now} if was.get(n) != now.get(n)]
-        first = f"{odd[0]!r} was {was.get(odd[0], 'absent')} and is {now.get(odd[0], 'absent')}" if odd else "their order differs"
+        first = (
+            f"{odd[0]!r} was {was.get(odd[0], 'absent')} and is {now.get(odd[0], 'absent')}"
+            if odd
+            else "their order differs"
+        )
         return f"{len(odd)} parameters or buffers differ; {first}"
     if one["layers"] != other["layers"]:
-        return "parameters have the same names and shapes, but the layers differ (their classes or settings)"
+        return (
+            "parameters have the same names and shapes, but the layers differ (their classes or "
+            "settings)"
+        )
     return VALUES if one["values"] != other["values"] else ""
 
 

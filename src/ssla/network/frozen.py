@@ -16,7 +16,9 @@ from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
 from ssla.network.layout import Layout
 
 Output = str | int | Callable[[Any], Any] | None
-"""The part of a module's result that is f: a key or attribute, an index, or a function of it; None if the result is f."""
+"""The part of a module's result that is f: a key or attribute, an index, or a function of it;
+None if the result is f.
+"""
 
 
 class Network(Protocol):
@@ -112,7 +114,9 @@ class Frozen:
     call: Callable[[nn.Module, Inputs], Any]
     keep_integers: bool
     bytes_per_row: int
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of one row, by part, in the first batch
+    shapes: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # of one row, by part, in the first batch
     integers: Mapping[str, str] | None = None  # dtype of each integer part; None: not known
     output: Output = None
 
@@ -134,21 +138,32 @@ class Frozen:
             finite("x", part, "Drop or impute those rows; a network has no output for them.")
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """ValueError unless shapes are as at fit. Lengths may differ: the module itself refuses those that it does not support.
+        """ValueError unless shapes are as at fit.
 
-        Columns are not a length: (N, D) numbers keep their D. A single column would be broadcast silently.
+        Lengths may differ: the module itself refuses those that it does not support.
+
+        Columns are not a length: (N, D) numbers keep their D. A single column would be broadcast
+        silently.
         """
         seen = self.shapes.get(name, shape)
         same = len(shape) == len(seen)
         columns = len(seen) == 1 and name not in (self.integers or ())
         if not same or (shape[-1:] != seen[-1:] and (columns or shape[-1:] == (1,))):
-            free = " For inputs with more dimensions, such as (N, 1, length), the length may vary." if same and columns else ""
+            free = (
+                " For inputs with more dimensions, such as (N, 1, length), the length may vary."
+                if same and columns
+                else ""
+            )
             raise ValueError(
-                f"{name} must have shape {_rows_of(seen)} as at fit, but one row of it is {shape}. Check its columns.{free}"
+                f"{name} must have shape {_rows_of(seen)} as at fit, but one row of it is {shape}. "
+                f"Check its columns.{free}"
             )
 
     def _cast(self, part: Tensor, name: str) -> Tensor:
-        """Numbers in the model's dtype. Parts that were integers at fit stay integers, also if they are now whole floats."""
+        """Numbers in the model's dtype.
+
+        Parts that were integers at fit stay integers, also if they are now whole floats.
+        """
         if self.integers is None:  # the first batch, or a file of an older version
             keep = self.keep_integers and not part.is_floating_point()
             return part.to(self.device) if keep else part.to(self.device, self.dtype)
@@ -177,11 +192,15 @@ class Frozen:
         except (torch.OutOfMemoryError, ValueError):
             raise
         except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
-            given = ", ".join(f"{name} {_rows_of(part.shape[1:])} of {part.dtype}" for name, part in named_parts(x))
+            given = ", ".join(
+                f"{name} {_rows_of(part.shape[1:])} of {part.dtype}"
+                for name, part in named_parts(x)
+            )
             seen = ", ".join(f"{name} {_rows_of(shape)}" for name, shape in self.shapes.items())
             raise ValueError(
-                f"The network failed on the inputs {given}: {error}. At fit they were {seen or 'others'}. Check the shapes, "
-                "and that indices are whole numbers within the range of their embedding."
+                f"The network failed on the inputs {given}: {error}. At fit they were "
+                f"{seen or 'others'}. Check the shapes, and that indices are whole numbers within "
+                "the range of their embedding."
             ) from error
 
 
@@ -236,15 +255,21 @@ def in_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
 
 def kept_integers(x: Inputs) -> dict[str, str]:
     """The dtypes of the parts that hold integers (or booleans)."""
-    return {name: str(part.dtype).removeprefix("torch.") for name, part in named_parts(x) if not part.is_floating_point()}
+    return {
+        name: str(part.dtype).removeprefix("torch.")
+        for name, part in named_parts(x)
+        if not part.is_floating_point()
+    }
 
 
 def checked_output(output: Any) -> Output:
     """Validate `output=`."""
-    if isinstance(output, bool) or not (output is None or isinstance(output, str | int) or callable(output)):
+    if isinstance(output, bool) or not (
+        output is None or isinstance(output, str | int) or callable(output)
+    ):
         raise TypeError(
-            "output must name the part of the network's result that holds the outputs: a key or attribute ('logits'), an index "
-            f"(0), or a function of the result, but is {output!r}."
+            "output must name the part of the network's result that holds the outputs: a key or "
+            f"attribute ('logits'), an index (0), or a function of the result, but is {output!r}."
         )
     part: Output = output
     return part
@@ -258,15 +283,28 @@ def picked(result: Any, output: Output) -> Any:
         try:
             return output(result)
         except (LookupError, AttributeError, TypeError) as error:
-            raise ValueError(f"The function output= failed on the network's result, {described(result)}: {error!r}.") from error
+            raise ValueError(
+                f"The function output= failed on the network's result, {described(result)}: "
+                f"{error!r}."
+            ) from error
     if isinstance(result, Tensor):
-        raise ValueError(f"The network returns one tensor, which has no part {output!r}. Omit output=, or give a function.")
+        raise ValueError(
+            f"The network returns one tensor, which has no part {output!r}. Omit output=, or give "
+            "a function."
+        )
     parts = parts_of(result)
     if output in parts:
         return parts[output]
-    if isinstance(output, int) and isinstance(result, tuple | list) and -len(result) <= output < len(result):
+    if (
+        isinstance(output, int)
+        and isinstance(result, tuple | list)
+        and -len(result) <= output < len(result)
+    ):
         return result[output]
-    raise ValueError(f"The network's result has no part {output!r}: it is {described(result)}. Name one of these as output=.")
+    raise ValueError(
+        f"The network's result has no part {output!r}: it is {described(result)}. Name one of "
+        "these as output=."
+    )
 
 
 def parts_of(result: Any) -> dict[Any, Any]:
@@ -283,7 +321,9 @@ def parts_of(result: Any) -> dict[Any, Any]:
 def described(result: Any) -> str:
     """A description of the result, with the parts that hold tensors."""
     parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
-    return f"a {type(result).__name__}" + (f" with the tensors {', '.join(map(repr, parts))}" if parts else " without tensors")
+    return f"a {type(result).__name__}" + (
+        f" with the tensors {', '.join(map(repr, parts))}" if parts else " without tensors"
+    )
 
 
 def as_outputs(result: Any, rows: int) -> Tensor:
@@ -292,16 +332,19 @@ def as_outputs(result: Any, rows: int) -> Tensor:
         parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
         example = repr(parts[0]) if parts else "lambda result: …"
         raise TypeError(
-            f"The network must return one tensor of outputs, but returned {described(result)}. Name the part that holds the "
-            f"outputs: output={example} (a key, an attribute, an index, or a function of the result)."
+            f"The network must return one tensor of outputs, but returned {described(result)}. "
+            f"Name the part that holds the outputs: output={example} (a key, an attribute, an "
+            "index, or a function of the result)."
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
-    if rows == 1 and result.dim() < 2:  # a forward that ends in squeeze() removes the dimension of a single row
+    if (
+        rows == 1 and result.dim() < 2
+    ):  # a forward that ends in squeeze() removes the dimension of a single row
         return result.reshape(1, -1)
     if result.dim() != 2 or result.shape[0] != rows:
         raise ValueError(
-            f"The network must return outputs of shape (N, C), here ({rows}, C), but returned {tuple(result.shape)}. "
-            "Flatten or pool its output to one row for each input."
+            f"The network must return outputs of shape (N, C), here ({rows}, C), but returned "
+            f"{tuple(result.shape)}. Flatten or pool its output to one row for each input."
         )
     return result

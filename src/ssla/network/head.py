@@ -1,4 +1,6 @@
-"""The last layer: outputs linear in the free parameters, features computed by the rest of the network."""
+"""The last layer: outputs linear in the free parameters, features computed by the rest of the
+network.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class LastLayer:
     @property
     def bytes_per_row(self) -> int:
         width = self.layout.size // self.outputs
-        return self.frozen.bytes_per_row + 8 * (width * (self.outputs + 2) + PRECISIONS * self.outputs**2)
+        return self.frozen.bytes_per_row + 8 * (
+            width * (self.outputs + 2) + PRECISIONS * self.outputs**2
+        )
 
     @property
     def jacobian_per_row(self) -> int:
@@ -87,7 +91,9 @@ class LastLayer:
         assert seen.input is not None
         phi = seen.input.to("cpu")
         factors = shrink_factors(phi)
-        J = self.scaled(Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias))
+        J = self.scaled(
+            Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias)
+        )
         # in float64: means may be large compared with the noise
         f = Features(J.phi.double(), self.outputs, J.bias).push(theta)
         return (f if self.offset is None else f + self.offset), J

@@ -13,8 +13,8 @@ from torch import Tensor
 class Layout:
     """Names and positions.  positions[name] (of the parameter's shape) are indices into θ (P,).
 
-    The *named order* is the concatenation of the flattened parameters in the order of `names`; θ itself
-    may interleave them (a last layer keeps each output's weights and bias together).
+    The *named order* is the concatenation of the flattened parameters in the order of `names`; θ
+    itself may interleave them (a last layer keeps each output's weights and bias together).
     """
 
     positions: Mapping[str, Tensor]

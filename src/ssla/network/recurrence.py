@@ -1,7 +1,9 @@
-"""Recurrent layers of torch (LSTM, GRU, RNN) step by step, with their two products left to the caller.
+"""Recurrent layers of torch (LSTM, GRU, RNN) step by step, with their two products left to the
+caller.
 
-One fused function of torch computes all steps, so that no linear call can be intercepted, and it has no batching rule. In steps,
-the weight of the inputs is a linear layer over all times at once, and the weight of the state is one that is used at each time.
+One fused function of torch computes all steps, so that no linear call can be intercepted, and it
+has no batching rule. In steps, the weight of the inputs is a linear layer over all times at once,
+and the weight of the state is one that is used at each time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from torch import Tensor
 
 from ssla.network.attention import Projection
 
-ARGUMENTS = ("input", "state", "weights", "has_biases", "layers", "dropout", "training", "bidirectional", "batch_first")
+ARGUMENTS = (
+    "input",
+    "state",
+    "weights",
+    "has_biases",
+    "layers",
+    "dropout",
+    "training",
+    "bidirectional",
+    "batch_first",
+)
 State = tuple[Tensor, ...]
 """h, or h and c of an LSTM: (B, H) each."""
 
@@ -48,12 +60,19 @@ CELLS: dict[Any, Callable[[Tensor, Tensor, State], State]] = {
 }
 
 
-def read_recurrence(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_recurrence(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """The arguments by name, if it is a call that `recur` can compute.
 
     Not for packed sequences, projections of the state, or dropout.
     """
-    if func not in CELLS or kwargs or len(args) != len(ARGUMENTS) or not isinstance(args[2], list | tuple):
+    if (
+        func not in CELLS
+        or kwargs
+        or len(args) != len(ARGUMENTS)
+        or not isinstance(args[2], list | tuple)
+    ):
         return None
     given = dict(zip(ARGUMENTS, args, strict=True))
     each = 4 if given["has_biases"] else 2
@@ -63,12 +82,16 @@ def read_recurrence(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def recur(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...]:
-    """As torch's function: the states at all times, and the last ones of each layer and direction."""
+    """As torch's function: the states at all times, and the last ones of each layer and
+    direction.
+    """
     cell, directions = given["cell"], 1 + given["bidirectional"]
     starts = [given["state"]] if isinstance(given["state"], Tensor) else list(given["state"])
     x = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]  # (times, B, F)
     each = 4 if given["has_biases"] else 2
-    groups = [given["weights"][start : start + each] for start in range(0, len(given["weights"]), each)]
+    groups = [
+        given["weights"][start : start + each] for start in range(0, len(given["weights"]), each)
+    ]
     last: list[State] = []
     for layer in range(given["layers"]):
         outputs = []

@@ -20,7 +20,10 @@ INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint3
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """How a network was opened. A last layer is the weight (and bias) in `names`; other free parameters need a plan."""
+    """How a network was opened.
+
+    A last layer is the weight (and bias) in `names`; other free parameters need a plan.
+    """
 
     linear: bool
     names: tuple[str, ...]  # free parameters
@@ -35,7 +38,9 @@ class Opening:
     extra_per_row: int = 0
     integers: Mapping[str, str] | None = None  # not known in older files
     head: tuple[str, ...] = ()  # not known in older files
-    norms: tuple[NormPlan, ...] = ()  # not known in older files: their columns are computed in another way
+    norms: tuple[
+        NormPlan, ...
+    ] = ()  # not known in older files: their columns are computed in another way
     row_scale: RowScale | None = None
 
 
@@ -55,7 +60,9 @@ def describe(network: Network) -> Opening:
         frozen.shapes,
     )
     if isinstance(network, LastLayer):
-        return Opening(*common, offset=network.offset, integers=frozen.integers, row_scale=network.row_scale)
+        return Opening(
+            *common, offset=network.offset, integers=frozen.integers, row_scale=network.row_scale
+        )
     return Opening(
         *common,
         layers=network.layers,
@@ -70,8 +77,17 @@ def describe(network: Network) -> Opening:
 def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     """ValueError unless the plan is possible for these parameters."""
     names, plans = set(opening.names), opening.layers
-    missing = [name for name in (*opening.names, *opening.others, *(plan.weight for plan in plans)) if name not in parameters]
-    if missing or not names or len(names) < len(opening.names) or not names.issuperset(opening.others):
+    missing = [
+        name
+        for name in (*opening.names, *opening.others, *(plan.weight for plan in plans))
+        if name not in parameters
+    ]
+    if (
+        missing
+        or not names
+        or len(names) < len(opening.names)
+        or not names.issuperset(opening.others)
+    ):
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
     rows = {len(parameters[name]) for name in opening.head if name in names}
     if not names.issuperset(opening.head) or not rows <= {opening.outputs}:
@@ -82,15 +98,27 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     if min(sizes) < 1 or max(sizes) >= 1 << 63:
         raise ValueError("sizes must be positive and fit 64 bits")
     scale = opening.row_scale
-    if scale is not None and not (scale.strength >= 0 and scale.mean > 0 and scale.least >= 0 and opening.linear):
+    if scale is not None and not (
+        scale.strength >= 0 and scale.mean > 0 and scale.least >= 0 and opening.linear
+    ):
         raise ValueError("the scale of rows is not one")
     size = sum(parameters[name].numel() for name in names)
     planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
-    covered = sum(parameters[name].numel() for name in opening.others) + sum(part.numel() for part in planned)
+    covered = sum(parameters[name].numel() for name in opening.others) + sum(
+        part.numel() for part in planned
+    )
     for part in planned:
-        if part.dtype != torch.long or not part.numel() or int(part.min()) < 0 or int(part.max()) >= size:
+        if (
+            part.dtype != torch.long
+            or not part.numel()
+            or int(part.min()) < 0
+            or int(part.max()) >= size
+        ):
             raise ValueError("the positions of a layer are outside the parameters")
-    if planned and torch.cat(planned).unique().numel() + size - covered != torch.cat(planned).numel():
+    if (
+        planned
+        and torch.cat(planned).unique().numel() + size - covered != torch.cat(planned).numel()
+    ):
         raise ValueError("the layers do not cover the free parameters once each")
     for plan in plans:
         weight = parameters[plan.weight]
@@ -103,8 +131,16 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
     for norm in opening.norms:
         free = {norm.weight, norm.bias} & set(opening.others)
-        if norm.weight not in parameters or not free or norm.bias not in (None, *opening.others) or not 0 <= norm.axis < 8:
-            raise ValueError(f"the norm with the scale {norm.weight!r} is not one of the network with free parameters")
+        if (
+            norm.weight not in parameters
+            or not free
+            or norm.bias not in (None, *opening.others)
+            or not 0 <= norm.axis < 8
+        ):
+            raise ValueError(
+                f"the norm with the scale {norm.weight!r} is not one of the network with free "
+                "parameters"
+            )
 
 
 def module_of(network: Network) -> nn.Module:
@@ -124,7 +160,9 @@ def output_words(network: Network) -> str:
     output = output_of(network)
     if output is None:
         return ""
-    return getattr(output, "__qualname__", type(output).__name__) if callable(output) else repr(output)
+    return (
+        getattr(output, "__qualname__", type(output).__name__) if callable(output) else repr(output)
+    )
 
 
 def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
@@ -150,12 +188,28 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         rest = rest_of(module, opening.names)
         plans, others, extra = opening.layers, opening.others, opening.extra_per_row
         head, norms = opening.head, opening.norms
-        return AnyParameters(frozen, layout, theta, opening.outputs, rest, plans, others, extra, head=head, norms=norms)
+        return AnyParameters(
+            frozen,
+            layout,
+            theta,
+            opening.outputs,
+            rest,
+            plans,
+            others,
+            extra,
+            head=head,
+            norms=norms,
+        )
     weight = parameters[opening.names[0]]
     bias = opening.names[1] if len(opening.names) == 2 else None
     if weight.dim() != 2 or weight.shape[0] != opening.outputs:
-        raise ValueError(f"{opening.names[0]!r} is not the weight of a last layer with {opening.outputs} outputs.")
+        raise ValueError(
+            f"{opening.names[0]!r} is not the weight of a last layer with {opening.outputs} "
+            "outputs."
+        )
     layout = last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
     offset = None if opening.offset is None else opening.offset.to(torch.float64)
     theta, scale = layout.pack(parameters), opening.row_scale
-    return LastLayer(frozen, weight, layout, theta, opening.outputs, bias is not None, offset, row_scale=scale)
+    return LastLayer(
+        frozen, weight, layout, theta, opening.outputs, bias is not None, offset, row_scale=scale
+    )

@@ -1,7 +1,9 @@
-"""A scale of each row: features and outputs are divided by it, which is a temperature that depends on the input.
+"""A scale of each row: features and outputs are divided by it, which is a temperature that depends
+on the input.
 
-Logits of a last layer grow with the length of the features, and so does the confidence of the network, whether
-that is earned or not. Rows that the network has not seen can tell (`ssla.fitting.tuning.row_scale`).
+Logits of a last layer grow with the length of the features, and so does the confidence of the
+network, whether that is earned or not. Rows that the network has not seen can tell
+(`ssla.fitting.tuning.row_scale`).
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from ssla.curvature.jacobians import Features
 
 @dataclass(frozen=True)
 class RowScale:
-    """s(x) = √((1 + c h) / (1 + c)) with h = max(|φ(x)|², least) / mean, so that s = 1 at a row of mean length.
+    """s(x) = √((1 + c h) / (1 + c)) with h = max(|φ(x)|², least) / mean, so that s = 1 at a row of
+    mean length.
 
-    c = 0 changes nothing; a large c is a last layer on features of equal length. Features shorter than `least` have
-    its scale: nothing is known of them, and a smaller scale would make the network more confident there.
+    c = 0 changes nothing; a large c is a last layer on features of equal length. Features shorter
+    than `least` have its scale: nothing is known of them, and a smaller scale would make the
+    network more confident there.
     """
 
     strength: float  # c
@@ -31,7 +35,10 @@ class RowScale:
         return ((1 + self.strength * h) / (1 + self.strength)).sqrt()
 
     def features(self, J: Features, inputs: int) -> Features:
-        """φ/s with a column 1/s in place of ones, so that outputs, too, are divided by s. inputs: of the last layer."""
+        """φ/s with a column 1/s in place of ones, so that outputs, too, are divided by s.
+
+        inputs: of the last layer.
+        """
         s = self.of_squares(squared_lengths(J, inputs))
         phi = J.with_ones()
         return Features(phi / s[:, None].to(phi.dtype), J.outputs, remembers=J.remembers)

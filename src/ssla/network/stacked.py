@@ -1,4 +1,6 @@
-"""Plain chains of linear layers and elementwise functions, run for many weight vectors at once by batched matrix products."""
+"""Plain chains of linear layers and elementwise functions, run for many weight vectors at once
+by batched matrix products.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,20 @@ from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters
 
-ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity, nn.Dropout)
-ROWS_AT_ONCE = 1 << 13  # rows × weight vectors worked on together: larger arrays do not fit the processor's cache
+ELEMENTWISE = (
+    nn.Tanh,
+    nn.ReLU,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.SiLU,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+    nn.Identity,
+    nn.Dropout,
+)
+# rows × weight vectors worked on together: larger arrays do not fit the processor's cache
+ROWS_AT_ONCE = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +40,10 @@ class Stacked:
     def parameters(self, thetas: Tensor) -> dict[str, Tensor]:
         """Free parameters by name (m, …)."""
         shapes = self.network.layout.positions
-        return {name: thetas[:, a:b].reshape(-1, *shapes[name].shape) for name, (a, b) in self.ranges.items()}
+        return {
+            name: thetas[:, a:b].reshape(-1, *shapes[name].shape)
+            for name, (a, b) in self.ranges.items()
+        }
 
     def run(self, free: dict[str, Tensor], x: Tensor) -> Tensor:
         """x (b, …) of all θ, or (m, b, …) of its own for each -> f (m, b, C)."""
@@ -39,7 +56,11 @@ class Stacked:
             weight = self._named(free, step[0])
             bias = None if step[1] is None else self._named(free, step[1])
             W = weight.mT.expand(m, -1, -1)
-            h = torch.bmm(h, W) if bias is None else torch.baddbmm(bias.unsqueeze(-2).expand(m, 1, -1), h, W)
+            h = (
+                torch.bmm(h, W)
+                if bias is None
+                else torch.baddbmm(bias.unsqueeze(-2).expand(m, 1, -1), h, W)
+            )
         return h
 
     def _named(self, free: dict[str, Tensor], name: str) -> Tensor:
@@ -51,10 +72,15 @@ class Stacked:
 
     def outputs_and_gradient(self, thetas: Tensor, x: Tensor, score: Any) -> tuple[Tensor, Tensor]:
         """f (m, b, C) and Σ_i J_iᵀ score(f)_i (m, P)."""
-        free = {name: value.detach().requires_grad_(True) for name, value in self.parameters(thetas).items()}
+        free = {
+            name: value.detach().requires_grad_(True)
+            for name, value in self.parameters(thetas).items()
+        }
         with torch.enable_grad():
             f = self.run(free, x)
-            grads = torch.autograd.grad(f, list(free.values()), score(f.detach()), allow_unused=True)
+            grads = torch.autograd.grad(
+                f, list(free.values()), score(f.detach()), allow_unused=True
+            )
         total = torch.zeros_like(thetas)
         for (a, b), grad in zip(self.ranges.values(), grads, strict=True):
             if grad is not None:
@@ -63,7 +89,9 @@ class Stacked:
 
 
 def stacked(network: AnyParameters, x: Any, theta: Tensor) -> Stacked | None:
-    """The chain of a network, where it is one and agrees with the network itself on x; else None."""
+    """The chain of a network, where it is one and agrees with the network itself on x; else
+    None.
+    """
     if not isinstance(x, Tensor) or x.dim() != 2:
         return None
     names = {id(p): name for name, p in network.frozen.module.named_parameters()}
@@ -72,7 +100,9 @@ def stacked(network: AnyParameters, x: Any, theta: Tensor) -> Stacked | None:
         if layer is None or layer._forward_hooks or layer._forward_pre_hooks:
             return None
         if type(layer) is nn.Linear:
-            steps.append((names[id(layer.weight)], None if layer.bias is None else names[id(layer.bias)]))
+            steps.append(
+                (names[id(layer.weight)], None if layer.bias is None else names[id(layer.bias)])
+            )
         elif type(layer) is not nn.Dropout:  # a network in evaluation mode: the identity
             steps.append(layer)
     ranges = {}
@@ -94,7 +124,11 @@ def stacked(network: AnyParameters, x: Any, theta: Tensor) -> Stacked | None:
 
 def _chain(module: nn.Module) -> Iterator[nn.Module | None]:
     """Layers in their order; None for one that is not of a known kind."""
-    if type(module) is nn.Sequential and not module._forward_hooks and not module._forward_pre_hooks:
+    if (
+        type(module) is nn.Sequential
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    ):
         for part in module:
             yield from _chain(part)
     elif type(module) is nn.Linear or type(module) in ELEMENTWISE:

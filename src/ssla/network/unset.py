@@ -12,7 +12,10 @@ class _Unset(nn.Linear):
 
 
 def unset_linear(inputs: int, outputs: int, dtype: torch.dtype | None = None) -> nn.Linear:
-    """A linear layer with any weights. (`nn.utils.skip_init` does the same, but its first call takes up to two seconds.)"""
+    """A linear layer with any weights.
+
+    (`nn.utils.skip_init` does the same, but its first call takes up to two seconds.)
+    """
     layer: nn.Linear = _Unset(inputs, outputs, dtype=dtype)
     layer.__class__ = nn.Linear
     return layer

@@ -1,9 +1,9 @@
 """Intercepts torch calls, without hooks and without changes to the module.
 
-`Probe` records one forward pass: the linear calls, the uses of each parameter, and the bytes of the results.
-`Inputs` keeps the input of one layer. `Layers` keeps the inputs of many layers and makes their outputs differentiable.
-The products inside an attention or a recurrent layer count as linear calls, and the scales and
-shifts of norms as calls of their own kind.
+`Probe` records one forward pass: the linear calls, the uses of each parameter, and the bytes of the
+results. `Inputs` keeps the input of one layer. `Layers` keeps the inputs of many layers and makes
+their outputs differentiable. The products inside an attention or a recurrent layer count as linear
+calls, and the scales and shifts of norms as calls of their own kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 NORMS = {  # with the names of their first arguments
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
 }
 SOFTMAX, SIGMOID, EXP, SOFTPLUS = "softmax", "sigmoid", "exp", "softplus"
 LINKS = {
@@ -45,7 +54,9 @@ ARGUMENTS = {
 
 
 class Call(NamedTuple):
-    """One linear or convolutional call, a product inside an attention or a recurrent layer, or the scale and shift of a norm."""
+    """One linear or convolutional call, a product inside an attention or a recurrent layer, or
+    the scale and shift of a norm.
+    """
 
     kind: str
     input: Tensor  # of a norm: before its scale and shift, if `read_norm` was asked for it
@@ -53,8 +64,12 @@ class Call(NamedTuple):
     bias: Tensor | None
     result: Tensor
     options: dict[str, Any]  # of a convolution
-    dimensions: int  # of a convolution; of the weight of a norm over the last dimensions, and 0 for one over channels
-    first: int = 0  # the first row of the weight that is used: attention has three projections in one weight
+    # of a convolution; of the weight of a norm over the last dimensions, and 0 for one over
+    # channels
+    dimensions: int
+    first: int = (
+        0  # the first row of the weight that is used: attention has three projections in one weight
+    )
     bias_first: int = 0
 
     @property
@@ -68,22 +83,41 @@ class Call(NamedTuple):
         return self.result.shape[-1] if self.kind == LINEAR else self.weight.shape[0]
 
 
-def read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Call | None:
+def read(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> Call | None:
     """The call, if it has a Kronecker form (a grouped convolution has none)."""
     kind = LINEAR if func is F.linear else CONVOLUTION if func in CONVOLUTIONS else None
     if kind is None or not isinstance(result, Tensor):
         return None
     given = dict(zip(ARGUMENTS[kind], args, strict=False)) | dict(kwargs)
-    options: dict[str, Any] = {key: given[key] for key in ("stride", "padding", "dilation") if key in given}
+    options: dict[str, Any] = {
+        key: given[key] for key in ("stride", "padding", "dilation") if key in given
+    }
     if given.get("groups", 1) != 1:
         return None
-    return Call(kind, given["input"], given["weight"], given.get("bias"), result, options, CONVOLUTIONS.get(func, 0))
+    return Call(
+        kind,
+        given["input"],
+        given["weight"],
+        given.get("bias"),
+        result,
+        options,
+        CONVOLUTIONS.get(func, 0),
+    )
 
 
 def read_norm(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, plain: bool = False
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    plain: bool = False,
 ) -> Call | None:
-    """The call, if it is a norm with a scale. plain: with its values before scale and shift as its input."""
+    """The call, if it is a norm with a scale.
+
+    plain: with its values before scale and shift as its input.
+    """
     if func not in NORMS or not isinstance(result, Tensor):
         return None
     given = dict(zip(NORMS[func], args, strict=False)) | dict(kwargs)
@@ -100,7 +134,9 @@ class Probe(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.links: list[tuple[str, Tensor]] = []  # results of functions that a likelihood may apply itself
+        self.links: list[
+            tuple[str, Tensor]
+        ] = []  # results of functions that a likelihood may apply itself
         self.uses: dict[int, list[str]] = {}  # by id of a tensor
         self.bytes = 0
 
@@ -109,7 +145,11 @@ class Probe(TorchFunctionMode):
         return [call for call in self.calls if call.kind == LINEAR]
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         attention = read_attention(func, args, kwargs)
@@ -142,15 +182,25 @@ class Probe(TorchFunctionMode):
                 self.uses.setdefault(id(given[extra]), []).append(OTHER)
         length, rows, _ = given["query"].shape
         scores = rows * given["num_heads"] * length * len(given["key"])
-        self.bytes += 3 * scores * given["query"].element_size()  # scores, attention, and one for the products
+        # scores, attention, and one for the products
+        self.bytes += 3 * scores * given["query"].element_size()
         return attend(given, self._project)
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor:
+    def _project(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        first: int,
+        bias_first: int,
+        count: int,
+    ) -> Tensor:
         result = project(x, weight, bias, first, bias_first, count)
         self.calls.append(Call(LINEAR, x, weight, bias, result, {}, 0, first, bias_first))
         for tensor in (weight, bias):
             self.uses.setdefault(id(tensor), []).append(LINEAR)
-        self.bytes += 4 * result.numel() * result.element_size()  # gates and states of a recurrent layer, or q, k and v
+        # gates and states of a recurrent layer, or q, k and v
+        self.bytes += 4 * result.numel() * result.element_size()
         return result
 
 
@@ -163,7 +213,11 @@ class Inputs(TorchFunctionMode):
         self.input: Tensor | None = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is F.linear:
@@ -174,7 +228,9 @@ class Inputs(TorchFunctionMode):
 
 
 class Layers(TorchFunctionMode):
-    """Keeps the calls with the given weights, and adds to each result a zero, with respect to which gradients are taken."""
+    """Keeps the calls with the given weights, and adds to each result a zero, with respect to
+    which gradients are taken.
+    """
 
     def __init__(self, weights: Mapping[int, str]) -> None:
         super().__init__()
@@ -182,7 +238,11 @@ class Layers(TorchFunctionMode):
         self.calls: list[tuple[str, Call, Tensor]] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         attention = read_attention(func, args, kwargs)
@@ -199,7 +259,15 @@ class Layers(TorchFunctionMode):
             call = read_norm(func, args, kwargs, result, plain=True)
         return result if call is None else self._watched(call)
 
-    def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int) -> Tensor:
+    def _project(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        first: int,
+        bias_first: int,
+        count: int,
+    ) -> Tensor:
         result = project(x, weight, bias, first, bias_first, count)
         return self._watched(Call(LINEAR, x, weight, bias, result, {}, 0, first, bias_first))
 
@@ -211,20 +279,29 @@ class Layers(TorchFunctionMode):
         return call.result + zero
 
 
-def _weight_of_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return (dict(zip(NORMS.get(func, ()), args, strict=False)) | dict(kwargs)).get("weight") if func in NORMS else None
+def _weight_of_norm(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    return (
+        (dict(zip(NORMS.get(func, ()), args, strict=False)) | dict(kwargs)).get("weight")
+        if func in NORMS
+        else None
+    )
 
 
 def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
-    """The dimension of the call's input that holds the rows, by the same call for another number of rows.
+    """The dimension of the call's input that holds the rows, by the same call for another number of
+    rows.
 
-    It may hold a fixed number of places for each row (windows, frames), with the places of one row beside each other. None where
-    no dimension does, or one that the layer works on.
+    It may hold a fixed number of places for each row (windows, frames), with the places of one row
+    beside each other. None where no dimension does, or one that the layer works on.
     """
     shape, other_shape = call.input.shape, other.input.shape
     if len(shape) != len(other_shape) or call.result.dim() != call.input.dim():
         return None
-    different = [axis for axis, (one, two) in enumerate(zip(shape, other_shape, strict=True)) if one != two]
+    different = [
+        axis for axis, (one, two) in enumerate(zip(shape, other_shape, strict=True)) if one != two
+    ]
     if len(different) != 1:
         return None
     axis = different[0]
@@ -232,13 +309,17 @@ def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
         return None
     trailing = call.dimensions if call.kind == NORM else 1
     last_dimensions = call.kind == LINEAR or (call.kind == NORM and trailing > 0)
-    own = len(shape) - trailing if last_dimensions else 1  # convolutions and norms over channels have rows first
+    # convolutions and norms over channels have rows first
+    own = len(shape) - trailing if last_dimensions else 1
     whole = call.kind != CONVOLUTION or len(shape) == call.dimensions + 2
     return axis if axis < own and whole else None
 
 
 def patches(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
-    """The inputs that the weight multiplies, for each position: (rows, T, F). graph: with their autograd graph."""
+    """The inputs that the weight multiplies, for each position: (rows, T, F).
+
+    graph: with their autograd graph.
+    """
     x = call.input if graph else call.input.detach()
     if call.kind != CONVOLUTION:
         return by_place(call, x, rows, axis)
@@ -263,7 +344,9 @@ def patches(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor
 
 
 def by_place(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
-    """Values or gradients of a call's result, or the input of a linear call or norm, for each position: (rows, T, out)."""
+    """Values or gradients of a call's result, or the input of a linear call or norm, for each
+    position: (rows, T, out).
+    """
     if call.kind == LINEAR:
         return values.movedim(axis, 0).reshape(rows, -1, values.shape[-1])
     if call.dimensions and call.kind == NORM:

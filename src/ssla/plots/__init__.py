@@ -1,7 +1,8 @@
 """Pictures of predictives, with matplotlib (`pip install 'ssla[plots]'`).
 
-Each function takes `ax=` and returns the Axes. Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and
-no meaning is in colour alone. Text, dots and reference lines have the colour of the axes' labels, so a dark style works.
+Each function takes `ax=` and returns the Axes. Colours are those of Okabe and Ito, which
+colour-blind readers can tell apart, and no meaning is in colour alone. Text, dots and reference
+lines have the colour of the axes' labels, so a dark style works.
 """
 
 from ssla.plots.calibration import calibration, intervals, pit, reliability

@@ -1,6 +1,8 @@
-"""Do predictions and observations agree? With the range in which exact calibration would stay, by binomial probabilities.
+"""Do predictions and observations agree? With the range in which exact calibration would stay, by
+binomial probabilities.
 
-Bands hold for each level or bin by itself, and for independent rows; leave-one-out rows are nearly so.
+Bands hold for each level or bin by itself, and for independent rows; leave-one-out rows are nearly
+so.
 """
 
 from __future__ import annotations
@@ -46,30 +48,61 @@ class Ranks(NamedTuple):
         """The PIT histogram (bins,), 1 where it is flat. A count is spread over lower … upper."""
         edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
         width = (self.upper - self.lower).clamp_min(1e-12)
-        start = torch.where(self.upper - self.lower < 1e-12, self.upper - width, self.lower).clamp_min(0)
-        below = ((edges - start[:, None]) / width[:, None]).clamp(0, 1)  # share of each row below each edge
+        start = torch.where(
+            self.upper - self.lower < 1e-12, self.upper - width, self.lower
+        ).clamp_min(0)
+        below = ((edges - start[:, None]) / width[:, None]).clamp(
+            0, 1
+        )  # share of each row below each edge
         below[:, 0], below[:, -1] = 0.0, 1.0
-        heights: Tensor = (self.weights[:, None] * below.diff(dim=1)).sum(0) / self.weights.sum() * bins
+        heights: Tensor = (
+            (self.weights[:, None] * below.diff(dim=1)).sum(0) / self.weights.sum() * bins
+        )
         return heights
 
 
 @in_plain_torch
 def calibration(
-    predictive: Predictive | LeaveOneOut, y: Any = None, *, target: int = 0, confidence: float = 0.95, ax: Any = None
+    predictive: Predictive | LeaveOneOut,
+    y: Any = None,
+    *,
+    target: int = 0,
+    confidence: float = 0.95,
+    ax: Any = None,
 ) -> Any:
-    """The share of y inside central intervals, against their level. Above the diagonal: intervals are too wide.
+    """The share of y inside central intervals, against their level.
+
+    Above the diagonal: intervals are too wide.
 
     predictive: of held-out rows, with their y; or `posterior.loo()`.  target: which of D targets.
-    confidence: of the band around the diagonal. Intervals of counts cover more than their level, because counts are discrete.
+    confidence: of the band around the diagonal. Intervals of counts cover more than their level,
+    because counts are discrete.
     """
     found = _ranked(predictive, y, target, "calibration")
     ax, color = axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
     observed = found.inside(levels)
-    low, high = np.array([binomial_range(found.size, float(level), confidence) for level in levels]).T / found.size
+    low, high = (
+        np.array([binomial_range(found.size, float(level), confidence) for level in levels]).T
+        / found.size
+    )
     _diagonal(ax, color)
-    ax.fill_between(levels, low, high, color=color.tint(0.25), lw=0, label=f"{confidence:.0%} if calibrated", zorder=0)
-    ax.plot(levels, observed, color=color.main, lw=2, label=f"{_source(predictive)}, {found.size:,} rows")
+    ax.fill_between(
+        levels,
+        low,
+        high,
+        color=color.tint(0.25),
+        lw=0,
+        label=f"{confidence:.0%} if calibrated",
+        zorder=0,
+    )
+    ax.plot(
+        levels,
+        observed,
+        color=color.main,
+        lw=2,
+        label=f"{_source(predictive)}, {found.size:,} rows",
+    )
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="level of the interval", ylabel="share of y inside")
     legend(ax, loc="upper left")
     return ax
@@ -85,39 +118,66 @@ def pit(
     confidence: float = 0.95,
     ax: Any = None,
 ) -> Any:
-    """The histogram of P(Y ≤ y): flat if predictions are calibrated. A U: too narrow; a hump: too wide; a slope: biased.
+    """The histogram of P(Y ≤ y): flat if predictions are calibrated.
 
-    A count is spread over P(Y < y) … P(Y ≤ y), which makes the histogram smoother than the band expects. Arguments as for
-    `calibration`.
+    A U: too narrow; a hump: too wide; a slope: biased.
+
+    A count is spread over P(Y < y) … P(Y ≤ y), which makes the histogram smoother than the band
+    expects. Arguments as for `calibration`.
     """
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
         raise ValueError(f"bins must be a whole number from 2, but is {bins!r}.")
     found = _ranked(predictive, y, target, "pit")
     ax, color = axes(ax)
     edges, heights = torch.linspace(0, 1, bins + 1, dtype=torch.float64), found.heights(bins)
-    low, high = (end * bins / found.size for end in binomial_range(found.size, 1 / bins, confidence))
+    low, high = (
+        end * bins / found.size for end in binomial_range(found.size, 1 / bins, confidence)
+    )
     shape = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
     ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_source(predictive), **shape)
-    ax.axhspan(low, high, facecolor="none", edgecolor=color.ink, ls="--", lw=1, label=f"{confidence:.0%} if calibrated")
+    ax.axhspan(
+        low,
+        high,
+        facecolor="none",
+        edgecolor=color.ink,
+        ls="--",
+        lw=1,
+        label=f"{confidence:.0%} if calibrated",
+    )
     ax.axhline(1, color=color.ink, lw=1)
-    ax.set(xlim=(0, 1), ylim=(0, 1.35 * max(float(heights.max()), high)), xlabel="P(Y ≤ y)", ylabel="density")
+    ax.set(
+        xlim=(0, 1),
+        ylim=(0, 1.35 * max(float(heights.max()), high)),
+        xlabel="P(Y ≤ y)",
+        ylabel="density",
+    )
     legend(ax, ncols=2, loc="upper center")
     return ax
 
 
 @in_plain_torch
-def reliability(predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None) -> Any:
-    """Accuracy against the probability of the most probable class, in bins of that probability, with the rows in each bin.
+def reliability(
+    predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None
+) -> Any:
+    """Accuracy against the probability of the most probable class, in bins of that probability,
+    with the rows in each bin.
 
-    Below the diagonal: too sure. The bars are ranges in which the accuracy of a calibrated model would be.
+    Below the diagonal: too sure. The bars are ranges in which the accuracy of a calibrated model
+    would be.
     """
     if predictive.kind != "class":
-        raise TypeError(f"plots.reliability is for classes, but the predictive is of kind {predictive.kind!r}. Use calibration.")
+        raise TypeError(
+            f"plots.reliability is for classes, but the predictive is of kind {predictive.kind!r}. "
+            "Use calibration."
+        )
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins must be a whole number from 1, but is {bins!r}.")
     value = column(as_tensor(y)).to("cpu").long()
     if value.shape != (predictive.law.rows,):
-        raise ValueError(f"y must have shape ({predictive.law.rows},), one class for each row, but has {tuple(value.shape)}.")
+        raise ValueError(
+            f"y must have shape ({predictive.law.rows},), one class for each row, but has "
+            f"{tuple(value.shape)}."
+        )
     ax, color = axes(ax)
     sure, guess = predictive.law.probs.max(1)
     hit = (guess == value).double()
@@ -127,29 +187,57 @@ def reliability(predictive: Predictive, y: Any, *, bins: int = 10, confidence: f
     mean = torch.stack([sure[place == b].mean() for b in full])
     accuracy = torch.stack([hit[place == b].mean() for b in full])
     sizes = counts[full]
-    ranges = [binomial_range(int(n), float(p), confidence) for n, p in zip(sizes, mean, strict=True)]
+    ranges = [
+        binomial_range(int(n), float(p), confidence) for n, p in zip(sizes, mean, strict=True)
+    ]
     ends = np.array(ranges).T / sizes.numpy()
     _diagonal(ax, color)
     ax.bar(
-        (full.numpy() + 0.5) / bins, (0.16 * sizes / counts.max()).numpy(), 0.86 / bins, color=color.tint(0.3), lw=0, label="rows"
+        (full.numpy() + 0.5) / bins,
+        (0.16 * sizes / counts.max()).numpy(),
+        0.86 / bins,
+        color=color.tint(0.3),
+        lw=0,
+        label="rows",
     )
     for b in full.tolist():
-        top, box = 0.16 * int(counts[b]) / int(counts.max()) + 0.02, {"facecolor": color.paper, "lw": 0, "pad": 0.6}
-        ax.text((b + 0.5) / bins, top, f"{int(counts[b]):,}", ha="center", fontsize="x-small", bbox=box, zorder=4)
-    ax.vlines(mean, *ends, color=color.tint(0.55), lw=5, label=f"{confidence:.0%} if calibrated", zorder=2)
+        top, box = (
+            0.16 * int(counts[b]) / int(counts.max()) + 0.02,
+            {"facecolor": color.paper, "lw": 0, "pad": 0.6},
+        )
+        ax.text(
+            (b + 0.5) / bins,
+            top,
+            f"{int(counts[b]):,}",
+            ha="center",
+            fontsize="x-small",
+            bbox=box,
+            zorder=4,
+        )
+    ax.vlines(
+        mean, *ends, color=color.tint(0.55), lw=5, label=f"{confidence:.0%} if calibrated", zorder=2
+    )
     ax.plot(mean, accuracy, "o-", color=color.other, lw=1.6, ms=5, label="accuracy", zorder=3)
-    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class", ylabel="accuracy")
+    ax.set(
+        xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class", ylabel="accuracy"
+    )
     legend(ax, loc="upper left")
     return ax
 
 
 @in_plain_torch
 def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = None) -> Any:
-    """Central intervals, sorted by width, and y, both less the mean. Where intervals are wider, y should be further off."""
+    """Central intervals, sorted by width, and y, both less the mean.
+
+    Where intervals are wider, y should be further off.
+    """
     ordered(predictive, "intervals")
     value = column(as_tensor(y)).to("cpu", torch.float64)
     if value.shape != (predictive.law.rows,):
-        raise ValueError(f"y must have shape ({predictive.law.rows},), one for each row, but has {tuple(value.shape)}.")
+        raise ValueError(
+            f"y must have shape ({predictive.law.rows},), one for each row, but has "
+            f"{tuple(value.shape)}."
+        )
     ends, mean = predictive.law.interval(checked_level(level)), predictive.law.mean
     order = (ends[:, 1] - ends[:, 0]).argsort(stable=True)
     low, high, off = (part[order] for part in (ends[:, 0] - mean, ends[:, 1] - mean, value - mean))
@@ -159,7 +247,15 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
     ax.fill_between(rank, low, high, step="mid", color=color.tint(0.3), lw=0, label=f"{level:.0%}")
     size = float(np.clip(2500 / len(off), 3, 16))
     ax.scatter(rank[inside], off[inside], s=size, color=color.ink, alpha=0.6, lw=0, label="inside")
-    ax.scatter(rank[~inside], off[~inside], s=1.6 * size, marker="x", lw=1.2, color=color.other, label="outside")
+    ax.scatter(
+        rank[~inside],
+        off[~inside],
+        s=1.6 * size,
+        marker="x",
+        lw=1.2,
+        color=color.other,
+        label="outside",
+    )
     ax.set(xlabel="rows, by width of the interval", ylabel="y − mean")
     legend(ax, ncols=3, loc="upper left")
     low_end, high_end = ax.get_ylim()
@@ -168,14 +264,24 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
 
 
 def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
-    """The smallest and the largest count, of n trials with probability p, with at most (1 − confidence)/2 beyond either."""
+    """The smallest and the largest count, of n trials with probability p, with at most (1 −
+    confidence)/2 beyond either.
+    """
     tail = (1 - checked_level(confidence)) / 2
     if p <= 0 or p >= 1:
         return (0, 0) if p <= 0 else (n, n)
     spread = 10 * (n * p * (1 - p)) ** 0.5 + 40  # all but 1e-20 of the probability
-    k = torch.arange(max(int(n * p - spread), 0), min(int(n * p + spread) + 1, n) + 1, dtype=torch.float64)
+    k = torch.arange(
+        max(int(n * p - spread), 0), min(int(n * p + spread) + 1, n) + 1, dtype=torch.float64
+    )
     size = torch.tensor(float(n), dtype=torch.float64)
-    log = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1) + k * np.log(p) + (size - k) * np.log1p(-p)
+    log = (
+        torch.lgamma(size + 1)
+        - torch.lgamma(k + 1)
+        - torch.lgamma(size - k + 1)
+        + k * np.log(p)
+        + (size - k) * np.log1p(-p)
+    )
     mass = (log - log.max()).exp()
     cumulative = mass.cumsum(0) / mass.sum()
     return int(k[int((cumulative <= tail).sum())]), int(k[int((cumulative < 1 - tail).sum())])
@@ -183,15 +289,25 @@ def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
 
 def _ranked(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str) -> Ranks:
     if predictive.kind == "class":
-        raise TypeError(f"plots.{name} is for ordered targets, but these are classes. Use plots.reliability.")
+        raise TypeError(
+            f"plots.{name} is for ordered targets, but these are classes. Use plots.reliability."
+        )
     if isinstance(predictive, LeaveOneOut):
         if y is not None:
-            raise ValueError(f"plots.{name} of leave-one-out rows takes no y: they have their own. Leave it out.")
+            raise ValueError(
+                f"plots.{name} of leave-one-out rows takes no y: they have their own. Leave it out."
+            )
         good = ~predictive.failed
-        lower, upper, weights = predictive.lower[good], predictive.upper[good], predictive.weights[good]
+        lower, upper, weights = (
+            predictive.lower[good],
+            predictive.upper[good],
+            predictive.weights[good],
+        )
     else:
         if y is None:
-            raise ValueError(f"plots.{name} of a predictive needs y, the observed targets of its rows.")
+            raise ValueError(
+                f"plots.{name} of a predictive needs y, the observed targets of its rows."
+            )
         value = as_tensor(y).to("cpu", torch.float64)
         lower, upper = ranks(predictive, value if predictive.kind == "vector" else column(value))
         lower, upper = (part.to("cpu", torch.float64) for part in (lower, upper))

@@ -22,7 +22,9 @@ class Palette(NamedTuple):
     other: str
 
     def tint(self, share: float, color: str | None = None) -> Color:
-        """A colour mixed with the background: opaque, so that a legend shows the same colour as overlapping bands."""
+        """A colour mixed with the background: opaque, so that a legend shows the same colour as
+        overlapping bands.
+        """
         lift = DARK_LIFT if is_dark(self.paper) else 0.0
         return _mixed(self.paper, rgb(color or self.main), min(share + lift, 1.0))
 
@@ -52,7 +54,9 @@ def is_dark(color: Color) -> bool:
 
 
 def log_axis(axis: Any, low: float, high: float) -> None:
-    """Few ticks on a logarithmic axis, as plain numbers: 1, 2 and 5 of each decade where there are few decades."""
+    """Few ticks on a logarithmic axis, as plain numbers: 1, 2 and 5 of each decade where there
+    are few decades.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))

@@ -66,10 +66,15 @@ OUTPUT = OutputRefit()
 HELD_IN_FULL = 1 << 22  # probabilities of classes that are held in float64: 32 MiB
 
 
-def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False) -> Predictive:
+def predict(
+    posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
+) -> Predictive:
     """The predictive of y at x (see Posterior.predict)."""
     if not isinstance(posterior, State):
-        raise TypeError(f"predict needs a Posterior, as ssla.fit returns it, but got {type(posterior).__name__}.")
+        raise TypeError(
+            "predict needs a Posterior, as ssla.fit returns it, but got "
+            f"{type(posterior).__name__}."
+        )
     rung = resolve(refit)
     if differentiable:
         return differentiable_predictive(posterior, x, rung)
@@ -85,17 +90,28 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differen
         check_refittable(weights)
         reasons = _reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
         answer = refitted(weights, output, rung.name, reasons)
-        wanted = [reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))]
-        failed = [rung != "weights" for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True) if yes]
+        wanted = [
+            reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))
+        ]
+        failed = [
+            rung != "weights"
+            for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True)
+            if yes
+        ]
         weights.warn(sum(failed), len(failed), "inputs have refits of the weights that")
         return _warned(answer)
-    if isinstance(rung, OutputRefit) and _integrates(rung, posterior.likelihood.predictive, posterior.convention):
+    if isinstance(rung, OutputRefit) and _integrates(
+        rung, posterior.likelihood.predictive, posterior.convention
+    ):
         inputs = as_inputs(x)
         whole = ByChunks(rung, posterior, inputs)
         extreme: list[Tensor] = []
-        parts = at_temperature_one(posterior.likelihood.predictive, _watched(posterior.roots_at(inputs), extreme))
+        parts = at_temperature_one(
+            posterior.likelihood.predictive, _watched(posterior.roots_at(inputs), extreme)
+        )
         rows, outputs = row_count(inputs), posterior.network.outputs
-        # Answers of a float32 network are given in float32. Very many of them are also held so: half the memory.
+        # Answers of a float32 network are given in float32. Very many of them are also held so:
+        # half the memory.
         many = rows * outputs > HELD_IN_FULL and whole.like.dtype.itemsize <= 4
         held = torch.float32 if many else torch.float64
         integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, held)
@@ -104,7 +120,9 @@ def predict(posterior: State, x: Inputs, refit: str | Refit = "output", differen
     return _warned(_predictive(rung(posterior, x), rung))
 
 
-def _watched(parts: Iterable[tuple[Tensor, Root]], extreme: list[Tensor]) -> Iterator[tuple[Tensor, Root]]:
+def _watched(
+    parts: Iterable[tuple[Tensor, Root]], extreme: list[Tensor]
+) -> Iterator[tuple[Tensor, Root]]:
     """The same parts; which of their rows are extreme is appended to the list."""
     for f, root in parts:
         extreme.append(is_extreme(f, root.variances()))
@@ -117,8 +135,15 @@ def _flagged(predictive: Predictive, extreme: Tensor) -> Predictive:
 
 
 def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
-    """Whether the probabilities of classes are integrals over f, which the output refit approximates for other targets."""
-    return isinstance(rung, OutputRefit) and rung.steps is None and has_integral(likelihood) and convention == EXACT
+    """Whether the probabilities of classes are integrals over f, which the output refit
+    approximates for other targets.
+    """
+    return (
+        isinstance(rung, OutputRefit)
+        and rung.steps is None
+        and has_integral(likelihood)
+        and convention == EXACT
+    )
 
 
 def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
@@ -131,24 +156,38 @@ def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> 
 
 
 @in_plain_torch
-def from_marginal(likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output") -> Predictive:
-    """The predictive of y when f ~ N(mean, covariance): for distributions of f that come from elsewhere.
+def from_marginal(
+    likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output"
+) -> Predictive:
+    """The predictive of y when f ~ N(mean, covariance): for distributions of f that come from
+    elsewhere.
 
-    mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a refit of weights.
+    mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a
+    refit of weights.
     """
     rung = resolve(refit)
     if not isinstance(rung, OutputRung):
-        raise ValueError(f"refit={rung.name!r} needs the network and its data; from f alone use 'output', 'newton' or 'none'.")
+        raise ValueError(
+            f"refit={rung.name!r} needs the network and its data; from f alone use 'output', "
+            "'newton' or 'none'."
+        )
     f, K = as_tensor(mean), as_tensor(covariance)
     if f.dim() != 2 or K.shape != (*f.shape, f.shape[1]):
-        raise ValueError(f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and {tuple(K.shape)}.")
+        raise ValueError(
+            f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and "
+            f"{tuple(K.shape)}."
+        )
     finite("mean", f, "Give finite outputs.")
     finite("covariance", K, "Give finite covariances.")
     return predictive_of_outputs(likelihood, f, covariances("covariance", K), rung)
 
 
-def predictive_of_outputs(likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT) -> Predictive:
-    """The predictive of y for f ~ N(f, K), where K is a posterior's own covariance and needs no check.  (N, C), (N, C, C)."""
+def predictive_of_outputs(
+    likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT
+) -> Predictive:
+    """The predictive of y for f ~ N(f, K), where K is a posterior's own covariance and needs no
+    check.  (N, C), (N, C, C).
+    """
     likelihood.check_outputs(f)
     return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung))
 
@@ -163,14 +202,19 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     if isinstance(likelihood, Gaussian) and not empirical:
         no = torch.zeros(f.shape[0], dtype=torch.bool)
         noise, moved = likelihood.covariance_for(f), None
-        if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
+        if (
+            convention == ADDITIVE
+            and log_density.moves
+            and isinstance(log_density, OutputLogDensity)
+        ):
             moved = additive_law(noise, log_density.marginal, log_density.prior_response)
         law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
         flags = Diagnostics(rung.name, no, no, no, convention)
         return _flagged(Predictive(law, log_density.like, flags), _extreme_rows(log_density))
     if support.kind == "vector":
         raise ValueError(
-            "A vector target has no closed form with NoRefit(curvature='empirical'). Use curvature='observed', or another refit."
+            "A vector target has no closed form with NoRefit(curvature='empirical'). Use "
+            "curvature='observed', or another refit."
         )
     if isinstance(log_density, OutputLogDensity) and _integrates(rung, likelihood, convention):
         parts = at_temperature_one(likelihood, [(f, full_root(log_density.marginal.covariance))])
@@ -200,8 +244,8 @@ def _warned(predictive: Predictive) -> Predictive:
     if bool(bad.any()):
         better = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
         warn(
-            f"{int(bad.sum())} of {bad.numel()} predictives are inaccurate (refit={predictive.diagnostics.refit!r}): their "
-            "density has no integral, or a spike that could not be resolved. See predictive.diagnostics and predictive.mass."
-            + better
+            f"{int(bad.sum())} of {bad.numel()} predictives are inaccurate "
+            f"(refit={predictive.diagnostics.refit!r}): their density has no integral, or a spike "
+            "that could not be resolved. See predictive.diagnostics and predictive.mass." + better
         )
     return predictive

@@ -26,8 +26,8 @@ SCALAR = "scalar"
 class AffineLaw(Law):
     """y = shift + scale · z with z ~ base and scale > 0: log p(y) = log p(z) − Σ log scale.
 
-    shift and scale are numbers () for one target, (D,) for D of them. For one target shift may be (N,), one for each row. Made by
-    `affine`.
+    shift and scale are numbers () for one target, (D,) for D of them. For one target shift may be
+    (N,), one for each row. Made by `affine`.
     """
 
     base: Law
@@ -130,26 +130,41 @@ class AffineLaw(Law):
 
 @in_plain_torch
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
-    """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution exactly.
+    """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution
+    exactly.
 
-    One target: shift may be one number for each row (N,). Answers are in float64 where the dtype of the predictive cannot hold
-    the sum.
+    One target: shift may be one number for each row (N,). Answers are in float64 where the dtype of
+    the predictive cannot hold the sum.
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
     kind, law, like = predictive.kind, predictive.law, predictive.like
     if kind not in (SCALAR, "vector"):
-        raise TypeError(f"Only continuous targets can be shifted and scaled, but this predictive is of kind {kind!r}.")
+        raise TypeError(
+            "Only continuous targets can be shifted and scaled, but this predictive is of kind "
+            f"{kind!r}."
+        )
     a, b = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
     finite("shift", a, "Give finite numbers.")
     positive("scale", b)
     by_row = kind == SCALAR and a.shape == (law.rows,)
     allowed = (0, 1) if kind == "vector" else (0,)
     if not (a.dim() in allowed or by_row) or b.dim() not in allowed:
-        more = " or one number for each target" if kind == "vector" else f" (shift also one for each of {law.rows} rows)"
-        raise ValueError(f"shift and scale must be numbers{more}, but have shapes {tuple(a.shape)} and {tuple(b.shape)}.")
+        more = (
+            " or one number for each target"
+            if kind == "vector"
+            else f" (shift also one for each of {law.rows} rows)"
+        )
+        raise ValueError(
+            f"shift and scale must be numbers{more}, but have shapes {tuple(a.shape)} and "
+            f"{tuple(b.shape)}."
+        )
     if kind == "vector":
         a, b = (value.expand(law.mean.shape[1]) for value in (a, b))
     step = torch.finfo(like.dtype).eps * a.abs()
-    coarse = bool((step > COARSE * b * law.stddev).any())  # the sum needs digits that the dtype lacks
-    return replace(predictive, law=AffineLaw(law, a, b), like=like.double() if coarse else like, parts=())
+    coarse = bool(
+        (step > COARSE * b * law.stddev).any()
+    )  # the sum needs digits that the dtype lacks
+    return replace(
+        predictive, law=AffineLaw(law, a, b), like=like.double() if coarse else like, parts=()
+    )

@@ -1,15 +1,18 @@
 """What each training row contributes to the Gaussian of θ, and the outputs without it.
 
-Row i contributes a site to the Gaussian of θ: its score g and its precision Λ, averaged over the Gaussian (variational), or at
-the mode with the Fisher for Λ (Laplace). The outputs at x_i without the site have the cavity
+Row i contributes a site to the Gaussian of θ: its score g and its precision Λ, averaged over the
+Gaussian (variational), or at the mode with the Fisher for Λ (Laplace). The outputs at x_i without
+the site have the cavity
 
     K₋ = (K⁻¹ − Λ)⁻¹ = R (I − RᵀΛR)⁻¹ Rᵀ        f₋ = f − K₋ g        K = J S Jᵀ = R Rᵀ
 
-and y_i is predicted from N(f₋, K₋). This is exact for a linear model with Gaussian noise. For other likelihoods the sites of the
-other rows are kept as they are, which is too optimistic for influential rows: those whose site moves the Gaussian far, in KL
-divergence. Prior, noise and features are kept, and so is the tilt of a θ̂ that is not a mode.
+and y_i is predicted from N(f₋, K₋). This is exact for a linear model with Gaussian noise. For other
+likelihoods the sites of the other rows are kept as they are, which is too optimistic for
+influential rows: those whose site moves the Gaussian far, in KL divergence. Prior, noise and
+features are kept, and so is the tilt of a θ̂ that is not a mode.
 
-`collect` computes the sites, in one pass. `score` evaluates them under another Gaussian, with the sites fixed.
+`collect` computes the sites, in one pass. `score` evaluates them under another Gaussian, with the
+sites fixed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from ssla.refit.weights.refit_rows import Purpose, check_seen, training_data
 from ssla.state import Marginal, State
 
 PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
-LEAST = 1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
+LEAST = (
+    1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
+)
 ROWS_AT_ONCE = 1024  # predictives that are held together
 
 
@@ -44,7 +49,10 @@ ROWS_AT_ONCE = 1024  # predictives that are held together
 
 
 class Site(NamedTuple):
-    """What some rows contribute to the Gaussian of θ, in float64. A row's weight stands beside its site, not in it."""
+    """What some rows contribute to the Gaussian of θ, in float64.
+
+    A row's weight stands beside its site, not in it.
+    """
 
     f: Tensor  # outputs at the Gaussian's mean (b, C)
     J: Jacobian
@@ -55,12 +63,16 @@ class Site(NamedTuple):
 
     @property
     def row_weights(self) -> Tensor:
-        return torch.ones(len(self.f), dtype=torch.float64) if self.weights is None else self.weights
+        return (
+            torch.ones(len(self.f), dtype=torch.float64) if self.weights is None else self.weights
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """The sites of all rows under N(mean, ·), a chunk at a time; kept in memory while they fit a share of the budget."""
+    """The sites of all rows under N(mean, ·), a chunk at a time; kept in memory while they fit
+    a share of the budget.
+    """
 
     rows: Rows[Site]
     mean: Tensor  # of θ, where the outputs are
@@ -70,8 +82,12 @@ class Sites:
         return iter(self.rows)
 
 
-def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None) -> Sites:
-    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless they are those of the fit."""
+def collect(
+    posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None
+) -> Sites:
+    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless
+    they are those of the fit.
+    """
     source = training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
@@ -86,7 +102,9 @@ def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most
         _, score, precision = averages(likelihood, y, f, posterior.covariance.root(J), fisher)
         return Site(f, J, score, precision, y, weights)
 
-    together = network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
+    together = (
+        network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
+    )
     rows = Rows(source, lambda _: together, site, bytes_of_site, budget // 4)
     n, gradient = 0, torch.zeros_like(posterior.theta)
     for one in rows:
@@ -98,11 +116,15 @@ def collect(posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most
 
 
 def bytes_of_site(site: Site) -> int:
-    return bytes_of(site.J) + sum(bytes_of(part) for part in (site.f, site.score, site.precision, site.y))
+    return bytes_of(site.J) + sum(
+        bytes_of(part) for part in (site.f, site.score, site.precision, site.y)
+    )
 
 
 def by_fisher(posterior: State) -> bool:
-    """Whether a variational Gaussian was fitted with the expected Fisher, because its structure takes no indefinite average."""
+    """Whether a variational Gaussian was fitted with the expected Fisher, because its structure
+    takes no indefinite average.
+    """
     curvature = posterior.sums.curvature
     return not concave(posterior.likelihood) and (
         isinstance(curvature, LowRank) or (isinstance(curvature, Dense) and curvature.dual)
@@ -113,15 +135,22 @@ def by_fisher(posterior: State) -> bool:
 
 
 class Cavity(NamedTuple):
-    """The outputs without the row's own site. Where it is not `sound` the values are those with the site."""
+    """The outputs without the row's own site.
+
+    Where it is not `sound` the values are those with the site.
+    """
 
     marginal: Marginal
-    influence: Tensor  # KL divergence (b,) of the Gaussian of θ without the row from that with it; infinite where not sound
+    # KL divergence (b,) of the Gaussian of θ without the row from that with it; infinite where not
+    # sound
+    influence: Tensor
     sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
 
 
 def cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
-    """Of each row under N(mean + step, covariance), with the sites fixed: g there is g − ΛJ step."""
+    """Of each row under N(mean + step, covariance), with the sites fixed: g there is g − ΛJ
+    step.
+    """
     f, g = site.f, site.score
     if step is not None:
         move = site.J.push(step)
@@ -135,28 +164,38 @@ def cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
     sound = finite & (values[:, 0] > LEAST)
     axes, values = R @ vectors, values.clamp_min(LEAST)
-    z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values  # the shift, in standard deviations with the row
+    z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(
+        -1
+    ) / values  # the shift, in standard deviations with the row
     shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
     influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
     without = (axes / values.unsqueeze(-2)) @ axes.mT
-    marginal = Marginal(torch.where(sound[:, None], f - shift, f), torch.where(sound[:, None, None], without, K))
+    marginal = Marginal(
+        torch.where(sound[:, None], f - shift, f), torch.where(sound[:, None, None], without, K)
+    )
     return Cavity(marginal, torch.where(sound, influence, torch.inf), sound)
 
 
 class Score(NamedTuple):
-    """The mean leave-one-out log density by row weight, and the rows without a cavity, which it leaves out."""
+    """The mean leave-one-out log density by row weight, and the rows without a cavity, which it
+    leaves out.
+    """
 
     mean_log_prob: float
     unsound: int
 
 
 def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
-    """Leave-one-out under another Gaussian of θ, with the sites fixed: what tuning by leave-one-out evaluates."""
+    """Leave-one-out under another Gaussian of θ, with the sites fixed: what tuning by
+    leave-one-out evaluates.
+    """
     total = weight = 0.0
     unsound = 0
     for site in sites:
         found = cavity(site, mean - sites.mean, covariance)
-        log_prob = torch.cat([p.log_prob(y) for p, y in predictives_of(sites.likelihood, found.marginal, site.y)])
+        log_prob = torch.cat(
+            [p.log_prob(y) for p, y in predictives_of(sites.likelihood, found.marginal, site.y)]
+        )
         weights = site.row_weights * found.sound
         total += float((weights * log_prob).sum())
         weight += float(weights.sum())
@@ -167,7 +206,9 @@ def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
 # --- predictives ---------------------------------------------------------------------------
 
 
-def predictives_of(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Iterator[tuple[Predictive, Tensor]]:
+def predictives_of(
+    likelihood: Likelihood, marginal: Marginal, y: Tensor
+) -> Iterator[tuple[Predictive, Tensor]]:
     """The predictives of f ~ N(f₋, K₋) with their y, some rows at a time."""
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
@@ -178,7 +219,8 @@ def predictives_of(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Ite
 
 
 def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
-    """P(Y < y) and P(Y ≤ y) of each row; for classes the probability of all more probable ones, without and with y.
+    """P(Y < y) and P(Y ≤ y) of each row; for classes the probability of all more probable ones,
+    without and with y.
 
     Of angles the circle is cut opposite the mean.
     """

@@ -20,11 +20,13 @@ from ssla.refit.increments import Increments
 @final
 @dataclass(frozen=True, eq=False)
 class CircularLaw(Law):
-    """The normalised density exp(total(y)) / mass over [−π, π); another y counts as the same angle in there.
+    """The normalised density exp(total(y)) / mass over [−π, π); another y counts as the same angle
+    in there.
 
-    mean is the circular mean, the direction of E exp(iy) (without meaning where that is zero); variance is E d² and d the angle
-    between y and the mean, so that a narrow distribution has the variance that it has on a line. cdf and icdf cut the circle at
-    −π. interval cuts it opposite the mean, and hdr is a union of arcs.
+    mean is the circular mean, the direction of E exp(iy) (without meaning where that is zero);
+    variance is E d² and d the angle between y and the mean, so that a narrow distribution has the
+    variance that it has on a line. cdf and icdf cut the circle at −π. interval cuts it opposite the
+    mean, and hdr is a union of arcs.
     """
 
     log_density: LogDensity
@@ -66,7 +68,10 @@ class CircularLaw(Law):
         """E_f Var[y|f], or the variance where that is less."""
         if not self.log_density.moves:
             return self.variance
-        return torch.minimum(total_variance(self.log_density.likelihood, *self.log_density.marginal)[1], self.variance)
+        return torch.minimum(
+            total_variance(self.log_density.likelihood, *self.log_density.marginal)[1],
+            self.variance,
+        )
 
     def log_prob(self, y: Tensor) -> Tensor:
         return self.log_density.at(wrapped(y)).log - self._log_mass[:, None]
@@ -86,12 +91,14 @@ class CircularLaw(Law):
     def interval(self, level: float) -> Tensor:
         """The central interval of the circle cut opposite its mean (N, 2).
 
-        Both ends are within π of the mean, so one of them may lie outside [−π, π): y is inside if mean + d is, where d is the
-        angle from the mean to y.
+        Both ends are within π of the mean, so one of them may lie outside [−π, π): y is inside if
+        mean + d is, where d is the angle from the mean to y.
         """
         tail = (1 - level) / 2
         mean = self.mean[:, None]
-        cut = gathered(self.pieces, [p.circle.cdf(wrapped(mean[p.rows] - torch.pi)) for p in self.pieces])
+        cut = gathered(
+            self.pieces, [p.circle.cdf(wrapped(mean[p.rows] - torch.pi)) for p in self.pieces]
+        )
         ends = self._quantiles((cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1)
         return mean + wrapped(ends - mean)
 
@@ -101,7 +108,9 @@ class CircularLaw(Law):
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """By inversion."""
-        return self._quantiles(torch.rand(self.rows, n, dtype=torch.float64, generator=generator)).mT
+        return self._quantiles(
+            torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
+        ).mT
 
     def increments(self, y: Tensor) -> Increments:
         return self.log_density(wrapped(y))

@@ -26,14 +26,17 @@ ENTRIES_AT_ONCE = 1 << 22  # probabilities (rows, C) that are ordered together
 class ClassLaw(Law):
     """P(Y = c) = exp(log_weights_c) / mass.
 
-    The weights are integrals over f (the mass is then one), or the un-normalised densities of a refit. `increments` are those of
-    the refit in both cases: they approximate the logarithm of the integral. `mean` and `variance` are of the class indicators:
-    (N, C), or (N,) (of y itself) for Bernoulli.
+    The weights are integrals over f (the mass is then one), or the un-normalised densities of a
+    refit. `increments` are those of the refit in both cases: they approximate the logarithm of the
+    integral. `mean` and `variance` are of the class indicators: (N, C), or (N,) (of y itself) for
+    Bernoulli.
     """
 
     log_density: LogDensity
     log_weights: Tensor  # (N, C); float32 for very many answers of a float32 network
-    integrals: ClassIntegrals | None = None  # under f ~ N(f̂, K); None: what is needed of them is found when asked for
+    integrals: ClassIntegrals | None = (
+        None  # under f ~ N(f̂, K); None: what is needed of them is found when asked for
+    )
 
     kind = "class"
 
@@ -65,7 +68,9 @@ class ClassLaw(Law):
 
     @property
     def mean(self) -> Tensor:
-        return self.probs[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else self.probs
+        return (
+            self.probs[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else self.probs
+        )
 
     @property
     def variance(self) -> Tensor:
@@ -91,7 +96,9 @@ class ClassLaw(Law):
 
     def _share_of(self, integrals: ClassIntegrals) -> Tensor:
         p = integrals.log_probs.exp()
-        share = (integrals.spread / (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(1.0)
+        share = (integrals.spread / (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(
+            1.0
+        )
         return share[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else share
 
     @cached_property
@@ -100,7 +107,8 @@ class ClassLaw(Law):
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """In the proportion of H(E p) and E H(p) under f ~ N(f̂, K), so that it is at most the entropy.
+        """In the proportion of H(E p) and E H(p) under f ~ N(f̂, K), so that it is at most the
+        entropy.
 
         Where the probabilities are integrals over f, it is I(y; f) itself.
         """
@@ -108,7 +116,9 @@ class ClassLaw(Law):
             return torch.zeros_like(self.entropy)
         if self.integrals is None:
             classes = self.log_weights.shape[1]
-            of_mean, mean = mean_entropy(self.log_density.likelihood, *self.log_density.marginal, classes)
+            of_mean, mean = mean_entropy(
+                self.log_density.likelihood, *self.log_density.marginal, classes
+            )
             doubt = of_mean - mean
         else:
             of_mean, doubt = entropy_of(self.integrals.log_probs), self.integrals.mutual_information
@@ -146,7 +156,10 @@ def most_probable(log_probs: Tensor) -> Tensor:
 
 
 def smallest_set(probs: Tensor, level: float) -> Tensor:
-    """The fewest classes with at least that probability; none where it is NaN.  (N, C) -> bool (N, C)."""
+    """The fewest classes with at least that probability; none where it is NaN.
+
+    (N, C) -> bool (N, C).
+    """
     # The order of all classes of all rows would take several times the memory of the probabilities.
     blocks = probs.split(max(ENTRIES_AT_ONCE // max(probs.shape[1], 1), 1))
     return torch.cat([highest(p, p, level) & ~p.isnan().any(1, keepdim=True) for p in blocks])
@@ -156,15 +169,18 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
     """(N, C) -> (n, N) integers."""
     if bool(probs.isnan().any()):
         raise ValueError(
-            f"{int(probs.isnan().any(1).sum())} of {len(probs)} predictives are NaN and have no samples: refits failed there "
-            "and on_failure='nan' was asked for. Use on_failure='fallback', or leave these rows out."
+            f"{int(probs.isnan().any(1).sum())} of {len(probs)} predictives are NaN and have no "
+            "samples: refits failed there and on_failure='nan' was asked for. Use "
+            "on_failure='fallback', or leave these rows out."
         )
     if not n or not len(probs):  # torch.multinomial refuses both
         return torch.empty(n, len(probs), dtype=torch.int64)
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
 
 
-def integrated_predictive(log_density: LogDensity, found: ClassIntegrals, refit: str, differentiable: bool = False) -> Predictive:
+def integrated_predictive(
+    log_density: LogDensity, found: ClassIntegrals, refit: str, differentiable: bool = False
+) -> Predictive:
     """Probabilities that are integrals over f."""
     no = torch.zeros(len(found.entropy), dtype=torch.bool)
     law, flags = ClassLaw(log_density, found.log_probs, found), Diagnostics(refit, no, no, no)

@@ -18,9 +18,13 @@ from ssla.predictive.spread import total_variance
 from ssla.refit import LogDensity
 
 TAIL = 1e-8
-BLOCKS_PER_UNIT = 32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
+BLOCKS_PER_UNIT = (
+    32  # of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
+)
 FINEST = 256  # times as many, where those do not resolve a peak
-RESOLVED = 1e15  # the largest mean of counts for which smaller blocks are tried; from 9e15 on, doubles skip whole numbers
+# the largest mean of counts for which smaller blocks are tried; from 9e15 on, doubles skip whole
+# numbers
+RESOLVED = 1e15
 ROUGH = 1e-6  # the mean square of the blocks' relative corrections above which they do not
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
@@ -28,16 +32,22 @@ WIDER = 1.6  # the factor from one reach to the next
 LARGEST_COUNT = 1e30
 SMALL_DOUBT = 0.25
 SINGLE_COUNTS = 128  # every window has these, so that a probability that rises again is seen
-WIDE, UNEVEN = 64, 0.1  # counts in a block, and the logarithm of the ratio of two neighbours' widths, beyond rounding
+WIDE, UNEVEN = (
+    64,
+    0.1,
+)  # counts in a block, and the logarithm of the ratio of two neighbours' widths, beyond rounding
 NOTHING = -1e300  # log of no probability, finite so that sums of it are
 MODE_ROUNDS = 12
 TASKS_AT_ONCE = 1 << 18
 
 
 class Table(NamedTuple):
-    """Rows with the same number of blocks. Block j holds the counts edges[j] … edges[j+1] − 1 (none where they are equal).
+    """Rows with the same number of blocks.
 
-    Edges are round(c + s·sinh(t)) with t uniform: single counts near the centre, blocks that grow with the distance from it.
+    Block j holds the counts edges[j] … edges[j+1] − 1 (none where they are equal).
+
+    Edges are round(c + s·sinh(t)) with t uniform: single counts near the centre, blocks that grow
+    with the distance from it.
     """
 
     rows: Tensor  # (m,)
@@ -86,8 +96,12 @@ class CountLaw(PointwiseLaw):
     def mode(self) -> Tensor:
         """The most probable count: the best block, then the counts around its middle."""
         peaks = [_heights(t).argmax(1, keepdim=True) for t in self.tables]
-        best = gathered(self.tables, [t.middles.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)]).round()
-        reach = gathered(self.tables, [t.widths.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)])
+        best = gathered(
+            self.tables, [t.middles.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)]
+        ).round()
+        reach = gathered(
+            self.tables, [t.widths.gather(1, at) for t, at in zip(self.tables, peaks, strict=True)]
+        )
         for _ in range(MODE_ROUNDS):
             if not bool((reach > 1).any()):
                 break
@@ -111,8 +125,12 @@ class CountLaw(PointwiseLaw):
         value = torch.floor(y.clamp(-1, 1e300))
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            y_up = (value[table.rows] + 1).clamp(table.edges[:, :1], table.edges[:, -1:])  # counts below it are ≤ y
-            block = (torch.searchsorted(table.edges, y_up.contiguous(), right=True) - 1).clamp(0, table.logs.shape[1] - 1)
+            y_up = (value[table.rows] + 1).clamp(
+                table.edges[:, :1], table.edges[:, -1:]
+            )  # counts below it are ≤ y
+            block = (torch.searchsorted(table.edges, y_up.contiguous(), right=True) - 1).clamp(
+                0, table.logs.shape[1] - 1
+            )
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             width = table.widths.gather(1, block).clamp_min(1)
             parts.append(low + (y_up - table.edges.gather(1, block)) / width * (high - low))
@@ -123,7 +141,9 @@ class CountLaw(PointwiseLaw):
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
-            block = (torch.searchsorted(cumulative, target.contiguous()) - 1).clamp(0, table.logs.shape[1] - 1)
+            block = (torch.searchsorted(cumulative, target.contiguous()) - 1).clamp(
+                0, table.logs.shape[1] - 1
+            )
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
             whole = (inside * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
@@ -131,20 +151,28 @@ class CountLaw(PointwiseLaw):
         return gathered(self.tables, parts)
 
     def hdr(self, level: float) -> Regions:
-        """The smallest set of counts of at least that probability, as runs lower … upper (ends included)."""
+        """The smallest set of counts of at least that probability, as runs lower … upper (ends
+        included).
+        """
         runs = [_runs(t, share, level) for t, share in zip(self.tables, self._shares, strict=True)]
         lost = self._log_mass.isnan()[:, None]
-        return Regions(*(torch.where(lost, torch.nan, end) for end in gathered_regions(self.tables, runs)))
+        return Regions(
+            *(torch.where(lost, torch.nan, end) for end in gathered_regions(self.tables, runs))
+        )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             target = (u[table.rows] * cumulative[:, -1:]).contiguous()
-            block = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(0, table.logs.shape[1] - 1)
+            block = (torch.searchsorted(cumulative, target, right=True) - 1).clamp(
+                0, table.logs.shape[1] - 1
+            )
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1 - 1e-12)
-            parts.append(table.edges.gather(1, block) + (inside * table.widths.gather(1, block)).floor())
+            parts.append(
+                table.edges.gather(1, block) + (inside * table.widths.gather(1, block)).floor()
+            )
         return gathered(self.tables, parts).mT
 
 
@@ -161,8 +189,8 @@ def _runs(table: Table, share: Tensor, level: float) -> Regions:
 def densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: float) -> Regions:
     """The highest counts whose shares reach the level, as runs lower … upper (ends included).
 
-    edges (N, k + 1): block j holds edges[j] … edges[j+1] − 1. heights (N, k): the log probability of
-    one of its counts. The last block that is needed is cut: all of it can be much more than the
+    edges (N, k + 1): block j holds edges[j] … edges[j+1] − 1. heights (N, k): the log probability
+    of one of its counts. The last block that is needed is cut: all of it can be much more than the
     level needs.
     """
     widths = edges.diff(dim=1)
@@ -180,7 +208,9 @@ def densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: float) -
     from_left = ends & (~begins | (left >= right))
     lower = torch.where(begins & ~from_left, start + width - kept, lower)
     upper = torch.where(from_left, start + kept - 1, upper)
-    return Regions(torch.where(first < 0, torch.nan, lower), torch.where(last < 0, torch.nan, upper))
+    return Regions(
+        torch.where(first < 0, torch.nan, lower), torch.where(last < 0, torch.nan, upper)
+    )
 
 
 def _neighbour(heights: Tensor, at: Tensor, step: int) -> Tensor:
@@ -198,22 +228,29 @@ def _bridge(inside: Tensor, empty: Tensor) -> Tensor:
 
 
 def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of the mass.
+    """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of
+    the mass.
 
-    Probabilities that never fall (a Newton step far from its point can do that) are cut where they begin to rise.
+    Probabilities that never fall (a Newton step far from its point can do that) are cut where they
+    begin to rise.
     """
     f, K = log_density.marginal
     likelihood = log_density.likelihood
     mean = likelihood.mean(f)
-    # the scale of the bulk: noise, and the uncertainty of the mean as if it were small (tails are found by widening)
-    doubt, noise = total_variance(likelihood, f, K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K))
+    # the scale of the bulk: noise, and the uncertainty of the mean as if it were small (tails are
+    # found by widening)
+    doubt, noise = total_variance(
+        likelihood, f, K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K)
+    )
     scale = (doubt + noise).sqrt().clamp_min(1.0)
     fallback = torch.zeros(f.shape[0], dtype=torch.bool)
     unconverged = torch.zeros_like(fallback)
 
     def tabulate(rows: Tensor, reach: float, finer: int = 1) -> Table:
         edges = _edges(mean[rows, None], scale[rows, None], reach, BLOCKS_PER_UNIT * finer)
-        frame = Table(rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool))
+        frame = Table(
+            rows, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(rows, dtype=torch.bool)
+        )
         density = log_density.at(frame.middles.clamp_min(0), rows)
         real = frame.widths > 0
         fallback[rows] |= (density.fallback & real).any(1)
@@ -224,12 +261,17 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
         return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
     def resolved(table: Table, reach: float) -> list[Table]:
-        """With smaller blocks in the rows that need them: a peak may be narrow beside the scale, as of zeros and large counts.
+        """With smaller blocks in the rows that need them: a peak may be narrow beside the scale, as
+        of zeros and large counts.
 
-        Rows with means beyond `RESOLVED` stay as they are: there rounding is what is rough, and smaller blocks do not help.
+        Rows with means beyond `RESOLVED` stay as they are: there rounding is what is rough, and
+        smaller blocks do not help.
         """
         beyond = mean[table.rows] > RESOLVED
-        found, finer = [_some(table, beyond), _some(table, ~beyond)] if bool(beyond.any()) else [table], 1
+        found, finer = (
+            [_some(table, beyond), _some(table, ~beyond)] if bool(beyond.any()) else [table],
+            1,
+        )
         while finer < FINEST and not bool(found[-1].accurate.all()):
             rough, finer = found.pop(), 4 * finer
             found.append(_some(rough, rough.accurate))
@@ -256,7 +298,9 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
             if bool(cut.any()):
                 tables.append(_some(table, cut)._replace(accurate=done[cut]))
             if bool(endless.any()):
-                tables.append(_cut_at_valley(tabulate(rows[endless], FIRST_REACH), mean[rows[endless]]))
+                tables.append(
+                    _cut_at_valley(tabulate(rows[endless], FIRST_REACH), mean[rows[endless]])
+                )
             if not last:
                 again.append(rows[~done])
         pending = torch.cat(again)
@@ -282,8 +326,9 @@ def _some(table: Table, chosen: Tensor) -> Table:
 
 
 def _edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
-    """(m, k + 1), for the rows of one group. A window that reaches down to small counts takes those one by one, and if its
-    centre is far above them, blocks that grow with the count on the way up."""
+    """(m, k + 1), for the rows of one group. A window that reaches down to small counts takes those
+    one by one, and if its centre is far above them, blocks that grow with the count on the way up.
+    """
     t = torch.linspace(-reach, reach, 2 * int(reach * by_unit) + 1, dtype=torch.float64)
     edges = (mean + scale * torch.sinh(t)).round().clamp(0, LARGEST_COUNT)
     if float(edges[0, 0]) >= SINGLE_COUNTS:
@@ -298,14 +343,18 @@ def _edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
 
 
 def _different(edges: Tensor) -> Tensor:
-    """The different edges of each row, after repetitions of its first one where it has fewer: few blocks without a count."""
+    """The different edges of each row, after repetitions of its first one where it has fewer:
+    few blocks without a count.
+    """
     new = torch.cat([torch.ones_like(edges[:, :1], dtype=torch.bool), edges.diff(dim=1) > 0], 1)
     kept = new.to(torch.uint8).argsort(dim=1, stable=True)[:, -int(new.sum(1).max()) :]
     return torch.where(new.gather(1, kept), edges.gather(1, kept), edges[:, :1])
 
 
 def block_totals(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log Σ p over each block, its mean count and the relative correction that p's curvature made, from log p at the middles."""
+    """Log Σ p over each block, its mean count and the relative correction that p's curvature
+    made, from log p at the middles.
+    """
     w, x = table.widths, table.middles
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
     logs = logs.clamp_min(NOTHING)
@@ -316,12 +365,18 @@ def block_totals(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     left, right = (near[:, 1:-1] - near[:, :-2]) / before, (near[:, 2:] - near[:, 1:-1]) / after
     slope = (left * after + right * before) / (before + after)
     bend = slope**2 + 2 * (right - left) / (before + after)
-    square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))  # 12 × the variance in a block
+    square = torch.where(
+        safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend)
+    )  # 12 × the variance in a block
     correction = square / 24 * bend
     factor = correction.clamp(-0.5, 1.0)
     shift = torch.maximum(torch.minimum(square / 12 * slope, w[:, 1:-1] / 2), -w[:, 1:-1] / 2)
     pad = torch.nn.functional.pad
-    return logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)), x + pad(shift, (1, 1)), pad(correction, (1, 1))
+    return (
+        logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)),
+        x + pad(shift, (1, 1)),
+        pad(correction, (1, 1)),
+    )
 
 
 def _by_pattern(tables: list[Table]) -> list[Table]:
@@ -329,16 +384,23 @@ def _by_pattern(tables: list[Table]) -> list[Table]:
     groups: dict[int, list[Table]] = {}
     for table in tables:
         groups.setdefault(table.logs.shape[1], []).append(table)
-    return [Table(*(torch.cat(parts) for parts in zip(*group, strict=True))) for group in groups.values()]
+    return [
+        Table(*(torch.cat(parts) for parts in zip(*group, strict=True)))
+        for group in groups.values()
+    ]
 
 
 def _cut_at_valley(table: Table, mean: Tensor) -> Table:
-    """No probability beyond the first rise to the right of the mean: the sum does not exist, so this row is flagged."""
+    """No probability beyond the first rise to the right of the mean: the sum does not exist, so
+    this row is flagged.
+    """
     heights = _heights(table)
     right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
     lowest = torch.where(right, heights, torch.inf).cummin(1).values
     gone = (right & (heights > lowest + 1e-9)).cumsum(1) > 0
-    return table._replace(logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate))
+    return table._replace(
+        logs=torch.where(gone, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate)
+    )
 
 
 def _last_two(table: Table) -> Tensor:
@@ -365,10 +427,11 @@ def _power_tail(table: Table, heights: Tensor, total: Tensor, ends: Tensor) -> T
 
 
 def _falls_by(table: Table, ends: Tensor) -> Tensor:
-    """Log of the ratio of the last block's total to that of the block before; `ends` are their numbers (m, 2).
+    """Log of the ratio of the last block's total to that of the block before; `ends` are their
+    numbers (m, 2).
 
-    Blocks of two interleaved patterns of edges are of different widths. There it is the ratio for a step from one middle to the
-    next, as if widths grew with the count.
+    Blocks of two interleaved patterns of edges are of different widths. There it is the ratio for a
+    step from one middle to the next, as if widths grew with the count.
     """
     before, last = table.widths.gather(1, ends).clamp_min(1).unbind(1)
     by_totals = table.logs.gather(1, ends).diff(dim=1)[:, 0]
@@ -379,7 +442,8 @@ def _falls_by(table: Table, ends: Tensor) -> Tensor:
 
 
 def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Mass beyond the last block, by geometric continuation of the last two, relative to the whole; the same on the left.
+    """Mass beyond the last block, by geometric continuation of the last two, relative to the whole;
+    the same on the left.
 
     first: the number of the first block that has counts, where a row does not begin at zero.
     """
@@ -393,6 +457,7 @@ def tails_of(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     right = torch.maximum(right, _power_tail(table, heights, total, ends))
     impossible = last <= NOTHING  # the counts have an end
     right = torch.where(impossible, torch.zeros_like(right), right)
-    below = heights[:, first] + table.edges[:, 0].clamp_min(1).log() - total  # at most as high as the first block, down to zero
+    # at most as high as the first block, down to zero
+    below = heights[:, first] + table.edges[:, 0].clamp_min(1).log() - total
     left = torch.where(table.edges[:, 0] > 0, below.exp(), torch.zeros_like(below))
     return left, right

@@ -1,9 +1,10 @@
 """Predictives that carry gradients in x and y, by reverse-mode autograd.
 
-Gaussian noise has a closed form and classes are integrals. Counts and other numbers are in `ssla.predictive.implicit`.
+Gaussian noise has a closed form and classes are integrals. Counts and other numbers are in
+`ssla.predictive.implicit`.
 
-The values are those of the plain predictive. f̂ and K at x are differentiable because the network is (see `State.linearised`). The
-covariance of θ does not depend on x.
+The values are those of the plain predictive. f̂ and K at x are differentiable because the network
+is (see `State.linearised`). The covariance of θ does not depend on x.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ SINGULAR = 1e-12  # of a variance: the square root of a smaller pivot has no usa
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f̂ and K with their graph, in the place of a log density: the increments of a refit carry no gradient and are refused."""
+    """f̂ and K with their graph, in the place of a log density: the increments of a refit carry
+    no gradient and are refused.
+    """
 
     likelihood: Likelihood
     marginal: Marginal
@@ -49,22 +52,37 @@ class Moments:
 
 
 def _refuse_increments() -> NoReturn:
-    raise ValueError("Increments carry no gradient. Ask posterior.predict(x).increments(y), without differentiable=True.")
+    raise ValueError(
+        "Increments carry no gradient. Ask posterior.predict(x).increments(y), without "
+        "differentiable=True."
+    )
 
 
 def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predictive:
-    """The predictive of y at x, with the graph of x. ValueError where there is no derivative of the answers."""
+    """The predictive of y at x, with the graph of x.
+
+    ValueError where there is no derivative of the answers.
+    """
     likelihood = posterior.likelihood.predictive
     if posterior.convention != EXACT:
-        _refuse(f"convention={posterior.convention!r}", "Use posterior.with_prior(posterior.prior), the exact convention")
+        _refuse(
+            f"convention={posterior.convention!r}",
+            "Use posterior.with_prior(posterior.prior), the exact convention",
+        )
     if not isinstance(rung, OutputRung):
         _refuse(f"refit={rung.name!r}", "Use refit='output'")
-    if isinstance(likelihood, Gaussian) and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
+    if isinstance(likelihood, Gaussian) and not (
+        isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
+    ):
         marginal = posterior.outputs_at(x, differentiable=True)
         moments = Moments(likelihood, marginal, rung.moves, posterior.like(marginal))
         no = torch.zeros(len(marginal.mean), dtype=torch.bool)
-        law = GaussianLaw(moments, likelihood.covariance_for(marginal.mean), isinstance(rung, NoRefit))
-        return Predictive(law, moments.like, Diagnostics(rung.name, no, no, no), differentiable=True)
+        law = GaussianLaw(
+            moments, likelihood.covariance_for(marginal.mean), isinstance(rung, NoRefit)
+        )
+        return Predictive(
+            law, moments.like, Diagnostics(rung.name, no, no, no), differentiable=True
+        )
     pointwise = isinstance(likelihood, POINTWISE)
     if not pointwise and not has_integral(likelihood):
         _refuse(
@@ -78,7 +96,12 @@ def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predi
     parts, outputs = list(_regular(posterior, x)), posterior.network.outputs
     f = torch.cat([torch.empty(0, outputs, dtype=torch.float64), *(f for f, _ in parts)])
     eye = torch.eye(outputs, dtype=torch.float64)
-    R = torch.cat([torch.empty(0, outputs, outputs, dtype=torch.float64), *(r.times(eye.to(r.dtype)).double() for _, r in parts)])
+    R = torch.cat(
+        [
+            torch.empty(0, outputs, outputs, dtype=torch.float64),
+            *(r.times(eye.to(r.dtype)).double() for _, r in parts),
+        ]
+    )
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(likelihood, marginal, True, posterior.like(marginal))
     integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
@@ -88,20 +111,25 @@ def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predi
 def _regular(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
     """f̂ and roots of K. ValueError where K is singular: its root then has no derivative."""
     for f, root in posterior.roots_at(x, differentiable=True):
-        pivots = root.values.diagonal(dim1=1, dim2=2) ** 2 if isinstance(root, FullRoot) else root.variances()
+        pivots = (
+            root.values.diagonal(dim1=1, dim2=2) ** 2
+            if isinstance(root, FullRoot)
+            else root.variances()
+        )
         bad = (pivots <= SINGULAR * root.variances()).any(1)
         if not batched(bad) and bool(bad.any()):
             raise ValueError(
-                f"The covariance of the outputs is singular at {int(bad.sum())} of {len(bad)} inputs, and the probabilities of "
-                "classes have no derivative there by its root. Select more weights (the last layer with its bias), or predict "
-                "without differentiable=True."
+                f"The covariance of the outputs is singular at {int(bad.sum())} of {len(bad)} "
+                "inputs, and the probabilities of classes have no derivative there by its root. "
+                "Select more weights (the last layer with its bias), or predict without "
+                "differentiable=True."
             )
         yield f, root
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise ValueError(
-        "predict(differentiable=True) works for Gaussian noise, and with refit='output' for the other likelihoods of the "
-        f"library, but not yet for {what}. "
-        f"{instead}, or predict without differentiable=True."
+        "predict(differentiable=True) works for Gaussian noise, and with refit='output' for the "
+        f"other likelihoods of the library, but not yet for {what}. {instead}, or predict without "
+        "differentiable=True."
     )

@@ -1,7 +1,8 @@
 """f at several inputs together: its joint Gaussian, and draws of the whole function.
 
-The Gaussian over θ and the linearised network f(x) = f̂(x) + J_x (θ − m) give, for any two inputs, K_xx' = J_x S J_x'ᵀ. A draw of
-θ is a function that can be evaluated anywhere, with that covariance: no matrix over the inputs is factorised.
+The Gaussian over θ and the linearised network f(x) = f̂(x) + J_x (θ − m) give, for any two inputs,
+K_xx' = J_x S J_x'ᵀ. A draw of θ is a function that can be evaluated anywhere, with that covariance:
+no matrix over the inputs is factorised.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
         mean[left] = f
         moves = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
         for right in pieces[i:]:
-            other = J if right == left else next(posterior.linearised(slice_inputs(inputs, right), differentiable))[1].double()
+            other = (
+                J
+                if right == left
+                else next(posterior.linearised(slice_inputs(inputs, right), differentiable))[
+                    1
+                ].double()
+            )
             block = other.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
             if right == left:
                 block = (block + block.permute(2, 3, 0, 1)) / 2
@@ -52,14 +59,21 @@ def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
 
 
 def joint_of_groups(posterior: State, x: Inputs, size: int, differentiable: bool = False) -> Joint:
-    """f at each group of `size` successive inputs as one Gaussian: mean (G, size·C), covariance (G, size·C, size·C), in float64.
+    """f at each group of `size` successive inputs as one Gaussian: mean (G, size·C), covariance (G,
+    size·C, size·C), in float64.
 
-    The covariance between groups is not computed, so that many small groups cost what their rows cost.
+    The covariance between groups is not computed, so that many small groups cost what their rows
+    cost.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows, width = row_count(inputs), size * posterior.network.outputs
     groups = _rows_at_once(posterior) // size
-    found = [Joint(torch.empty(0, width, dtype=torch.float64), torch.empty(0, width, width, dtype=torch.float64))]
+    found = [
+        Joint(
+            torch.empty(0, width, dtype=torch.float64),
+            torch.empty(0, width, width, dtype=torch.float64),
+        )
+    ]
     for part in _slices(rows, max(groups, 1) * size):
         some = slice_inputs(inputs, part)
         if groups == 0:  # one group is more than a Jacobian may hold
@@ -68,23 +82,32 @@ def joint_of_groups(posterior: State, x: Inputs, size: int, differentiable: bool
             continue
         f, J = next(posterior.linearised(some, differentiable))
         values = J.double().dense().values.reshape(-1, width, J.size)
-        moves = posterior.covariance.solve_many(values.flatten(0, 1).mT).unflatten(1, (-1, width)).movedim(1, 0)  # S Jᵀ (G, P, ·)
+        moves = (
+            posterior.covariance.solve_many(values.flatten(0, 1).mT)
+            .unflatten(1, (-1, width))
+            .movedim(1, 0)
+        )  # S Jᵀ (G, P, ·)
         K = values @ moves
         found.append(Joint(f.double().reshape(-1, width), (K + K.mT) / 2))
     return Joint(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def _pieces(posterior: State, rows: int) -> list[slice]:
-    """Rows whose Jacobian is held at one time. ValueError if the result, or the Jacobian of one row, is beyond the budget."""
+    """Rows whose Jacobian is held at one time.
+
+    ValueError if the result, or the Jacobian of one row, is beyond the budget.
+    """
     network, budget = posterior.network, posterior.memory_budget
     size = rows * network.outputs
     need = 2 * 8 * size**2  # the result, and a copy in the model's dtype
     if need > budget:
         most = int((budget / 16) ** 0.5) // network.outputs
         raise ValueError(
-            f"The joint covariance of {rows:,} inputs with {network.outputs} output{'s' * (network.outputs != 1)} is a matrix of "
-            f"{size:,} × {size:,}. It needs {in_words(need)}, more than the memory budget of {in_words(budget)}. Give at most "
-            f"{most:,} inputs, use posterior.draw_functions(n), which needs no such matrix, or fit with a larger memory_budget."
+            f"The joint covariance of {rows:,} inputs with {network.outputs} "
+            f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
+            f"{in_words(need)}, more than the memory budget of {in_words(budget)}. Give at most "
+            f"{most:,} inputs, use posterior.draw_functions(n), which needs no such matrix, or fit "
+            "with a larger memory_budget."
         )
     return _slices(rows, _rows_at_once(posterior))
 
@@ -95,8 +118,9 @@ def _rows_at_once(posterior: State) -> int:
     row = COPIES * 8 * network.outputs * network.layout.size
     if row > budget:
         raise ValueError(
-            f"The Jacobian of one input takes {in_words(row)}, more than the memory budget of {in_words(budget)}. Use "
-            "posterior.draw_functions(n), which does not build it, select fewer weights, or fit with a larger memory_budget."
+            f"The Jacobian of one input takes {in_words(row)}, more than the memory budget of "
+            f"{in_words(budget)}. Use posterior.draw_functions(n), which does not build it, select "
+            "fewer weights, or fit with a larger memory_budget."
         )
     return min(budget // row, network.rows_at_once(budget))
 
@@ -109,9 +133,12 @@ def _slices(rows: int, some: int) -> list[slice]:
 @final
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """n draws of f. Call it with x for the values of all of them at x (n, N, C); `functions[k]` is one of them.
+    """n draws of f.
 
-    A draw is one θ, so its values at different inputs, and in different calls, belong to one function.
+    Call it with x for the values of all of them at x (n, N, C); `functions[k]` is one of them.
+
+    A draw is one θ, so its values at different inputs, and in different calls, belong to one
+    function.
     """
 
     posterior: State
@@ -125,7 +152,10 @@ class Functions:
         found = self.posterior.linearised(x, differentiable)
         parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in found]
         C = self.posterior.network.outputs
-        none = (torch.empty(0, C, dtype=torch.float64), torch.empty(0, C, len(self), dtype=torch.float64))
+        none = (
+            torch.empty(0, C, dtype=torch.float64),
+            torch.empty(0, C, len(self), dtype=torch.float64),
+        )
         f, moves = (torch.cat(column) for column in zip(*(parts or [none]), strict=True))
         nothing = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
         return (f + moves.movedim(-1, 0)).to(self.posterior.like(Marginal(f, nothing)))
@@ -133,7 +163,9 @@ class Functions:
     def __getitem__(self, k: int) -> Callable[..., Tensor]:
         """Draw k as a function of x (and `differentiable`), with values (N, C)."""
         if not -len(self) <= k < len(self):
-            raise IndexError(f"There are {len(self)} functions, numbered from 0, but number {k} was asked for.")
+            raise IndexError(
+                f"There are {len(self)} functions, numbered from 0, but number {k} was asked for."
+            )
         only = Functions(self.posterior, self.steps[k][None])
         return lambda x, differentiable=False: only(x, differentiable).squeeze(0)
 
@@ -152,7 +184,8 @@ def draw_functions(posterior: State, n: int, generator: torch.Generator | None) 
     need = 2 * 8 * n * size
     if need > budget:
         raise ValueError(
-            f"{n:,} draws of {size:,} weights need {in_words(need)}, more than the memory budget of {in_words(budget)}. Draw at "
-            f"most {budget // (16 * size):,} at a time, or fit with a larger memory_budget."
+            f"{n:,} draws of {size:,} weights need {in_words(need)}, more than the memory budget "
+            f"of {in_words(budget)}. Draw at most {budget // (16 * size):,} at a time, or fit with "
+            "a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

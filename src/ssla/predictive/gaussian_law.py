@@ -36,7 +36,9 @@ class Ellipsoid(NamedTuple):
         value = vector_targets(y, rows, size).to(self.centre.device)
         several = value if value.dim() == 3 else value.unsqueeze(1)
         r = (several - self.centre.double().unsqueeze(1)).mT
-        white: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(self.covariance.double()), r, upper=False)
+        white: Tensor = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(self.covariance.double()), r, upper=False
+        )
         inside = (white**2).sum(1) <= self.squared_radius
         return inside if value.dim() == 3 else inside.squeeze(1)
 
@@ -46,9 +48,10 @@ class Ellipsoid(NamedTuple):
 class GaussianLaw(Law):
     """N(f̂, Σ + K) for a refit, N(f̂, Σ) for none; one target (N,) or D of them (N, D).
 
-    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½) (`loses_mass`). Under the conventions
-    that do not treat the prior as Bayes' rule does, the mass is the integral of the increments. `moved` is the Gaussian of y
-    where the prior is added to the likelihood's own predictive.
+    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½)
+    (`loses_mass`). Under the conventions that do not treat the prior as Bayes' rule does, the mass
+    is the integral of the increments. `moved` is the Gaussian of y where the prior is added to the
+    likelihood's own predictive.
     """
 
     log_density: LogDensity
@@ -105,7 +108,9 @@ class GaussianLaw(Law):
 
     @cached_property
     def _doubt(self) -> Tensor:
-        """The epistemic part of the variance (N, D): K's; where a prior was added, in the proportion of K to Σ + K."""
+        """The epistemic part of the variance (N, D): K's; where a prior was added, in the
+        proportion of K to Σ + K.
+        """
         K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
         if not self.log_density.moves:
             return torch.zeros_like(K)
@@ -117,13 +122,18 @@ class GaussianLaw(Law):
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._targets(self.noise.diagonal().expand_as(self._mean) if self.moved is None else self._scale**2 - self._doubt)
+        return self._targets(
+            self.noise.diagonal().expand_as(self._mean)
+            if self.moved is None
+            else self._scale**2 - self._doubt
+        )
 
     @cached_property
     def mass(self) -> Tensor:
         """(N,)."""
         if self.convention != EXACT:
-            # the increments are quadratic in y: their height at the mean, over that of the normalised density
+            # the increments are quadratic in y: their height at the mean, over that of the
+            # normalised density
             peak = self.log_density.at(self.mean).log
             factor: Tensor = torch.linalg.cholesky(self.covariance)
             half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -131,7 +141,9 @@ class GaussianLaw(Law):
         if not self.loses_mass:
             return torch.ones(self.rows, dtype=torch.float64)
         factor = torch.linalg.cholesky(self.noise)
-        half = torch.linalg.solve_triangular(factor, self.log_density.marginal.covariance, upper=False)
+        half = torch.linalg.solve_triangular(
+            factor, self.log_density.marginal.covariance, upper=False
+        )
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
         spectrum: Tensor = torch.linalg.eigvalsh(white)
         return (-0.5 * torch.log1p(spectrum.clamp_min(0)).sum(-1)).exp()
@@ -163,7 +175,9 @@ class GaussianLaw(Law):
         if self.kind == "scalar":
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
-        return Ellipsoid(self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1]))
+        return Ellipsoid(
+            self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1])
+        )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         white = torch.randn(n, *self._mean.shape, dtype=torch.float64, generator=generator)
@@ -176,16 +190,19 @@ class GaussianLaw(Law):
 
 
 def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
-    """N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K, u = A⁻¹(y − f̂): the Gaussian N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+    """N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K, u = A⁻¹(y − f̂): the Gaussian N(f̂ + A(A+M)⁻¹b,
+    A(A+M)⁻¹A).
 
-    Fails where A + M is not positive definite: the prior then grows faster than the likelihood's predictive falls.
+    Fails where A + M is not positive definite: the prior then grows faster than the likelihood's
+    predictive falls.
     """
     A = noise + marginal.covariance
     factor, info = torch.linalg.cholesky_ex(A + response.covariance)
     if bool((info != 0).any()):
         raise ValueError(
-            f"Under convention='additive' {int((info != 0).sum())} of {len(info)} predictives have no integral: this prior is "
-            "not log-concave at θ̂ and outgrows the likelihood's predictive, to which it is added. Use convention='exact'."
+            f"Under convention='additive' {int((info != 0).sum())} of {len(info)} predictives have "
+            "no integral: this prior is not log-concave at θ̂ and outgrows the likelihood's "
+            "predictive, to which it is added. Use convention='exact'."
         )
     half = torch.linalg.solve_triangular(factor, A, upper=False)  # V = halfᵀ half
     pull = torch.linalg.solve_triangular(factor, response.mean.unsqueeze(-1), upper=False)

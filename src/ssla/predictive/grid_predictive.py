@@ -17,7 +17,9 @@ from ssla.predictive.law import PointwiseLaw, gathered, gathered_regions
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import LogDensity
 
-SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentially there, faster than a coarse spline follows
+# of the mass, on a transformed support: log p falls exponentially there, faster than a coarse
+# spline follows
+SPLINE = 1e-7
 
 
 @final
@@ -25,8 +27,8 @@ SPLINE = 1e-7  # of the mass, on a transformed support: log p falls exponentiall
 class GridLaw(PointwiseLaw):
     """The normalised density exp(total(y)) / mass.
 
-    `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come from the grids
-    (see `ssla.maths.quadrature` for their accuracy).
+    `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come
+    from the grids (see `ssla.maths.quadrature` for their accuracy).
     """
 
     support: Continuous
@@ -51,7 +53,9 @@ class GridLaw(PointwiseLaw):
 
     @cached_property
     def mode(self) -> Tensor:
-        """The highest point of the density (on a transformed support: of the density of the transform)."""
+        """The highest point of the density (on a transformed support: of the density of the
+        transform).
+        """
         return self.support.from_real(gathered(self.pieces, [p.grid.mode for p in self.pieces]))
 
     def check(self, y: Tensor) -> None:
@@ -66,17 +70,23 @@ class GridLaw(PointwiseLaw):
 
     def _quantiles(self, q: Tensor) -> Tensor:
         """(N, k) -> (N, k)."""
-        return self.support.from_real(gathered(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces]))
+        return self.support.from_real(
+            gathered(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
+        )
 
     def hdr(self, level: float) -> Regions:
         """A union of intervals, the smallest in y."""
         slope = None if isinstance(self.support, Real) else self.support.log_slope
-        lower, upper = gathered_regions(self.pieces, [p.grid.hdr(level, slope) for p in self.pieces])
+        lower, upper = gathered_regions(
+            self.pieces, [p.grid.hdr(level, slope) for p in self.pieces]
+        )
         return Regions(self.support.from_real(lower), self.support.from_real(upper))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """By inversion."""
-        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator).clamp(1e-12, 1 - 1e-12)
+        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator).clamp(
+            1e-12, 1 - 1e-12
+        )
         return self._quantiles(u).mT
 
 

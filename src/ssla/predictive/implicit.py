@@ -1,10 +1,13 @@
-"""Gradients through the output refit: implicit differentiation of the mode, and of the integrals over y.
+"""Gradients through the output refit: implicit differentiation of the mode, and of the integrals
+over y.
 
-The log density is L(y) = log p(y|f̃) − ½ uᵀKu − ½ log|I + ΛK| with f̃ = f̂ + Ku and u = g(y, f̃) at the mode. One Newton step from
-the mode that was found, with a fixed matrix I + ΛK, leaves its value as it is and gives it the derivative of the implicit
-function. Mass, moments and distribution function are functions of L at the nodes y_j. The nodes are kept in place: moving them
-changes an integral by no more than its quadrature error. Where the refit changes from one mode to another, L jumps, and
-`ssla.predictive.mode_switches` adds what the jump's own movement does to the integrals. Values are those of the plain predictive.
+The log density is L(y) = log p(y|f̃) − ½ uᵀKu − ½ log|I + ΛK| with f̃ = f̂ + Ku and u = g(y, f̃) at
+the mode. One Newton step from the mode that was found, with a fixed matrix I + ΛK, leaves its value
+as it is and gives it the derivative of the implicit function. Mass, moments and distribution
+function are functions of L at the nodes y_j. The nodes are kept in place: moving them changes an
+integral by no more than its quadrature error. Where the refit changes from one mode to another, L
+jumps, and `ssla.predictive.mode_switches` adds what the jump's own movement does to the integrals.
+Values are those of the plain predictive.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from torch import Tensor
 
 from ssla._checks import outside_transforms
 from ssla.data import Inputs, as_inputs, map_inputs, plain
-from ssla.likelihoods import Bounded, HeteroscedasticGaussian, Likelihood, NegativeBinomial, Poisson, StudentT
+from ssla.likelihoods import (
+    Bounded,
+    HeteroscedasticGaussian,
+    Likelihood,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+)
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
 from ssla.maths.quadrature import Built
@@ -68,7 +78,10 @@ class GraphDensity:
 @final
 @dataclass(frozen=True, eq=False)
 class ImplicitLaw(Law):
-    """A law whose nodes carry a graph: moments, mass, density, and of numbers cdf and quantiles. The rest is refused."""
+    """A law whose nodes carry a graph: moments, mass, density, and of numbers cdf and quantiles.
+
+    The rest is refused.
+    """
 
     law: GridLaw | CountLaw
 
@@ -144,8 +157,9 @@ def _change(value: Tensor) -> Tensor:
 
 def _refuse(what: str) -> NoReturn:
     raise ValueError(
-        f"With differentiable=True, {what} of this predictive carries no gradient yet. Moments, mass and log_prob do, and cdf, "
-        "icdf and interval where y is a real number. Ask posterior.predict(x), without differentiable=True."
+        f"With differentiable=True, {what} of this predictive carries no gradient yet. Moments, "
+        "mass and log_prob do, and cdf, icdf and interval where y is a real number. Ask "
+        "posterior.predict(x), without differentiable=True."
     )
 
 
@@ -153,19 +167,27 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
     rows, count = y.shape
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
-    boundary = likelihood.refit_at_boundary(y, mean, covariance) if isinstance(likelihood, Bounded) else None
+    boundary = (
+        likelihood.refit_at_boundary(y, mean, covariance)
+        if isinstance(likelihood, Bounded)
+        else None
+    )
     if boundary is not None:
-        # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes the place of these y.
+        # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes
+        # the place of these y.
         y = torch.where(boundary.cut, likelihood.mean(mean).detach(), y)
     values = [plain(part) for part in (y, f, K)]
     with torch.no_grad(), outside_transforms():
-        spread, R = (part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2])))
+        spread, R = (
+            part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2]))
+        )
         found = at_mode(likelihood, values[0].reshape(-1), spread, R)
         if bool(found.fallback.any()) or not bool(found.converged.all()):
             bad = (found.fallback | ~found.converged).view(rows, count).any(1)
             raise ValueError(
-                f"The refit did not reach a mode for every y at {int(bad.sum())} of {rows} inputs, so the predictive has no "
-                "gradient there. posterior.predict(x).diagnostics names the rows: leave them out."
+                f"The refit did not reach a mode for every y at {int(bad.sum())} of {rows} inputs, "
+                "so the predictive has no gradient there. posterior.predict(x).diagnostics names "
+                "the rows: leave them out."
             )
         u = found.pull.view(rows, count, -1)
     at = mean + _times(covariance, u)
@@ -194,11 +216,16 @@ def _with_graph(table: Table, density: GraphDensity) -> Table:
 
 
 def _grid_with_graph(piece: Built, density: GraphDensity) -> Built:
-    """Nodes in place, with the derivative of the log density there and of its jumps between them."""
+    """Nodes in place, with the derivative of the log density there and of its jumps between
+    them.
+    """
     rows, grid = piece
     change = density.change(grid.nodes, rows)
     if change.requires_grad:
-        marginal, plain_marginal = (Marginal(*(part[rows] for part in m)) for m in (density.marginal, density.plain.marginal))
+        marginal, plain_marginal = (
+            Marginal(*(part[rows] for part in m))
+            for m in (density.marginal, density.plain.marginal)
+        )
         change = change + change_of_jumps(density.likelihood, grid, plain_marginal, marginal)
     return Built(rows, replace(grid, logs=grid.logs + change))
 
@@ -209,7 +236,11 @@ def pointwise_predictive(posterior: State, x: Inputs, rung: OutputRefit) -> Pred
     with torch.no_grad(), outside_transforms():
         values = rung(posterior, numbers)
         support = values.likelihood.support_for(posterior.network.outputs)
-        found = grid_predictive(values, support, rung.name) if isinstance(support, Real) else count_predictive(values, rung.name)
+        found = (
+            grid_predictive(values, support, rung.name)
+            if isinstance(support, Real)
+            else count_predictive(values, rung.name)
+        )
     return with_graph(found, GraphDensity(values, posterior.outputs_at(x, differentiable=True)))
 
 
@@ -217,7 +248,9 @@ def with_graph(found: Predictive, density: GraphDensity) -> Predictive:
     """The predictive of a plain output refit, with the graph of the outputs that `density` has."""
     law = found.law
     if isinstance(law, GridLaw):
-        law = GridLaw(density, law.support, [_grid_with_graph(piece, density) for piece in law.pieces])
+        law = GridLaw(
+            density, law.support, [_grid_with_graph(piece, density) for piece in law.pieces]
+        )
     else:
         assert isinstance(law, CountLaw)
         law = replace(

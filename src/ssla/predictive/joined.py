@@ -18,7 +18,9 @@ from ssla.refit.increments import Increments
 @final
 @dataclass(frozen=True, eq=False)
 class JoinedLaw(Law):
-    """Each law answers for its rows (indices into the N inputs): numbers, counts, vectors or classes. Made by `joined`."""
+    """Each law answers for its rows (indices into the N inputs): numbers, counts, vectors or
+    classes. Made by `joined`.
+    """
 
     laws: tuple[Law, ...]
     index: tuple[Tensor, ...]
@@ -32,7 +34,9 @@ class JoinedLaw(Law):
         return sum(len(rows) for rows in self.index)
 
     def put(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """One answer of each law, in the order of the inputs along a dimension; trailing sizes padded with NaN."""
+        """One answer of each law, in the order of the inputs along a dimension; trailing sizes
+        padded with NaN.
+        """
         return _put(self.index, answers, dim)
 
     def _each(self, ask: Callable[[Law], Tensor]) -> Tensor:
@@ -40,7 +44,9 @@ class JoinedLaw(Law):
 
     def at(self, y: Tensor, ask: Callable[[Law, Tensor], Tensor]) -> Tensor:
         """Ask every law with its rows of y (N, …)."""
-        return self.put([ask(law, y[rows]) for law, rows in zip(self.laws, self.index, strict=True)])
+        return self.put(
+            [ask(law, y[rows]) for law, rows in zip(self.laws, self.index, strict=True)]
+        )
 
     @property
     def mean(self) -> Tensor:
@@ -111,16 +117,20 @@ class JoinedLaw(Law):
             return self.put(found)
         if self.kind == "vector":
             raise TypeError(
-                "These rows have regions of several forms. Ask them one by one: [part.hdr(level) for part in p.parts]."
+                "These rows have regions of several forms. Ask them one by one: [part.hdr(level) "
+                "for part in p.parts]."
             )
-        return Regions(self.put([one.lower for one in found]), self.put([one.upper for one in found]))
+        return Regions(
+            self.put([one.lower for one in found]), self.put([one.upper for one in found])
+        )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         return self.put([law.sample(n, generator) for law in self.laws], 1)
 
     def increments(self, y: Tensor) -> Increments:
         raise TypeError(
-            "These rows come from several predictives. Ask them one by one: [part.increments(y) for part in p.parts]."
+            "These rows come from several predictives. Ask them one by one: [part.increments(y) "
+            "for part in p.parts]."
         )
 
 
@@ -129,7 +139,9 @@ def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
     if len(parts) == 1:
         return parts[0]
     found = [part.diagnostics for part in parts]
-    fallback, unconverged, inaccurate = (_put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS)
+    fallback, unconverged, inaccurate = (
+        _put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS
+    )
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
     diagnostics = Diagnostics(
         ", ".join(dict.fromkeys(one.refit for one in found)),
@@ -145,5 +157,8 @@ def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
 def _put(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
     if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
         most = max(part.shape[-1] for part in answers)
-        answers = [torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=torch.nan) for part in answers]
+        answers = [
+            torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=torch.nan)
+            for part in answers
+        ]
     return torch.cat(list(answers), dim).index_select(dim, torch.cat(list(index)).argsort())

@@ -1,6 +1,7 @@
 """What a law is: the distribution of y at each of N inputs, in float64 on the CPU.
 
-A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the answers.
+A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the
+answers.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
-OF_CLASSES = " It is of classes only. For numbers and counts use `epistemic` (doubt) and `aleatoric` (noise), variances of y."
+OF_CLASSES = (
+    " It is of classes only. For numbers and counts use `epistemic` (doubt) and `aleatoric` "
+    "(noise), variances of y."
+)
 
 
 class Law(ABC):
     """N distributions. y is (N, k) for one target; (N, D) or (N, k, D) for D of them.
 
-    Moments are (N,) for one target and (N, D) for D of them. Classes have no cdf and icdf. Only Gaussians and mixtures of D
-    targets have a covariance. Only classes have probs, entropy and mutual_information.
+    Moments are (N,) for one target and (N, D) for D of them. Classes have no cdf and icdf. Only
+    Gaussians and mixtures of D targets have a covariance. Only classes have probs, entropy and
+    mutual_information.
     """
 
     @property
@@ -121,7 +126,9 @@ class Law(ABC):
 
     @abstractmethod
     def hdr(self, level: float) -> Any:
-        """The smallest region of that probability: Regions, an ellipsoid, a region of density, or a set of classes."""
+        """The smallest region of that probability: Regions, an ellipsoid, a region of density,
+        or a set of classes.
+        """
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -133,12 +140,16 @@ class Law(ABC):
 
     def lacks(self, name: str, instead: str = "") -> NoReturn:
         """AttributeError, so that hasattr is False."""
-        raise AttributeError(f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{instead}")
+        raise AttributeError(
+            f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{instead}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class PointwiseLaw(Law):
-    """exp(total(y)) / mass, where the log density is evaluated at y itself, and mass and moments are integrals or sums of it."""
+    """exp(total(y)) / mass, where the log density is evaluated at y itself, and mass and
+    moments are integrals or sums of it.
+    """
 
     log_density: LogDensity
 
@@ -195,7 +206,9 @@ class Piece(Protocol):
 
 def gathered(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
     """One tensor (m, …) for each piece -> all rows (N, …) in their order."""
-    out = torch.empty(sum(len(piece.rows) for piece in pieces), *values[0].shape[1:], dtype=values[0].dtype)
+    out = torch.empty(
+        sum(len(piece.rows) for piece in pieces), *values[0].shape[1:], dtype=values[0].dtype
+    )
     for piece, value in zip(pieces, values, strict=True):
         out[piece.rows] = value
     return out

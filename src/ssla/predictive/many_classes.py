@@ -1,14 +1,17 @@
-"""The integrals of a softmax for many classes: E softmax(f), its variance, and the mean entropy, over fixed nodes ±z.
+"""The integrals of a softmax for many classes: E softmax(f), its variance, and the mean entropy,
+over fixed nodes ±z.
 
     f = f̂ ± w ∘ (R z),   w² = diag(K) / mean (R z)²        (w = 1 where the nodes are whitened)
 
-R z is computed for one node of each mirrored pair. Where a root has profiles (Kronecker factors), it is a combination of
-products that all rows share (`SharedNodes`): r·C·S multiplications a row with r about 10, in place of C²·S. Rows whose scale is
-not such a combination, to a share `TOLERANCE`, take the whole product. The combination changes probabilities by about 1e-7 (see
+R z is computed for one node of each mirrored pair. Where a root has profiles (Kronecker factors),
+it is a combination of products that all rows share (`SharedNodes`): r·C·S multiplications a row
+with r about 10, in place of C²·S. Rows whose scale is not such a combination, to a share
+`TOLERANCE`, take the whole product. The combination changes probabilities by about 1e-7 (see
 benchmarks/predict_scale.py), far less than the error of the nodes.
 
-The sums are taken over slabs of some rows, some nodes and all classes, with the classes last, which fit a processor's cache.
-Probabilities that are too small for the dtype are summed in logarithms, in a second pass over their rows.
+The sums are taken over slabs of some rows, some nodes and all classes, with the classes last, which
+fit a processor's cache. Probabilities that are too small for the dtype are summed in logarithms, in
+a second pass over their rows.
 """
 
 from __future__ import annotations
@@ -23,17 +26,26 @@ from torch import Tensor
 from ssla.maths.roots import Root, ScaledRoot, SharedNodes, shared_nodes
 
 TOLERANCE = 5e-6  # of a scale, relative to its largest entry; rounding in float32 reaches 3e-6
-WORTH = 2  # rows for each profile from which the shared products are made: each costs as much as a row without them
-# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/predict_scale.py --slabs).
+# rows for each profile from which the shared products are made: each costs as much as a row without
+# them
+WORTH = 2
+# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/predict_scale.py
+# --slabs).
 NODES_AT_ONCE = 16
 ENTRIES_AT_ONCE = 1 << 18
 COPIES = 6  # of a slab, at most
-TINY = {torch.float32: 1e-30, torch.float64: 1e-280}  # smaller probabilities are summed in logarithms
-LOWEST = -1e30  # logits below the highest; the product of an infinite one with a zero probability has no value
+TINY = {
+    torch.float32: 1e-30,
+    torch.float64: 1e-280,
+}  # smaller probabilities are summed in logarithms
+# logits below the highest; the product of an infinite one with a zero probability has no value
+LOWEST = -1e30
 
 
 class Sums(NamedTuple):
-    """Of a chunk of rows, in float64: log E p (B, C), not normalised; Var p (B, C); E H(p) in nats (B,)."""
+    """Of a chunk of rows, in float64: log E p (B, C), not normalised; Var p (B, C); E H(p) in
+    nats (B,).
+    """
 
     log_probs: Tensor
     spread: Tensor
@@ -112,7 +124,9 @@ class SoftmaxIntegrals:
         return self._in_blocks(f, at, len(half), root.dtype)
 
     def _factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
-        """w (b, C): each output has its own variance exactly, which many outputs' nodes have only in the mean."""
+        """w (b, C): each output has its own variance exactly, which many outputs' nodes have
+        only in the mean.
+        """
         if self.whitened:
             return None
         return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
@@ -123,7 +137,9 @@ class SoftmaxIntegrals:
         affordable = self.budget // (COPIES * dtype.itemsize * entries)
         return max(min(ENTRIES_AT_ONCE // entries, affordable), 1)
 
-    def _in_blocks(self, f: Tensor, at: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype) -> Sums:
+    def _in_blocks(
+        self, f: Tensor, at: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype
+    ) -> Sums:
         """nodes: of a slab."""
         top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
         slabs = _blocks(len(self.half), nodes)
@@ -146,8 +162,11 @@ class _Block:
     def sums(self, count: int) -> Sums:
         """count: of the nodes."""
         likeliest = self.top.argmax(1)[:, None, None]
-        centre = torch.softmax(self.top, 1).unsqueeze(1)  # near E p, so that Var p is no difference of large numbers
-        # Sums over slabs are kept by node (b, s, C): adding to them is faster than a sum over the nodes of each slab.
+        centre = torch.softmax(self.top, 1).unsqueeze(
+            1
+        )  # near E p, so that Var p is no difference of large numbers
+        # Sums over slabs are kept by node (b, s, C): adding to them is faster than a sum over the
+        # nodes of each slab.
         total, squares, entropy = (self._zeros() for _ in range(3))
         for logits in self._logits():
             p = torch.softmax(logits, -1)
@@ -170,7 +189,9 @@ class _Block:
         return self.top.new_zeros(rows, self.slabs[0].stop, classes)
 
     def _logits(self, rows: Tensor | None = None) -> Iterator[Tensor]:
-        """(b, s, C), a slab of nodes and then their mirror images; only some rows of the block if given."""
+        """(b, s, C), a slab of nodes and then their mirror images; only some rows of the block
+        if given.
+        """
         top = (self.top if rows is None else self.top[rows]).unsqueeze(1)
         factors = self.nodes.factors
         factors = factors if factors is None or rows is None else factors[rows]
@@ -192,9 +213,12 @@ class _Block:
 
 
 def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
-    """log Σ_c exp(logits) (b, s, 1), from one class whose probability is known: logit − log p. likeliest: of f̂ (b, 1, 1).
+    """log Σ_c exp(logits) (b, s, 1), from one class whose probability is known: logit − log p.
 
-    Any class will do unless its probability is tiny. Then it is the most probable class of each node, which is slower to find.
+    likeliest: of f̂ (b, 1, 1).
+
+    Any class will do unless its probability is tiny. Then it is the most probable class of each
+    node, which is slower to find.
     """
     index = likeliest.expand(-1, logits.shape[1], -1)
     known = p.gather(2, index)

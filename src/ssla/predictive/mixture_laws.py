@@ -2,8 +2,9 @@
 
     p(y) = Σ_m w_m p_m(y)
 
-Densities, probabilities and distribution functions average; quantiles and regions do not and are searched for. By the law of
-total variance the members' disagreement, Var_m E_m[y], is added to the epistemic part.
+Densities, probabilities and distribution functions average; quantiles and regions do not and are
+searched for. By the law of total variance the members' disagreement, Var_m E_m[y], is added to the
+epistemic part.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from ssla.maths.quadrature import Regions, bracketed_root
 from ssla.predictive.class_integrals import entropy_of
-from ssla.predictive.class_predictive import check_classes, draw_classes, most_probable, smallest_set
+from ssla.predictive.class_predictive import (
+    check_classes,
+    draw_classes,
+    most_probable,
+    smallest_set,
+)
 from ssla.predictive.count_predictive import densest_runs
 from ssla.predictive.law import Law, ends_of_runs
 from ssla.predictive.predictive import vector_targets
@@ -38,7 +44,9 @@ ROUNDING = 4 * torch.finfo(torch.float64).eps  # of a cdf, relative to its value
 
 @dataclass(frozen=True, eq=False)
 class MixtureLaw(Law):
-    """Laws of the same kind and rows, with weights (M,) or (M, N) that sum to one over the members."""
+    """Laws of the same kind and rows, with weights (M,) or (M, N) that sum to one over the
+    members.
+    """
 
     laws: tuple[Law, ...]
     weights: Tensor
@@ -105,7 +113,9 @@ class MixtureLaw(Law):
             picks = draw_classes(self.weights.mT, n, generator)
         else:
             count = n * self.rows
-            picks = torch.multinomial(self.weights, max(count, 1), replacement=True, generator=generator)  # not less than one
+            picks = torch.multinomial(
+                self.weights, max(count, 1), replacement=True, generator=generator
+            )  # not less than one
             picks = picks[:count].reshape(n, self.rows)
         draws = self.each(lambda m: m.sample(n, generator))  # (M, n, N, …)
         index = picks.reshape(1, n, self.rows, *[1] * (draws.dim() - 3)).expand(1, *draws.shape[1:])
@@ -124,7 +134,10 @@ class MixtureLaw(Law):
 @final
 @dataclass(frozen=True, eq=False)
 class ScalarMixtureLaw(MixtureLaw):
-    """Σ w_m p_m(y) over the real line, or over counts. log_prob and cdf are exact averages; quantiles are searched for."""
+    """Σ w_m p_m(y) over the real line, or over counts.
+
+    log_prob and cdf are exact averages; quantiles are searched for.
+    """
 
     @property
     def kind(self) -> str:
@@ -145,7 +158,9 @@ class ScalarMixtureLaw(MixtureLaw):
 
     @cached_property
     def _nodes(self) -> tuple[Tensor, Tensor]:
-        """Places (N, F) in order and log densities there: quantiles of every member, staggered; or the counts between them."""
+        """Places (N, F) in order and log densities there: quantiles of every member, staggered;
+        or the counts between them.
+        """
         return self._counts if self.kind == "count" else self._nodes_to(REACH)
 
     def _nodes_to(self, reach: float) -> tuple[Tensor, Tensor]:
@@ -159,12 +174,16 @@ class ScalarMixtureLaw(MixtureLaw):
 
     @cached_property
     def mode(self) -> Tensor:
-        """The highest point: of the densest node and its neighbours, by a parabola through log p."""
+        """The highest point: of the densest node and its neighbours, by a parabola through log
+        p.
+        """
         places, logs = self._nodes
         if self.kind == "count":
             return places.gather(1, logs.argmax(1, keepdim=True)).squeeze(1)
         best = logs.argmax(1, keepdim=True).clamp(1, places.shape[1] - 2)
-        (a, b, c), (fa, fb, fc) = (tuple(t.gather(1, best + s) for s in (-1, 0, 1)) for t in (places, logs))
+        (a, b, c), (fa, fb, fc) = (
+            tuple(t.gather(1, best + s) for s in (-1, 0, 1)) for t in (places, logs)
+        )
         left, right = (b - a) * (fb - fc), (b - c) * (fb - fa)
         turn = b - 0.5 * ((b - a) * left - (b - c) * right) / (left - right)
         good = torch.isfinite(turn) & (turn >= a) & (turn <= c)
@@ -173,9 +192,9 @@ class ScalarMixtureLaw(MixtureLaw):
     def hdr(self, level: float) -> Regions:
         """{y: p(y) ≥ c} with that probability: a union of intervals.
 
-        c is found by bisection on the exact probability of the set; between nodes log p is taken as linear.
-        An atom at the lowest value has no length, so it is always inside. Where no interval begins
-        there, it is an interval by itself.
+        c is found by bisection on the exact probability of the set; between nodes log p is taken as
+        linear. An atom at the lowest value has no length, so it is always inside. Where no interval
+        begins there, it is an interval by itself.
         """
         if self.kind == "count":
             return self._runs(level)
@@ -210,7 +229,9 @@ class ScalarMixtureLaw(MixtureLaw):
         edges = self._count_edges
         first, last = edges[:, :-1], edges[:, 1:] - 1
         share = self.cdf(last) - self.cdf(first - 1)
-        heights = torch.where(last >= first, self.log_prob(((first + last) / 2).floor().clamp_min(0)), -torch.inf)
+        heights = torch.where(
+            last >= first, self.log_prob(((first + last) / 2).floor().clamp_min(0)), -torch.inf
+        )
         return densest_runs(edges, heights, share, level)
 
     @property
@@ -225,10 +246,14 @@ class ScalarMixtureLaw(MixtureLaw):
         count = len(self.laws)
         per_member = MOST_COUNTS // (2 * count)
         scores = torch.linspace(-COUNT_REACH, COUNT_REACH, per_member * count, dtype=torch.float64)
-        starts = torch.cat([m.icdf(torch.special.ndtr(scores[i::count])) for i, m in enumerate(self.laws)], 1)
+        starts = torch.cat(
+            [m.icdf(torch.special.ndtr(scores[i::count])) for i, m in enumerate(self.laws)], 1
+        )
         blocks = torch.cat([starts, starts + 1], 1).sort(1).values
         size = max(blocks.shape[1], edges.shape[1])
-        blocks, edges = (torch.cat([e, e[:, -1:].expand(-1, size - e.shape[1])], 1) for e in (blocks, edges))
+        blocks, edges = (
+            torch.cat([e, e[:, -1:].expand(-1, size - e.shape[1])], 1) for e in (blocks, edges)
+        )
         return torch.where(step > 1, blocks, edges)
 
     def _probability(self, region: Regions) -> Tensor:
@@ -262,7 +287,9 @@ class VectorMixtureLaw(MixtureLaw):
     @cached_property
     def covariance(self) -> Tensor:
         off = self.each(lambda m: m.mean) - self.mean
-        return self.average(lambda m: m.covariance) + self.weigh(off.unsqueeze(-1) * off.unsqueeze(-2))
+        return self.average(lambda m: m.covariance) + self.weigh(
+            off.unsqueeze(-1) * off.unsqueeze(-2)
+        )
 
     @property
     def variance(self) -> Tensor:
@@ -270,7 +297,9 @@ class VectorMixtureLaw(MixtureLaw):
 
     @property
     def mode(self) -> Tensor:
-        """The densest of the members' modes: exact where they lie apart or coincide, close elsewhere."""
+        """The densest of the members' modes: exact where they lie apart or coincide, close
+        elsewhere.
+        """
         modes = self.each(lambda m: m.mode).movedim(0, 1)  # (N, M, D)
         return modes[torch.arange(len(modes)), self.log_prob(modes).argmax(1)]
 
@@ -279,7 +308,9 @@ class VectorMixtureLaw(MixtureLaw):
 
     def icdf(self, q: Tensor) -> Tensor:
         ends = self.each(lambda m: m.icdf(q))
-        return bracketed_root(lambda y: self.cdf(y.mT).mT - q, ends.amin(0), ends.amax(0), ROUNDING * q)
+        return bracketed_root(
+            lambda y: self.cdf(y.mT).mT - q, ends.amin(0), ends.amax(0), ROUNDING * q
+        )
 
     def hdr(self, level: float) -> DensityRegion:
         """The densest region; its threshold is a quantile over 4,096 fixed draws (level ± 0.01)."""
@@ -297,7 +328,9 @@ class ClassMixtureLaw(MixtureLaw):
 
     @cached_property
     def _log_probs(self) -> Tensor:
-        classes = torch.arange(self.laws[0].probs.shape[1], dtype=torch.float64).expand(self.rows, -1)
+        classes = torch.arange(self.laws[0].probs.shape[1], dtype=torch.float64).expand(
+            self.rows, -1
+        )
         return self.log_average(lambda m: m.log_prob(classes))
 
     @property
@@ -338,7 +371,8 @@ class ClassMixtureLaw(MixtureLaw):
 def _first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
     """The smallest whole number in [low, high] where the rising function is no longer negative.
 
-    From 2⁵³ on, neighbouring floating-point numbers differ by more than one: the search ends at neighbours.
+    From 2⁵³ on, neighbouring floating-point numbers differ by more than one: the search ends at
+    neighbours.
     """
     low, high = low - 1, high.clone()
     while True:
@@ -362,7 +396,10 @@ def _with_atom(region: Regions, place: Tensor, wanted: Tensor) -> Regions:
     if not bool(alone.any()):
         return region
     nothing = torch.full_like(place, math.nan)
-    ends = (torch.where(alone, torch.cat([place, end], 1), torch.cat([end, nothing], 1)) for end in region)
+    ends = (
+        torch.where(alone, torch.cat([place, end], 1), torch.cat([end, nothing], 1))
+        for end in region
+    )
     return Regions(*ends)
 
 

@@ -28,7 +28,9 @@ AT_ONCE = 1 << 21  # numbers of a block of rows
 @final
 @dataclass(frozen=True, eq=False)
 class NormalsLaw(Law):
-    """means and scales (N, K), weights (K,) with sum 1, doubt (N,): the epistemic part of the variance."""
+    """means and scales (N, K), weights (K,) with sum 1, doubt (N,): the epistemic part of the
+    variance.
+    """
 
     means: Tensor
     scales: Tensor
@@ -74,7 +76,11 @@ class NormalsLaw(Law):
         """An answer from z = (y − m)/s and s (n, k, K) for y (N, k), a block of rows at a time."""
         size = max(AT_ONCE // max(y.shape[1] * self.means.shape[1], 1), 1)
         parts = [
-            ask((y[i : i + size, :, None] - self.means[i : i + size, None]) / self.scales[i : i + size, None], s)
+            ask(
+                (y[i : i + size, :, None] - self.means[i : i + size, None])
+                / self.scales[i : i + size, None],
+                s,
+            )
             for i in range(0, len(y), size)
             for s in (self.scales[i : i + size, None],)
         ]
@@ -96,7 +102,9 @@ class NormalsLaw(Law):
         return self._alone.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        picks = torch.multinomial(self.weights, max(n * self.rows, 1), replacement=True, generator=generator)
+        picks = torch.multinomial(
+            self.weights, max(n * self.rows, 1), replacement=True, generator=generator
+        )
         at = picks[: n * self.rows].reshape(n, self.rows)
         rows = torch.arange(self.rows).expand_as(at)
         white = torch.randn(n, self.rows, dtype=torch.float64, generator=generator)
@@ -104,18 +112,25 @@ class NormalsLaw(Law):
 
     def increments(self, y: Tensor) -> Increments:
         raise TypeError(
-            "This predictive is an average over the posterior of mean and log variance, not a sum of increments. For increments "
-            "ask one posterior: posterior.predict(x).increments(y)."
+            "This predictive is an average over the posterior of mean and log variance, not a sum "
+            "of increments. For increments ask one posterior: posterior.predict(x).increments(y)."
         )
 
 
 def averaged(
-    marginals: list[Marginal], weights: Tensor, factors: Tensor, shares: Tensor, like: Tensor, most: float = math.inf
+    marginals: list[Marginal],
+    weights: Tensor,
+    factors: Tensor,
+    shares: Tensor,
+    like: Tensor,
+    most: float = math.inf,
 ) -> Predictive:
-    """y ~ N(μ, eˢ) averaged over (μ, s) ~ N(f, K), for several marginals f (N, 2), K (N, 2, 2) with weights (M,), each stretched
-    around its mean by factors (F,) with shares (F,). most: the largest s, because an exponential explodes far from the data.
+    """y ~ N(μ, eˢ) averaged over (μ, s) ~ N(f, K), for several marginals f (N, 2), K (N, 2, 2) with
+    weights (M,), each stretched around its mean by factors (F,) with shares (F,). most: the largest
+    s, because an exponential explodes far from the data.
 
-    Closed in μ: given s, y is normal with mean μ̂ + β(s − ŝ), β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). Gauss–Hermite in s.
+    Closed in μ: given s, y is normal with mean μ̂ + β(s − ŝ), β = Cov(μ, s)/Var s, and variance eˢ
+    + Var(μ|s). Gauss–Hermite in s.
     """
     nodes, node_weights = hermite(NODES)
     means, scales = [], []
@@ -123,14 +138,18 @@ def averaged(
         c = K[:, 1, 1].clamp_min(1e-300)
         slope = (K[:, 0, 1] / c)[:, None]
         away = c.sqrt()[:, None] * nodes  # s − ŝ (N, J)
-        variance = (f[:, 1:] + away).clamp_max(most).exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
+        variance = (f[:, 1:] + away).clamp_max(most).exp() + (
+            K[:, 0, 0, None] - slope * K[:, 0, 1, None]
+        ).clamp_min(0.0)
         means.append(f[:, :1, None] + (slope * away)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
     own = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
     doubt = (own + (centres - (centres @ weights)[:, None]) ** 2) @ weights
     whole = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
-    law = NormalsLaw(torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt)
+    law = NormalsLaw(
+        torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt
+    )
     extreme = torch.stack([is_extreme(f, K.diagonal(dim1=1, dim2=2)) for f, K in marginals]).any(0)
     return _predictive(law, like, extreme)
 
@@ -141,8 +160,13 @@ def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
     assert len(parts) == 2
     weights = torch.tensor([1 - share, share], dtype=torch.float64)
     centres = torch.stack([law.mean for law in parts], 1)
-    doubts = torch.stack([law.epistemic for law in parts], 1) + (centres - (centres @ weights)[:, None]) ** 2
-    means, scales = (torch.cat([getattr(law, name) for law in parts], 1) for name in ("means", "scales"))
+    doubts = (
+        torch.stack([law.epistemic for law in parts], 1)
+        + (centres - (centres @ weights)[:, None]) ** 2
+    )
+    means, scales = (
+        torch.cat([getattr(law, name) for law in parts], 1) for name in ("means", "scales")
+    )
     whole = torch.cat([weight * law.weights for weight, law in zip(weights, parts, strict=True)])
     extreme = one.diagnostics.extreme_rows | other.diagnostics.extreme_rows
     return _predictive(NormalsLaw(means, scales, whole, doubts @ weights), one.like, extreme)

@@ -1,12 +1,15 @@
 """A scale for targets that are not negative: logarithmic where the data are, linear beyond.
 
-    y = T(z) = e^low (1 + z − low)  for z ≤ low,   e^z  for low ≤ z ≤ high,   e^high (1 + z − high)  for z ≥ high
+    y = T(z) = e^low (1 + z − low)    for z ≤ low
+               e^z                    for low ≤ z ≤ high
+               e^high (1 + z − high)  for z ≥ high
 
-T and its slope are continuous. Values below e^low, and zero itself, have a positive density. Beyond e^high the target grows only
-in proportion to z, so that heavy tails of z leave it a mean and a variance. T is negative below z₀ = low − 1, where
-y = max(T(z), 0) instead: what a model of z has there is the probability of zero, and no quantile or draw is negative. The density
-at zero is that of the part above. A negative y is refused on a closed scale. On an open one its density is that of T(z), so that
-a target which turns out to be negative after all has a finite score.
+T and its slope are continuous. Values below e^low, and zero itself, have a positive density. Beyond
+e^high the target grows only in proportion to z, so that heavy tails of z leave it a mean and a
+variance. T is negative below z₀ = low − 1, where y = max(T(z), 0) instead: what a model of z has
+there is the probability of zero, and no quantile or draw is negative. The density at zero is that
+of the part above. A negative y is refused on a closed scale. On an open one its density is that of
+T(z), so that a target which turns out to be negative after all has a finite score.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Positive:
     def out(self, z: Tensor) -> Tensor:
         inside = z.clamp(self.low, self.high)
         value = inside.exp() * (1 + z - inside).clamp_min(0.0)
-        return torch.where(z > self.zero, value, 0.0)  # 1 + (low − 1) − low is not always zero in floating point
+        return torch.where(
+            z > self.zero, value, 0.0
+        )  # 1 + (low − 1) − low is not always zero in floating point
 
     def into(self, y: Tensor) -> Tensor:
         inside = y.clamp(math.exp(self.low), math.exp(self.high))
@@ -59,7 +64,10 @@ class Positive:
         a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
         below = _linear(self.low, means, scales, a, b)
         above = _linear(self.high, means, scales, c, infinite)
-        logs = [k * means + 0.5 * (k * scales) ** 2 + log_between(b - k * scales, c - k * scales) for k in (1, 2)]
+        logs = [
+            k * means + 0.5 * (k * scales) ** 2 + log_between(b - k * scales, c - k * scales)
+            for k in (1, 2)
+        ]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
 
 
@@ -87,10 +95,14 @@ class Censored:
         """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
         t = means / scales
         share, height = ndtr(t), (-0.5 * t * t - 0.5 * LOG_2PI).exp()
-        return means * share + scales * height, (means**2 + scales**2) * share + means * scales * height
+        return means * share + scales * height, (
+            means**2 + scales**2
+        ) * share + means * scales * height
 
 
-def _linear(end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _linear(
+    end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
     """E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1)."""
     level = 1 + means - end
     share = ndtr(b) - ndtr(a)

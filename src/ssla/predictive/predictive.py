@@ -23,20 +23,32 @@ QUARTILES = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How the answer was computed. Flags are by row: they are set where something happened for some y of that row."""
+    """How the answer was computed.
+
+    Flags are by row: they are set where something happened for some y of that row.
+    """
 
     refit: str
-    # (N,) bool: the Fisher for an indefinite precision, or the mode for a Newton step outside the domain
+    # (N,) bool: the Fisher for an indefinite precision, or the mode for a Newton step outside the
+    # domain
     fallback: Tensor
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
-    inaccurate: Tensor  # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
-    convention: str = EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
+    # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
+    inaccurate: Tensor
+    convention: str = (
+        EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
+    )
     refits: Tensor | None = None  # (N,) refits of the weights that were made
-    # (N,) standard error of the log probabilities of classes, from estimated determinants: √Σ p e² over classes; zero where exact
+    # (N,) standard error of the log probabilities of classes, from estimated determinants: √Σ p e²
+    # over classes; zero where exact
     error: Tensor | None = None
-    rung: tuple[str, ...] | None = None  # which rung answered for each row; "failed": none, by on_failure="nan"
+    rung: tuple[str, ...] | None = (
+        None  # which rung answered for each row; "failed": none, by on_failure="nan"
+    )
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
-    extreme: Tensor | None = None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
+    extreme: Tensor | None = (
+        None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
+    )
     mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
 
     @property
@@ -51,29 +63,41 @@ class Diagnostics:
 
     @property
     def off_centre(self) -> Tensor:
-        """(N,) bool: the mean of a mixture is farther from its median than the quartiles are from each other.
+        """(N,) bool: the mean of a mixture is farther from its median than the quartiles are from
+        each other.
 
-        A few members with other locations then decide the mean, or a tail does: quantiles describe such a row better. Not
-        flagged: predictives that are not mixtures of numbers, and rows with one value that has half of the probability.
+        A few members with other locations then decide the mean, or a tail does: quantiles describe
+        such a row better. Not flagged: predictives that are not mixtures of numbers, and rows with
+        one value that has half of the probability.
         """
         return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
 
     def __str__(self) -> str:
         count = self.fallback.numel()
         text = (
-            f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in {int(self.fallback.sum())}, "
-            f"not converged in {int(self.unconverged.sum())}, inaccurate quadrature in {int(self.inaccurate.sum())}"
+            f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in "
+            f"{int(self.fallback.sum())}, not converged in {int(self.unconverged.sum())}, "
+            f"inaccurate quadrature in {int(self.inaccurate.sum())}"
         )
         if bool(self.extreme_rows.any()):
             text += f"; outputs beyond {EXTREME:g} in {int(self.extreme_rows.sum())}"
         if self.mixed is not None:
             text += f", mean far from the median in {int(self.off_centre.sum())}"
         if self.refits is not None:
-            text += f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} for each row"
+            text += (
+                f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} "
+                "for each row"
+            )
         if self.error is not None and bool((self.error > 0).any()):
-            text += f", standard error of log probabilities at most {float(self.error.max()):.1g} (estimated determinants)"
+            text += (
+                f", standard error of log probabilities at most {float(self.error.max()):.1g} "
+                "(estimated determinants)"
+            )
         if self.rung is not None:
-            text += f"; answered by weights: {self.rung.count('weights')}, by output: {self.rung.count('output')}"
+            text += (
+                f"; answered by weights: {self.rung.count('weights')}, by output: "
+                f"{self.rung.count('output')}"
+            )
             text += f", failed: {self.rung.count('failed')}" if "failed" in self.rung else ""
         return text
 
@@ -82,17 +106,21 @@ class Diagnostics:
 @final
 @dataclass(frozen=True, eq=False)
 class Predictive:
-    """A distribution of y for each of N inputs. Names as in torch.distributions; shapes are stated at each method.
+    """A distribution of y for each of N inputs.
 
-    `law` answers in float64 on the CPU. This class checks what is asked, brings it to the law's shapes, and gives the answer the
-    dtype and device of `like`. An attribute that a kind of target does not have (`probs` of a number, `cdf` of classes) is an
-    AttributeError.
+    Names as in torch.distributions; shapes are stated at each method.
+
+    `law` answers in float64 on the CPU. This class checks what is asked, brings it to the law's
+    shapes, and gives the answer the dtype and device of `like`. An attribute that a kind of target
+    does not have (`probs` of a number, `cdf` of classes) is an AttributeError.
     """
 
     law: Law
     like: Tensor
     diagnostics: Diagnostics
-    parts: tuple[Predictive, ...] = ()  # the members of a mixture, or the predictives whose rows were joined
+    parts: tuple[
+        Predictive, ...
+    ] = ()  # the members of a mixture, or the predictives whose rows were joined
     differentiable: bool = False  # whether the answers carry gradients in x and y
 
     @property
@@ -132,7 +160,10 @@ class Predictive:
 
     @property
     def mass(self) -> Tensor:
-        """The integral (or sum) before normalisation (N,). The true predictive has 1: the difference measures the error."""
+        """The integral (or sum) before normalisation (N,).
+
+        The true predictive has 1: the difference measures the error.
+        """
         return self._out(self.law.mass)
 
     @property
@@ -152,10 +183,11 @@ class Predictive:
 
     @property
     def mutual_information(self) -> Tensor:
-        """Of classes, in nats (N,): the part of `entropy` that more data would remove, H(E_f p) − E_f H(p) ≥ 0.
+        """Of classes, in nats (N,): the part of `entropy` that more data would remove, H(E_f p) −
+        E_f H(p) ≥ 0.
 
-        For a refit of the weights (and "newton") it divides that predictive's entropy in the proportion under f ~ N(f̂, K).
-        In a mixture the members' disagreement is part of it.
+        For a refit of the weights (and "newton") it divides that predictive's entropy in the
+        proportion under f ~ N(f̂, K). In a mixture the members' disagreement is part of it.
         """
         return self._out(self.law.mutual_information)
 
@@ -183,7 +215,10 @@ class Predictive:
 
     @property
     def icdf(self) -> Callable[[Any], Tensor]:
-        """Quantiles. icdf(q): one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k)."""
+        """Quantiles.
+
+        icdf(q): one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k).
+        """
         return self._icdf if self.kind != "class" else self.law.lacks("icdf")
 
     @in_plain_torch
@@ -194,20 +229,22 @@ class Predictive:
     def interval(self, level: float = 0.95) -> Tensor:
         """The central interval: (N, 2), or (N, D, 2). Ends are included.
 
-        Classes: the smallest set with at least that probability, bool (N, C). Angles: the circle is cut opposite the mean. Both
-        ends are within π of the mean, so one may lie outside [−π, π).
+        Classes: the smallest set with at least that probability, bool (N, C). Angles: the circle is
+        cut opposite the mean. Both ends are within π of the mean, so one may lie outside [−π, π).
         """
         return self._out(self.law.interval(checked_level(level)))
 
     def hdr(self, level: float = 0.95) -> Any:
         """The smallest region of that probability.
 
-        One target: a union of intervals, `.lower .upper` (N, R), padded with NaN. D targets: an ellipsoid, or a region of density
-        for a mixture. Classes: as `interval`.
+        One target: a union of intervals, `.lower .upper` (N, R), padded with NaN. D targets: an
+        ellipsoid, or a region of density for a mixture. Classes: as `interval`.
         """
         region = self.law.hdr(checked_level(level))
         if isinstance(region, tuple):
-            return type(region)(*(self._out(part) if isinstance(part, Tensor) else part for part in region))
+            return type(region)(
+                *(self._out(part) if isinstance(part, Tensor) else part for part in region)
+            )
         return self._out(region) if isinstance(region, Tensor) else region
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -242,7 +279,9 @@ def is_off_centre(law: Law) -> Tensor:
     """Whether |mean − median| exceeds the distance of the quartiles, if these differ: (N,) bool."""
     mean = law.mean
     below = law.cdf(mean[:, None])[:, 0]
-    if bool(((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()):  # the mean is between the quartiles
+    if bool(
+        ((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()
+    ):  # the mean is between the quartiles
         return torch.zeros_like(below, dtype=torch.bool)
     low, median, high = law.icdf(torch.tensor(QUARTILES, dtype=torch.float64)).unbind(1)
     return (high > low) & ((mean - median).abs() > high - low)
@@ -261,8 +300,9 @@ def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Ten
     if value.dim() == 2 and value.shape[0] in (1, rows):
         return value.expand(rows, -1), False
     raise ValueError(
-        f"y must be a number, ({rows},) with one value for each input, or ({rows}, k) with k values for each, but has shape "
-        f"{tuple(value.shape)}. For one grid of values at every input give shape (1, k): y[None]."
+        f"y must be a number, ({rows},) with one value for each input, or ({rows}, k) with k "
+        f"values for each, but has shape {tuple(value.shape)}. For one grid of values at every "
+        "input give shape (1, k): y[None]."
     )
 
 
@@ -270,7 +310,10 @@ def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -
     """y (N, D) or (N, k, D) in float64."""
     value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() not in (2, 3) or value.shape[0] != rows or value.shape[-1] != size:
-        raise ValueError(f"y must have shape ({rows}, {size}) or ({rows}, k, {size}), but has {tuple(value.shape)}.")
+        raise ValueError(
+            f"y must have shape ({rows}, {size}) or ({rows}, k, {size}), but has "
+            f"{tuple(value.shape)}."
+        )
     return value
 
 
@@ -284,7 +327,10 @@ def probabilities(q: Any) -> tuple[Tensor, bool]:
     """q as (k,) float64, and whether it is one number."""
     value = as_tensor(q).to("cpu", torch.float64)
     if value.dim() > 1 or not bool(((value >= 0) & (value <= 1)).all()):
-        raise ValueError(f"q must be a number or a vector of probabilities between 0 and 1, but is {value.tolist()}.")
+        raise ValueError(
+            "q must be a number or a vector of probabilities between 0 and 1, but is "
+            f"{value.tolist()}."
+        )
     return value.reshape(-1), value.dim() == 0
 
 

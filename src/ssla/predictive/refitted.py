@@ -12,18 +12,27 @@ from ssla.predictive.class_predictive import ClassLaw
 from ssla.predictive.count_predictive import count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.grid_predictive import grid_predictive
-from ssla.predictive.interpolation import QUANTILES, REGION, WIDENINGS, Corrected, correct, uncorrected, widened
+from ssla.predictive.interpolation import (
+    QUANTILES,
+    REGION,
+    WIDENINGS,
+    Corrected,
+    correct,
+    uncorrected,
+    widened,
+)
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import WeightLogDensity
 from ssla.refit.weights.weight_refit import NAN
 
 VECTOR = (
-    "A refit of the weights has no closed form for a vector target here, and no grid in several dimensions. For log densities at "
-    "given y use ssla.ssla(posterior, x, y); for a distribution use refit='output'."
+    "A refit of the weights has no closed form for a vector target here, and no grid in several "
+    "dimensions. For log densities at given y use ssla.ssla(posterior, x, y); for a distribution "
+    "use refit='output'."
 )
 CIRCULAR = (
-    "A refit of the weights has no predictive for angles. For log densities at given y use ssla.ssla(posterior, x, y); for a "
-    "distribution use refit='output'."
+    "A refit of the weights has no predictive for angles. For log densities at given y use "
+    "ssla.ssla(posterior, x, y); for a distribution use refit='output'."
 )
 MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 
@@ -37,24 +46,34 @@ def check_refittable(weights: WeightLogDensity) -> None:
         raise ValueError(CIRCULAR)
 
 
-def refitted(weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None) -> Predictive:
-    """The predictive of the weights rung in the rows with a reason (all rows if None), of the output rung in the others."""
+def refitted(
+    weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None
+) -> Predictive:
+    """The predictive of the weights rung in the rows with a reason (all rows if None), of the
+    output rung in the others.
+    """
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
-    chosen = torch.tensor([reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool)
+    chosen = torch.tensor(
+        [reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool
+    )
     if weights.exact and isinstance(output.law, GaussianLaw):
-        chosen &= reasons is None  # the two rungs give the same answer; it has the name of the one that was asked for
+        # the two rungs give the same answer; it has the name of the one that was asked for
+        chosen &= reasons is None
         rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
         flags = _diagnostics(output.diagnostics, name, rungs, reasons, None)
         return Predictive(GaussianLaw(weights, output.law.noise, False), weights.like, flags)
     if isinstance(support, Classes):
         return _classes(weights, output, chosen, name, reasons)
-    log_density, made = _resolved(weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name)
+    log_density, made = _resolved(
+        weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name
+    )
     flags = Diagnostics(
         name,
         made.diagnostics.fallback | log_density.fallback,
         made.diagnostics.unconverged | log_density.failed,
-        (made.diagnostics.inaccurate & ~_left_out(weights, log_density.failed)) | log_density.inaccurate,
+        (made.diagnostics.inaccurate & ~_left_out(weights, log_density.failed))
+        | log_density.inaccurate,
     )
     rungs = _rungs(weights, chosen, log_density.failed)
     return replace(made, diagnostics=_diagnostics(flags, name, rungs, reasons, log_density.refits))
@@ -63,7 +82,9 @@ def refitted(weights: WeightLogDensity, output: Predictive, name: str, reasons: 
 def _resolved(
     weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, Predictive]:
-    """Correct over the output predictive's region; where the answer's own 99.9% region reaches beyond it, wider."""
+    """Correct over the output predictive's region; where the answer's own 99.9% region reaches
+    beyond it, wider.
+    """
     log_density = correct(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
         made = (
@@ -73,25 +94,45 @@ def _resolved(
         )
         ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
-        log_density.inaccurate[chosen & ~log_density.failed & ~torch.isfinite(made.mass.to("cpu"))] = True
-        beyond &= chosen & ~log_density.failed & ~log_density.inaccurate & torch.isfinite(ends).all(1)
+        log_density.inaccurate[
+            chosen & ~log_density.failed & ~torch.isfinite(made.mass.to("cpu"))
+        ] = True
+        beyond &= (
+            chosen & ~log_density.failed & ~log_density.inaccurate & torch.isfinite(ends).all(1)
+        )
         if not bool(beyond.any()):
             return log_density, made
         z = support.to_real(ends) if isinstance(support, Continuous) else ends
-        centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[:, 2:3]
+        centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[
+            :, 2:3
+        ]
         far = centre + MARGIN * (z - centre)
         far = support.from_real(far) if isinstance(support, Continuous) else far
         wider = quantiles.clone()
-        wider[:, 0], wider[:, -1] = torch.minimum(wider[:, 0], far[:, 0]), torch.maximum(wider[:, -1], far[:, 1])
+        wider[:, 0], wider[:, -1] = (
+            torch.minimum(wider[:, 0], far[:, 0]),
+            torch.maximum(wider[:, -1], far[:, 1]),
+        )
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
         log_density = widened(log_density, quantiles, beyond)
-    made = grid_predictive(log_density, support, name) if isinstance(support, Continuous) else count_predictive(log_density, name)
+    made = (
+        grid_predictive(log_density, support, name)
+        if isinstance(support, Continuous)
+        else count_predictive(log_density, name)
+    )
     log_density.inaccurate[beyond] = True
     return log_density, made
 
 
-def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name: str, reasons: list[str] | None) -> Predictive:
-    """A refit for each class of each chosen row that is not rare, unless it is the only one: then no refit changes the answer.
+def _classes(
+    weights: WeightLogDensity,
+    output: Predictive,
+    chosen: Tensor,
+    name: str,
+    reasons: list[str] | None,
+) -> Predictive:
+    """A refit for each class of each chosen row that is not rare, unless it is the only one: then
+    no refit changes the answer.
 
     A row in which a refit fails has the output rung's answer.
     """
@@ -122,8 +163,11 @@ def _classes(weights: WeightLogDensity, output: Predictive, chosen: Tensor, name
     return Predictive(law, weights.like, flags)
 
 
-def _with_rare(logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor) -> Tensor:
-    """Log weights (N, C) in which the classes without a refit change as much as the rarest class of their row that has one.
+def _with_rare(
+    logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor
+) -> Tensor:
+    """Log weights (N, C) in which the classes without a refit change as much as the rarest class of
+    their row that has one.
 
     The output refit gives rare classes too much: the more, the rarer they are (docs/refits.md).
     """
@@ -150,7 +194,11 @@ def _rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[s
 
 
 def _diagnostics(
-    flags: Diagnostics, name: str, rungs: tuple[str, ...], reasons: list[str] | None, refits: Tensor | None
+    flags: Diagnostics,
+    name: str,
+    rungs: tuple[str, ...],
+    reasons: list[str] | None,
+    refits: Tensor | None,
 ) -> Diagnostics:
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(

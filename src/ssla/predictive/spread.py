@@ -1,4 +1,6 @@
-"""The law of total variance under f ~ N(f̂, K): how much of Var[y] is noise, how much is uncertainty of f."""
+"""The law of total variance under f ~ N(f̂, K): how much of Var[y] is noise, how much is
+uncertainty of f.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ QUASI_POINTS = 256
 def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
     """(Var_f E[y|f], E_f Var[y|f]), each of the shape of likelihood.mean(f).
 
-    Gauss–Hermite for one and two outputs, 512 quasi-random points for more. Where not every f is allowed, to first order
-    around f̂.
+    Gauss–Hermite for one and two outputs, 512 quasi-random points for more. Where not every f is
+    allowed, to first order around f̂.
     """
     if not likelihood.linear_domain:
         return _first_order(likelihood, f, K)
@@ -35,9 +37,11 @@ def total_variance(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor
 
 
 def mean_entropy(likelihood: Likelihood, f: Tensor, K: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(H(E_f p), E_f H(p)) in nats (N,), for the probabilities p of `count` classes: the difference is the mutual information.
+    """(H(E_f p), E_f H(p)) in nats (N,), for the probabilities p of `count` classes: the difference
+    is the mutual information.
 
-    By the nodes of `total_variance`. Where not every f is allowed there are no such nodes: without a difference, at f̂.
+    By the nodes of `total_variance`. Where not every f is allowed there are no such nodes: without
+    a difference, at f̂.
     """
     nodes, weights = normal_nodes(f.shape[-1], QUASI_POINTS)
     if not likelihood.linear_domain:
@@ -46,7 +50,9 @@ def mean_entropy(likelihood: Likelihood, f: Tensor, K: Tensor, count: int) -> tu
     for start in range(0, max(f.shape[0], 1), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         points = f[part].unsqueeze(1) + nodes @ root(K[part]).mT  # (m, J, C)
-        logs = likelihood.log_prob(classes.expand(*points.shape[:2], -1), points.unsqueeze(2))  # (m, J, classes)
+        logs = likelihood.log_prob(
+            classes.expand(*points.shape[:2], -1), points.unsqueeze(2)
+        )  # (m, J, classes)
         p = torch.softmax(logs, -1)
         of_nodes = torch.special.entr(p).sum(-1) @ weights
         parts.append((torch.special.entr(torch.einsum("j,mjc->mc", weights, p)).sum(-1), of_nodes))
@@ -54,7 +60,8 @@ def mean_entropy(likelihood: Likelihood, f: Tensor, K: Tensor, count: int) -> tu
 
 
 def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """(epistemic, aleatoric) that add up to the predictive's own variance, in the proportion of the law of total variance.
+    """(epistemic, aleatoric) that add up to the predictive's own variance, in the proportion of the
+    law of total variance.
 
     A rung that does not move f (ASSLA) has no uncertainty of f: its variance is all aleatoric.
     """
@@ -64,7 +71,9 @@ def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, T
     whole = doubt + noise
     share = torch.where(torch.isfinite(whole) & (whole > 0), doubt / whole, torch.zeros_like(whole))
     epistemic = torch.where(torch.isinf(variance), doubt, share * variance)
-    return epistemic, variance - torch.where(torch.isinf(variance), torch.zeros_like(epistemic), epistemic)
+    return epistemic, variance - torch.where(
+        torch.isinf(variance), torch.zeros_like(epistemic), epistemic
+    )
 
 
 def _first_order(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
-"""Targets on another scale: the predictive of T(z) for a rising function T, such as y = exp(z) of a model for log y.
+"""Targets on another scale: the predictive of T(z) for a rising function T, such as y = exp(z) of a
+model for log y.
 
     log p(y) = log p(z) − log T′(z),   F(y) = F(z),   Q(q) = T(Q_z(q))        (z = T⁻¹(y))
 
-are exact, and so are intervals and draws. Mean and variance of exp(z) are closed forms where z is Gaussian or a mixture of
-Gaussians (log-normal). Otherwise they are quadratures of T(z) p(z) over 30 robust standard deviations on both sides of the
-median: their relative error is below 1e-6 for laws of z with the tails of a Gaussian. With heavier tails exp(z) may have no mean
-(Student t); mean and variance are then infinite, with a warning. Quantiles always exist.
+are exact, and so are intervals and draws. Mean and variance of exp(z) are closed forms where z is
+Gaussian or a mixture of Gaussians (log-normal). Otherwise they are quadratures of T(z) p(z) over 30
+robust standard deviations on both sides of the median: their relative error is below 1e-6 for laws
+of z with the tails of a Gaussian. With heavier tails exp(z) may have no mean (Student t); mean and
+variance are then infinite, with a warning. Quantiles always exist.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ NEGLIGIBLE = 20.0  # how far the log of the integrand must have fallen at the en
 
 
 class Transform(Protocol):
-    """A rising function T of the real line onto its support; or one that is constant at one end, which then has an atom."""
+    """A rising function T of the real line onto its support; or one that is constant at one
+    end, which then has an atom.
+    """
 
     support: ClassVar[str]
     atom: ClassVar[float | None]  # the value at the constant end
@@ -110,8 +114,8 @@ TRANSFORMS: dict[str, Transform] = {"exp": Exponential(), "logistic": Logistic()
 class TransformedLaw(Law):
     """y = T(z) with z ~ base, a number. Made by `transformed`.
 
-    epistemic and aleatoric are exact for exp of Gaussians and mixtures of them. Otherwise they divide the variance of y as that
-    of z is divided, which is right to first order.
+    epistemic and aleatoric are exact for exp of Gaussians and mixtures of them. Otherwise they
+    divide the variance of y as that of z is divided, which is right to first order.
     """
 
     base: Law
@@ -125,13 +129,21 @@ class TransformedLaw(Law):
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, epistemic and aleatoric variance: of every part of the mixture by itself, and of their disagreement."""
+        """Mean, epistemic and aleatoric variance: of every part of the mixture by itself, and
+        of their disagreement.
+        """
         if isinstance(self.transform, Positive | Censored):
             mean, variance = self._positive_moments(self.transform)
             share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
             return mean, share * variance, (1 - share) * variance
-        zero, one = torch.zeros(self.rows, dtype=torch.float64), torch.ones(self.rows, dtype=torch.float64)
-        parts = [(w, *_moments(law, shift, scale, self.transform)) for w, law, shift, scale in _leaves(self.base, zero, one, one)]
+        zero, one = (
+            torch.zeros(self.rows, dtype=torch.float64),
+            torch.ones(self.rows, dtype=torch.float64),
+        )
+        parts = [
+            (w, *_moments(law, shift, scale, self.transform))
+            for w, law, shift, scale in _leaves(self.base, zero, one, one)
+        ]
         weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
         mean = (weights * means).sum(0)
         apart = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
@@ -139,21 +151,32 @@ class TransformedLaw(Law):
         endless = int((doubt + noise).isinf().sum())
         if endless:
             warn(
-                f"{endless} of {self.rows} predictives have no finite variance (or mean): on the scale of the model their tails "
-                "are too heavy, or their spread is very large. Mean and variance are infinite there. Use quantiles and intervals."
+                f"{endless} of {self.rows} predictives have no finite variance (or mean): on the "
+                "scale of the model their tails are too heavy, or their spread is very large. "
+                "Mean and variance are infinite there. Use quantiles and intervals."
             )
         return mean, doubt, noise
 
     def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
         """Mean and variance, from the first and second moments of the parts of the mixture."""
         total = torch.zeros(2, self.rows, dtype=torch.float64)
-        zero, one = torch.zeros(self.rows, dtype=torch.float64), torch.ones(self.rows, dtype=torch.float64)
+        zero, one = (
+            torch.zeros(self.rows, dtype=torch.float64),
+            torch.ones(self.rows, dtype=torch.float64),
+        )
         for weight, law, shift, scale in _leaves(self.base, zero, one, one):
             if isinstance(law, NormalsLaw):
-                centres, spreads = (shift[:, None] + scale[:, None] * law.means), scale[:, None] * law.scales
-                found = [part @ law.weights for part in transform.moments_of_normals(centres, spreads)]
+                centres, spreads = (
+                    (shift[:, None] + scale[:, None] * law.means),
+                    scale[:, None] * law.scales,
+                )
+                found = [
+                    part @ law.weights for part in transform.moments_of_normals(centres, spreads)
+                ]
             elif isinstance(law, GaussianLaw):
-                found = list(transform.moments_of_normals(shift + scale * law.mean, scale * law.stddev))
+                found = list(
+                    transform.moments_of_normals(shift + scale * law.mean, scale * law.stddev)
+                )
             else:
                 mean, variance = _quadrature(law, shift, scale, transform)
                 found = [mean, variance + mean**2]
@@ -194,8 +217,9 @@ class TransformedLaw(Law):
         outside = ~self.transform.inside(y)
         if bool(outside.any()):
             raise ValueError(
-                f"y must be {self.transform.support}, because this predictive has density nowhere else, but "
-                f"{int(outside.sum())} of {y.numel()} values are not (one is {float(y[outside][0]):g})."
+                f"y must be {self.transform.support}, because this predictive has density nowhere "
+                f"else, but {int(outside.sum())} of {y.numel()} values are not (one is "
+                f"{float(y[outside][0]):g})."
             )
         self.base.check(self.transform.into(y))
 
@@ -229,27 +253,41 @@ class TransformedLaw(Law):
 
 @in_plain_torch
 def transformed(predictive: Predictive, transform: str | Transform) -> Predictive:
-    """The predictive of exp(z) ("exp") or of 1/(1 + exp(−z)) ("logistic") for a model of z: one continuous target.
+    """The predictive of exp(z) ("exp") or of 1/(1 + exp(−z)) ("logistic") for a model of z: one
+    continuous target.
 
     Needed where a network was trained on log y or logit y, and y itself is asked for.
 
     >>> transformed(post.predict(x), "exp").interval(0.95)      # doctest: +SKIP
     """
     if predictive.kind != "scalar":
-        raise TypeError(f"Only one continuous target can be transformed, but this predictive is of kind {predictive.kind!r}.")
+        raise TypeError(
+            "Only one continuous target can be transformed, but this predictive is of kind "
+            f"{predictive.kind!r}."
+        )
     if predictive.differentiable:
-        raise ValueError("A transformed predictive carries no gradients. Predict without differentiable=True.")
-    chosen = TRANSFORMS[one_of("transform", transform, TRANSFORMS)] if isinstance(transform, str) else transform
+        raise ValueError(
+            "A transformed predictive carries no gradients. Predict without differentiable=True."
+        )
+    chosen = (
+        TRANSFORMS[one_of("transform", transform, TRANSFORMS)]
+        if isinstance(transform, str)
+        else transform
+    )
     return _with_law(predictive, TransformedLaw(predictive.law, chosen))
 
 
 def untransformed(predictive: Predictive) -> Predictive:
-    """The predictive of z, on the scale of the model; for mixtures and joined rows of transformed predictives too."""
+    """The predictive of z, on the scale of the model; for mixtures and joined rows of
+    transformed predictives too.
+    """
     return _with_law(predictive, _base(predictive.law))
 
 
 def _with_law(predictive: Predictive, law: Law) -> Predictive:
-    """The predictive with a law on another scale, where mean and median of a mixture are others too."""
+    """The predictive with a law on another scale, where mean and median of a mixture are others
+    too.
+    """
     flags = predictive.diagnostics
     flags = flags if flags.mixed is None else replace(flags, mixed=law)
     return replace(predictive, law=law, diagnostics=flags, parts=())
@@ -263,8 +301,13 @@ def _base(law: Law) -> Law:
     return law
 
 
-def _leaves(law: Law, shift: Tensor, scale: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
-    """The parts of a mixture, as shift + scale · (law without a unit), with their weights. All (N,)."""
+def _leaves(
+    law: Law, shift: Tensor, scale: Tensor, weight: Tensor
+) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
+    """The parts of a mixture, as shift + scale · (law without a unit), with their weights.
+
+    All (N,).
+    """
     if isinstance(law, AffineLaw):
         yield from _leaves(law.base, shift + scale * law.shift, scale * law.scale, weight)
     elif isinstance(law, ScalarMixtureLaw):
@@ -274,7 +317,9 @@ def _leaves(law: Law, shift: Tensor, scale: Tensor, weight: Tensor) -> Iterator[
         yield weight, law, shift, scale
 
 
-def _moments(law: Law, shift: Tensor, scale: Tensor, transform: Transform) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(
+    law: Law, shift: Tensor, scale: Tensor, transform: Transform
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, epistemic and aleatoric variance of T(shift + scale · z), (N,)."""
     doubt, noise = law.epistemic * scale**2, law.aleatoric * scale**2
     if isinstance(law, GaussianLaw) and isinstance(transform, Exponential):
@@ -286,8 +331,12 @@ def _moments(law: Law, shift: Tensor, scale: Tensor, transform: Transform) -> tu
     return mean, variance * share, variance * (1 - share)
 
 
-def _quadrature(law: Law, shift: Tensor, scale: Tensor, transform: Transform) -> tuple[Tensor, Tensor]:
-    """Mean and variance of T(shift + scale · z): trapezoids in u, with z = median + spread · sinh u."""
+def _quadrature(
+    law: Law, shift: Tensor, scale: Tensor, transform: Transform
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of T(shift + scale · z): trapezoids in u, with z = median + spread ·
+    sinh u.
+    """
     low, middle, high = law.icdf(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).unbind(1)
     spread = ((high - low) / NORMAL_QUARTILES)[:, None]
     u = torch.linspace(-math.asinh(REACH), math.asinh(REACH), NODES, dtype=torch.float64)
@@ -299,7 +348,8 @@ def _quadrature(law: Law, shift: Tensor, scale: Tensor, transform: Transform) ->
         values = transform.out(x)
         mean = (logs.exp() * values).sum(1)
         return mean, (logs.exp() * (values - mean[:, None]) ** 2).sum(1)
-    first, second = (logs + power * x for power in (1, 2))  # of exp: in logarithms, without overflow
+    # of exp: in logarithms, without overflow
+    first, second = (logs + power * x for power in (1, 2))
     mean = first.logsumexp(1).exp()
     variance = (logs.exp() * (x - first.logsumexp(1, keepdim=True)).expm1() ** 2).sum(1) * mean**2
     ends = [part[:, -1] > part.amax(1) - NEGLIGIBLE for part in (first, second)]

@@ -19,10 +19,11 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, and one precision for each layer anywhere in its range.
+    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, and one precision for each layer anywhere
+    in its range.
 
-    `mean` and `precision` are (low, high), or a dict of pairs by layer (or, for means, parameter) name. A range with low = high
-    fixes that value.
+    `mean` and `precision` are (low, high), or a dict of pairs by layer (or, for means, parameter)
+    name. A range with low = high fixes that value.
     """
 
     mean: Range | Mapping[str, Range] = (0.0, 0.0)
@@ -30,12 +31,20 @@ class Box:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        for what, setting, least in (("mean", self.mean, -math.inf), ("precision", self.precision, 0.0)):
+        for what, setting, least in (
+            ("mean", self.mean, -math.inf),
+            ("precision", self.precision, 0.0),
+        ):
             for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
-                if not isinstance(pair, tuple | list) or len(pair) != 2 or not least < pair[0] <= pair[1] < math.inf:
+                if (
+                    not isinstance(pair, tuple | list)
+                    or len(pair) != 2
+                    or not least < pair[0] <= pair[1] < math.inf
+                ):
                     condition = "0 < low ≤ high" if what == "precision" else "low ≤ high"
                     raise ValueError(
-                        f"Box {what} must be (low, high) with {condition}, or a dict of such pairs, but has {pair!r}."
+                        f"Box {what} must be (low, high) with {condition}, or a dict of such "
+                        f"pairs, but has {pair!r}."
                     )
 
     def means(self, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -47,7 +56,9 @@ class Box:
         return _ends("precision", self.precision, layout)
 
     def centre(self, layout: Layout) -> Gaussian:
-        """The prior in the middle: midpoints of the means, and of the logarithms of the precisions."""
+        """The prior in the middle: midpoints of the means, and of the logarithms of the
+        precisions.
+        """
         (a, b), (low, high) = self.means(layout), self.precisions(layout)
         return _member(layout, (a + b) / 2, (low * high).sqrt())
 

@@ -24,7 +24,8 @@ LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior tak
 class Joint:
     """A joint log density of all of θ; derivatives by autograd.
 
-    The curvature is returned as a diagonal if its off-diagonal part is exactly zero, so that every structure can use it.
+    The curvature is returned as a diagonal if its off-diagonal part is exactly zero, so that every
+    structure can use it.
     """
 
     function: Callable[[Tensor], Tensor]  # (P,) -> scalar
@@ -42,8 +43,9 @@ class Joint:
     def precision(self, theta: Tensor) -> Tensor:
         if theta.numel() > LARGEST_HESSIAN:
             raise ValueError(
-                f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use it for fewer parameters "
-                "(priors.Product), or custom(log_prob, independent=True) if coordinates are independent."
+                f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use "
+                "it for fewer parameters (priors.Product), or custom(log_prob, independent=True) "
+                "if coordinates are independent."
             )
         with differentiated("log_prob of the prior"):
             free = theta.detach().clone().requires_grad_(True)
@@ -65,7 +67,9 @@ class Custom:
     def bind(self, layout: Layout) -> BoundPrior:
         order = named_order(layout)
         if self.by_name:
-            return Joint(lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ()))
+            return Joint(
+                lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ())
+            )
         if not self.independent:
             return Joint(lambda theta: self._checked(self.log_prob_function(theta[order]), ()))
         back = order.argsort()
@@ -77,24 +81,37 @@ class Custom:
 
     def _checked(self, value: Any, shape: tuple[int, ...]) -> Tensor:
         if not isinstance(value, Tensor) or value.shape != shape:
-            given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            want = f"one value for each parameter, shape {tuple(shape)}" if shape else "one number (a tensor of shape ())"
+            given = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else f"a {type(value).__name__}"
+            )
+            want = (
+                f"one value for each parameter, shape {tuple(shape)}"
+                if shape
+                else "one number (a tensor of shape ())"
+            )
             raise ValueError(f"The prior's log_prob must return {want}, but returned {given}.")
         return value
 
 
-def custom(log_prob: Callable[..., Tensor], *, independent: bool = False, by_name: bool = False) -> Custom:
+def custom(
+    log_prob: Callable[..., Tensor], *, independent: bool = False, by_name: bool = False
+) -> Custom:
     """A prior from its log density; gradient and Hessian by automatic differentiation.
 
-    log_prob takes θ (P,) in the order of the parameter names and returns a number. With by_name=True it takes a dict of
-    parameters instead. With independent=True it returns one value for each coordinate, (P,), and the Hessian is a diagonal.
-    It must be written in torch and be twice differentiable. If it is not normalised, the evidence is not either.
+    log_prob takes θ (P,) in the order of the parameter names and returns a number. With
+    by_name=True it takes a dict of parameters instead. With independent=True it returns one value
+    for each coordinate, (P,), and the Hessian is a diagonal. It must be written in torch and be
+    twice differentiable. If it is not normalised, the evidence is not either.
 
     >>> import torch
     >>> prior = custom(lambda theta: -0.5 * (theta**2).sum() - theta.sum() ** 2)
     """
     if not callable(log_prob):
-        raise TypeError(f"custom needs a function log_prob(theta), but got {type(log_prob).__name__}.")
+        raise TypeError(
+            f"custom needs a function log_prob(theta), but got {type(log_prob).__name__}."
+        )
     if independent and by_name:
         raise ValueError("custom takes independent=True or by_name=True, not both.")
     return Custom(log_prob, independent, by_name)
@@ -104,10 +121,10 @@ def custom(log_prob: Callable[..., Tensor], *, independent: bool = False, by_nam
 class FromDistribution:
     """Any torch.distributions distribution over θ.
 
-    A distribution of one number applies to every coordinate independently. A batch or an event of P numbers applies to θ in the
-    order of the names.
-    With unconstrained=True, θ is the real coordinate of a constrained value v (log v for a positive one) and the density is
-    that of θ: log p(v(θ)) + log|dv/dθ|.
+    A distribution of one number applies to every coordinate independently. A batch or an event of P
+    numbers applies to θ in the order of the names. With unconstrained=True, θ is the real
+    coordinate of a constrained value v (log v for a positive one) and the density is that of θ: log
+    p(v(θ)) + log|dv/dθ|.
     """
 
     distribution: Distribution
@@ -123,8 +140,9 @@ class FromDistribution:
         size = math.prod((*d.batch_shape, *d.event_shape))
         if size not in (1, layout.size):
             raise ValueError(
-                f"The distribution {type(d).__name__} is over {size} numbers, but there are {layout.size} free parameters. Give "
-                "one over a single number, one over all of them, or priors.Product by parameter group."
+                f"The distribution {type(d).__name__} is over {size} numbers, but there are "
+                f"{layout.size} free parameters. Give one over a single number, one over all of "
+                "them, or priors.Product by parameter group."
             )
         if math.prod(d.event_shape) > 1:
             return Joint(lambda theta: self._log_prob(theta[order]).sum())
@@ -132,9 +150,15 @@ class FromDistribution:
         return Separable(lambda theta: self._log_prob(theta[order])[back])
 
     def _log_prob(self, theta: Tensor) -> Tensor:
-        """(P,) in the named order -> the log densities of the batch, in float64; −∞ outside the support."""
+        """(P,) in the named order -> the log densities of the batch, in float64; −∞ outside the
+        support.
+        """
         d, event = self.distribution, tuple(self.distribution.event_shape)
-        value = theta.reshape(*d.batch_shape, *event) if math.prod(event) > 1 else theta.reshape(-1, *event)
+        value = (
+            theta.reshape(*d.batch_shape, *event)
+            if math.prod(event) > 1
+            else theta.reshape(-1, *event)
+        )
         correction: Tensor | float = 0.0
         if self.unconstrained:
             transform = biject_to(d.support)
@@ -147,7 +171,9 @@ class FromDistribution:
 
 
 def _in_double(distribution: Distribution) -> Distribution:
-    """A copy of the distribution with its numbers in float64: some log densities are rounded to the dtype of their parameters."""
+    """A copy of the distribution with its numbers in float64: some log densities are rounded to
+    the dtype of their parameters.
+    """
     own = copy(distribution)
     for name, value in vars(distribution).items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -159,7 +185,8 @@ def _in_double(distribution: Distribution) -> Distribution:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Different priors for different parameters: a dict by layer ("head") or parameter name ("head.bias").
+    """Different priors for different parameters: a dict by layer ("head") or parameter name
+    ("head.bias").
 
     Every free parameter needs one; a parameter's own entry overrides that of its layer.
     """
@@ -169,16 +196,24 @@ class Product:
     @in_plain_torch
     def __post_init__(self) -> None:
         if not isinstance(self.parts, Mapping) or not self.parts:
-            raise TypeError(f"Product takes a dict from layer or parameter names to priors, but got {self.parts!r}.")
+            raise TypeError(
+                "Product takes a dict from layer or parameter names to priors, but got "
+                f"{self.parts!r}."
+            )
         object.__setattr__(self, "parts", {key: as_prior(part) for key, part in self.parts.items()})
 
     def bind(self, layout: Layout) -> BoundPrior:
         owner: dict[str, str] = {}
-        for key in sorted(self.parts, key=lambda name: name in layout.positions):  # a parameter overrides its layer
+        for key in sorted(
+            self.parts, key=lambda name: name in layout.positions
+        ):  # a parameter overrides its layer
             owner.update(dict.fromkeys(names_of(key, layout), key))
         missing = [name for name in layout.names if name not in owner]
         if missing:
-            raise ValueError(f"Product has no prior for {', '.join(missing)}. Add those names, or their layers, to the dict.")
+            raise ValueError(
+                f"Product has no prior for {', '.join(missing)}. Add those names, or their layers, "
+                "to the dict."
+            )
         groups = []
         for key in dict.fromkeys(owner.values()):
             names = [name for name in layout.names if owner[name] == key]
@@ -224,8 +259,9 @@ class NormalInverseGamma:
         σ² ~ InverseGamma(shape, scale),   μ | σ² ~ N(mean, σ²/strength).
 
     With s = log σ² the change of variable multiplies the density by σ²:
-    log π = −(shape + ½) s − e^(−s) [scale + ½ strength (μ − mean)²] + const. Needs exactly two parameters, in that order; use
-    priors.Product for other parameters. Not log-concave jointly far from the mean.
+    log π = −(shape + ½) s − e^(−s) [scale + ½ strength (μ − mean)²] + const. Needs exactly two
+    parameters, in that order; use priors.Product for other parameters. Not log-concave jointly far
+    from the mean.
     """
 
     mean: float = 0.0
@@ -235,14 +271,18 @@ class NormalInverseGamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive("strength, shape and scale", torch.tensor([float(self.strength), float(self.shape), float(self.scale)]))
+        positive(
+            "strength, shape and scale",
+            torch.tensor([float(self.strength), float(self.shape), float(self.scale)]),
+        )
         finite("prior mean", torch.tensor(float(self.mean)), "Give a finite number.")
 
     def bind(self, layout: Layout) -> Joint:
         if layout.size != 2:
             raise ValueError(
-                f"NormalInverseGamma is over two parameters, (μ, log σ²), but was given {layout.size}. Name them: "
-                "priors.Product({'head.bias': NormalInverseGamma(…), 'head.weight': Gaussian()})."
+                "NormalInverseGamma is over two parameters, (μ, log σ²), but was given "
+                f"{layout.size}. Name them: priors.Product({{'head.bias': NormalInverseGamma(…), "
+                "'head.weight': Gaussian()})."
             )
         order = named_order(layout)
         constant = (
@@ -254,7 +294,11 @@ class NormalInverseGamma:
 
         def log_density(theta: Tensor) -> Tensor:
             mu, s = theta[order].unbind()
-            return constant - (self.shape + 0.5) * s - (-s).exp() * (self.scale + 0.5 * self.strength * (mu - self.mean) ** 2)
+            return (
+                constant
+                - (self.shape + 0.5) * s
+                - (-s).exp() * (self.scale + 0.5 * self.strength * (mu - self.mean) ** 2)
+            )
 
         return Joint(log_density)
 
@@ -270,8 +314,8 @@ def as_prior(prior: Any) -> Prior:
         return FromDistribution(prior)
     if isinstance(prior, type) or not hasattr(prior, "bind"):
         raise TypeError(
-            "prior must be an object such as ssla.priors.Gaussian(precision=1.0) or a torch.distributions distribution, "
-            f"but is {prior!r}."
+            "prior must be an object such as ssla.priors.Gaussian(precision=1.0) or a "
+            f"torch.distributions distribution, but is {prior!r}."
         )
     found: Prior = prior
     return found

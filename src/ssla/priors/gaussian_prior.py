@@ -15,7 +15,9 @@ from ssla.priors.prior import Setting, resolve, values_of
 
 @dataclass(frozen=True)
 class BoundGaussian:
-    """N(mean, diag(1/scale_precision)) over θ; a precision of zero means a flat prior for that coordinate."""
+    """N(mean, diag(1/scale_precision)) over θ; a precision of zero means a flat prior for that
+    coordinate.
+    """
 
     mean: Tensor
     scale_precision: Tensor
@@ -37,9 +39,9 @@ class BoundGaussian:
 class Gaussian:
     """θ ~ N(mean, 1/precision), independent.
 
-    `precision` and `mean` are each a number for all parameters, a dict by layer ("head") or parameter
-    name ("head.weight") whose values are numbers or tensors of the parameter's shape, or a tensor (P,) in
-    the order of the parameter names. A dict must cover every free parameter.
+    `precision` and `mean` are each a number for all parameters, a dict by layer ("head") or
+    parameter name ("head.weight") whose values are numbers or tensors of the parameter's shape, or
+    a tensor (P,) in the order of the parameter names. A dict must cover every free parameter.
     """
 
     precision: Setting = 1.0
@@ -53,16 +55,19 @@ class Gaussian:
             finite("prior mean", value, "Give finite numbers.")
 
     def bind(self, layout: Layout) -> BoundGaussian:
-        return BoundGaussian(resolve("mean", self.mean, layout), resolve("precision", self.precision, layout))
+        return BoundGaussian(
+            resolve("mean", self.mean, layout), resolve("precision", self.precision, layout)
+        )
 
 
 def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) -> Gaussian:
-    """The prior from which one is chosen by the evidence: each layer's weights have precision 1 / mean(w²) around zero.
+    """The prior from which one is chosen by the evidence: each layer's weights have precision 1 /
+    mean(w²) around zero.
 
-    A bias has the precision of its layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
-    outputs: the output of a parameter that changes this output only, −1 for others (P,). The
-    parameters of one output are then a group of their own in place of their layer, because another
-    unit of a target changes their scale and no other.
+    A bias has the precision of its layer, around its trained value: it holds the targets' offset,
+    which is no evidence of scale. outputs: the output of a parameter that changes this output only,
+    −1 for others (P,). The parameters of one output are then a group of their own in place of their
+    layer, because another unit of a target changes their scale and no other.
     """
     if outputs is None:
         return _trained_scale_of_layers(layout, theta)
@@ -81,8 +86,14 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
         precision[own] = _precision_around_zero(theta[own & free])
     named = {name: precision[index] for name, index in layout.positions.items()}
     return Gaussian(
-        {name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v for name, v in named.items()},
-        {name: mean[index] if bool(mean[index].any()) else 0.0 for name, index in layout.positions.items()},
+        {
+            name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v
+            for name, v in named.items()
+        },
+        {
+            name: mean[index] if bool(mean[index].any()) else 0.0
+            for name, index in layout.positions.items()
+        },
     )
 
 

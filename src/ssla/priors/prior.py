@@ -13,11 +13,15 @@ from ssla._checks import recorded, unknown_name
 from ssla.network.layout import Layout
 
 Setting = float | Tensor | Mapping[str, "float | Tensor"]
-"""One number, a tensor (P,) in the order of the parameter names, or a dict by layer or parameter name."""
+"""One number, a tensor (P,) in the order of the parameter names, or a dict by layer or
+parameter name.
+"""
 
 EXACT, PAPER, ADDITIVE = "exact", "paper", "additive"
 CONVENTIONS = (EXACT, PAPER, ADDITIVE)
-"""Where the prior is used: in the refit and the curvature; in the refit only; in neither, only as an increment."""
+"""Where the prior is used: in the refit and the curvature; in the refit only; in neither, only
+as an increment.
+"""
 
 
 class BoundPrior(Protocol):
@@ -32,7 +36,10 @@ class BoundPrior(Protocol):
         ...
 
     def precision(self, theta: Tensor) -> Tensor:
-        """−∇² log π: (P,) if diagonal, else (P, P). Positive semi-definite only where log π is concave."""
+        """−∇² log π: (P,) if diagonal, else (P, P).
+
+        Positive semi-definite only where log π is concave.
+        """
         ...
 
 
@@ -57,15 +64,18 @@ def resolve(what: str, setting: Setting, layout: Layout) -> Tensor:
         return value.expand(layout.size).clone()
     if value.numel() != layout.size:
         raise ValueError(
-            f"prior {what} must be one number, a tensor with one value for each of the {layout.size} free parameters, or "
-            f"a dict by layer or parameter name, but has {value.numel()} values."
+            f"prior {what} must be one number, a tensor with one value for each of the "
+            f"{layout.size} free parameters, or a dict by layer or parameter name, but has "
+            f"{value.numel()} values."
         )
     return layout.from_named_order(value.flatten())
 
 
 def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Layout) -> Tensor:
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
-    for key in sorted(setting, key=lambda name: name in layout.positions):  # a parameter overrides its layer
+    for key in sorted(
+        setting, key=lambda name: name in layout.positions
+    ):  # a parameter overrides its layer
         value = torch.as_tensor(setting[key], dtype=torch.float64)
         for name in names_of(key, layout):
             index = layout.positions[name]
@@ -73,12 +83,15 @@ def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Lay
                 theta[index] = value.expand(index.shape)
             except RuntimeError:
                 raise ValueError(
-                    f"prior {what} for {name!r} must be a number or a tensor of shape {tuple(index.shape)}, "
-                    f"but has shape {tuple(value.shape)}."
+                    f"prior {what} for {name!r} must be a number or a tensor of shape "
+                    f"{tuple(index.shape)}, but has shape {tuple(value.shape)}."
                 ) from None
     missing = [name for name, index in layout.positions.items() if bool(theta[index].isnan().any())]
     if missing:
-        raise ValueError(f"prior {what} has no value for {', '.join(missing)}. Add those names, or their layers, to the dict.")
+        raise ValueError(
+            f"prior {what} has no value for {', '.join(missing)}. Add those names, or their "
+            "layers, to the dict."
+        )
     return theta
 
 
@@ -88,7 +101,9 @@ def names_of(key: str, layout: Layout) -> tuple[str, ...]:
     if key in layout.positions:
         return (key,)
     if key not in layers:
-        raise ValueError(unknown_name("layer or parameter in the prior", key, [*layers, *layout.names]))
+        raise ValueError(
+            unknown_name("layer or parameter in the prior", key, [*layers, *layout.names])
+        )
     return layers[key]
 
 
@@ -96,9 +111,10 @@ def check_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
     """ValueError if the prior has no density at θ̂: its gradient is undefined there."""
     if not bool(torch.isfinite(bound.log_prob(theta))):
         raise ValueError(
-            f"The prior {describe(prior)} has no density at the parameters (log π(θ) is {float(bound.log_prob(theta)):g}). "
-            "Use a prior whose support contains them, state the change of variable (priors.Gamma(…, link='log')), or apply it "
-            "only to the parameters it is meant for (priors.Product)."
+            f"The prior {describe(prior)} has no density at the parameters (log π(θ) is "
+            f"{float(bound.log_prob(theta)):g}). Use a prior whose support contains them, state "
+            "the change of variable (priors.Gamma(…, link='log')), or apply it only to the "
+            "parameters it is meant for (priors.Product)."
         )
 
 
@@ -115,8 +131,8 @@ def concavity_notes(precision: Tensor) -> list[str]:
         return []
     of = precision.shape[0]
     return [
-        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative there and reduces the "
-        "curvature of the data"
+        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative "
+        "there and reduces the curvature of the data"
     ]
 
 

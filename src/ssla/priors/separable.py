@@ -1,8 +1,8 @@
 """Priors of independent coordinates: heavy tails, shrinkage, rates.
 
 One log density for every coordinate; the curvature, from autograd, is exactly diagonal. Where a
-textbook density has a kink or a pole at zero it is smoothed at a stated width, and normalised again in closed form,
-because Laplace's approximation needs two derivatives.
+textbook density has a kink or a pole at zero it is smoothed at a stated width, and normalised again
+in closed form, because Laplace's approximation needs two derivatives.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Laplace:
 
         log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale.
 
-    Log-concave everywhere. As smoothing → 0 it tends to the Laplace density, whose curvature is 0, and undefined at loc.
-    A mode at exactly loc (the zeros of the lasso) is then found only to within a distance of order ε.
+    Log-concave everywhere. As smoothing → 0 it tends to the Laplace density, whose curvature is 0,
+    and undefined at loc. A mode at exactly loc (the zeros of the lasso) is then found only to
+    within a distance of order ε.
     """
 
     scale: Setting = 1.0
@@ -78,7 +79,11 @@ class Laplace:
     @in_plain_torch
     def __post_init__(self) -> None:
         _check(self.scale, self.loc)
-        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed kink, in units of the scale.")
+        positive(
+            "smoothing",
+            torch.tensor(float(self.smoothing)),
+            "It is the width of the smoothed kink, in units of the scale.",
+        )
 
     def bind(self, layout: Layout) -> Separable:
         scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
@@ -106,8 +111,17 @@ class StudentT:
         positive("df", torch.tensor(float(self.df)))
 
     def bind(self, layout: Layout) -> Separable:
-        scale, loc, df = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout), float(self.df)
-        constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi) - scale.log()
+        scale, loc, df = (
+            resolve("scale", self.scale, layout),
+            resolve("loc", self.loc, layout),
+            float(self.df),
+        )
+        constant = (
+            math.lgamma((df + 1) / 2)
+            - math.lgamma(df / 2)
+            - 0.5 * math.log(df * math.pi)
+            - scale.log()
+        )
 
         def log_density(theta: Tensor) -> Tensor:
             return constant - (df + 1) / 2 * torch.log1p(((theta - loc) / scale) ** 2 / df)
@@ -121,8 +135,9 @@ class Horseshoe:
 
         π(θ) = log(1 + 1/(t² + ε²)) / (2π (√(1 + ε²) − ε) scale),      t = θ/scale, ε = smoothing.
 
-    The horseshoe itself has a pole at zero, where no Laplace approximation holds; a smaller smoothing is closer to it.
-    Log-concave only within about ε of zero: the report of a posterior usually notes this.
+    The horseshoe itself has a pole at zero, where no Laplace approximation holds; a smaller
+    smoothing is closer to it. Log-concave only within about ε of zero: the report of a posterior
+    usually notes this.
     """
 
     scale: Setting = 1.0
@@ -131,7 +146,11 @@ class Horseshoe:
     @in_plain_torch
     def __post_init__(self) -> None:
         _check(self.scale, 0.0)
-        positive("smoothing", torch.tensor(float(self.smoothing)), "It is the width of the smoothed pole, in units of the scale.")
+        positive(
+            "smoothing",
+            torch.tensor(float(self.smoothing)),
+            "It is the width of the smoothed pole, in units of the scale.",
+        )
 
     def bind(self, layout: Layout) -> Separable:
         scale, tip = resolve("scale", self.scale, layout), float(self.smoothing)
@@ -145,7 +164,10 @@ class Horseshoe:
 
 @dataclass(frozen=True, eq=False)
 class SpikeSlab:
-    """A continuous spike and slab: weight · N(0, slab²) + (1 − weight) · N(0, spike²). Not log-concave between the two."""
+    """A continuous spike and slab: weight · N(0, slab²) + (1 − weight) · N(0, spike²).
+
+    Not log-concave between the two.
+    """
 
     spike: float = 0.1
     slab: float = 1.0
@@ -153,16 +175,28 @@ class SpikeSlab:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive("spike and slab", torch.tensor([float(self.spike), float(self.slab)]), "They are standard deviations.")
+        positive(
+            "spike and slab",
+            torch.tensor([float(self.spike), float(self.slab)]),
+            "They are standard deviations.",
+        )
         if not 0 < self.weight < 1:
-            raise ValueError(f"weight must be strictly between 0 and 1 (the slab's share), but is {self.weight!r}.")
+            raise ValueError(
+                "weight must be strictly between 0 and 1 (the slab's share), but is "
+                f"{self.weight!r}."
+            )
 
     def bind(self, layout: Layout) -> Separable:
         scales = torch.tensor([self.slab, self.spike], dtype=torch.float64)
         shares = torch.tensor([self.weight, 1 - self.weight], dtype=torch.float64)
 
         def log_density(theta: Tensor) -> Tensor:
-            parts = shares.log() - scales.log() - 0.5 * LOG_2PI - 0.5 * (theta.unsqueeze(-1) / scales) ** 2
+            parts = (
+                shares.log()
+                - scales.log()
+                - 0.5 * LOG_2PI
+                - 0.5 * (theta.unsqueeze(-1) / scales) ** 2
+            )
             return torch.logsumexp(parts, -1)
 
         return Separable(log_density)
@@ -170,13 +204,16 @@ class SpikeSlab:
 
 @dataclass(frozen=True, eq=False)
 class Gamma:
-    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).  `link` defines θ, as in likelihoods.Poisson:
+    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).
+
+    `link` defines θ, as in likelihoods.Poisson:
 
         "log"       θ = log λ:  log π(θ) = shape·θ − rate·e^θ + const
         "identity"  θ = λ > 0:  log π(θ) = (shape − 1) log θ − rate·θ + const
 
-    With "log" the change of variable multiplies the density by λ, and log π is concave. With "identity" it is so for shape ≥ 1.
-    Both are the same distribution of λ, but their densities have different modes: Laplace's approximation depends on the link.
+    With "log" the change of variable multiplies the density by λ, and log π is concave. With
+    "identity" it is so for shape ≥ 1. Both are the same distribution of λ, but their densities have
+    different modes: Laplace's approximation depends on the link.
     """
 
     shape: Setting

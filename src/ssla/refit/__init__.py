@@ -1,4 +1,6 @@
-"""The refits, from the cheapest to the most exact: plug_in (the baseline), none (ASSLA), newton, output, weights (SSLA)."""
+"""The refits, from the cheapest to the most exact: plug_in (the baseline), none (ASSLA),
+newton, output, weights (SSLA).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def resolve(refit: str | Refit) -> Refit:
     if not isinstance(refit, str):
         if isinstance(refit, type) or not callable(refit) or not hasattr(refit, "name"):
             raise TypeError(
-                f"refit must be one of {', '.join(map(repr, REFITS))} or an object such as ssla.NoRefit(), but is {refit!r}."
+                f"refit must be one of {', '.join(map(repr, REFITS))} or an object such as "
+                f"ssla.NoRefit(), but is {refit!r}."
             )
         return refit
     if refit not in REFITS:
@@ -74,8 +77,12 @@ def increments_at(rung: Refit, posterior: State, x: Inputs, y: Any) -> Increment
     log_density = rung(posterior, x)
     f = log_density.marginal.mean
     support = log_density.likelihood.support_for(f.shape[1])
-    value = _targets(as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector")
-    support.check(value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1])
+    value = _targets(
+        as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector"
+    )
+    support.check(
+        value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1]
+    )
     return log_density(value).map(lambda part: part.to(log_density.like))
 
 
@@ -83,9 +90,13 @@ def _targets(y: Tensor, rows: int, outputs: int, vector: bool) -> Tensor:
     if vector:
         if y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs:
             return y
-        expected = f"({rows}, {outputs}), or ({rows}, k, {outputs}) with k candidates for each input"
+        expected = (
+            f"({rows}, {outputs}), or ({rows}, k, {outputs}) with k candidates for each input"
+        )
     else:
         if y.dim() in (1, 2) and y.shape[0] == rows:
             return y
-        expected = f"({rows},) with one value for each input, or ({rows}, k) with k candidates for each"
+        expected = (
+            f"({rows},) with one value for each input, or ({rows}, k) with k candidates for each"
+        )
     raise ValueError(f"y must have shape {expected}, but has {tuple(y.shape)}.")

@@ -6,7 +6,8 @@ The rungs differ in f̃. Everything is written in whitened coordinates: K = R R�
 f̃ = f̂ + R v, so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks
 (test points × candidate y) are solved at once; there is no loop over either.
 
-Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher and is counted.
+Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher and is
+counted.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 class Increments:
     """The three increments of an un-normalised log predictive density, and their total.
 
-    likelihood: of the data and the new observation; prior: of log π; curvature: −½ of the log determinant's.
-    convention: where the prior enters, "exact", "paper" or "additive" (see Posterior.with_prior).
+    likelihood: of the data and the new observation; prior: of log π; curvature: −½ of the log
+    determinant's. convention: where the prior enters, "exact", "paper" or "additive" (see
+    Posterior.with_prior).
     """
 
     likelihood: Tensor
@@ -49,7 +51,12 @@ class Increments:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Increments:
         """Each of the three, reshaped or cast."""
-        return replace(self, likelihood=function(self.likelihood), prior=function(self.prior), curvature=function(self.curvature))
+        return replace(
+            self,
+            likelihood=function(self.likelihood),
+            prior=function(self.prior),
+            curvature=function(self.curvature),
+        )
 
 
 class Evaluated(NamedTuple):
@@ -70,22 +77,34 @@ class Evaluated(NamedTuple):
 class Rule(Protocol):
     """(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated.
 
-    D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R Rᵀ: the paper leaves the prior
-    out of the curvature but not out of the refit.
+    D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R
+    Rᵀ: the paper leaves the prior out of the curvature but not out of the refit.
     """
 
-    def __call__(self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /) -> Evaluated: ...
+    def __call__(
+        self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /
+    ) -> Evaluated: ...
 
 
-def plug_in(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
+def plug_in(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
+) -> Evaluated:
     """log p(y|f̂): as if f were known."""
     fit = likelihood.log_prob(y, f)
     no = torch.zeros_like(fit, dtype=torch.bool)
-    return Evaluated(fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no)
+    return Evaluated(
+        fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no
+    )
 
 
 def without_refit(
-    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, *, curvature: str
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    R: Tensor,
+    D: Tensor | None = None,
+    *,
+    curvature: str,
 ) -> Evaluated:
     """θ̃ = θ̂ (ASSLA): log p(y|f̂) − ½ log|I + ΛK|."""
     base = plug_in(likelihood, y, f, R)
@@ -93,15 +112,21 @@ def without_refit(
     if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
         white = linalg.upper_times(R, likelihood.score(y, f))
         return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
-    precision = likelihood.fisher(f) if curvature == FISHER else _derivatives(likelihood, y, f).precision
+    precision = (
+        likelihood.fisher(f) if curvature == FISHER else _derivatives(likelihood, y, f).precision
+    )
     factor, fallback, _ = _safe_factor(likelihood, f, R, precision)
     return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
-def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
-    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's value.
+def one_step(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
+) -> Evaluated:
+    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's
+    value.
 
-    Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that (STEP_MARGIN), and is counted.
+    Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that
+    (STEP_MARGIN), and is counted.
     """
     log_prob, score, precision = _derivatives(likelihood, y, f)
     factor, fallback, used = _safe_factor(likelihood, f, R, precision, margin=STEP_MARGIN)
@@ -119,7 +144,13 @@ def one_step(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor 
 
 
 def _without_steps_outside(
-    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None, end: Tensor, found: Evaluated
+    likelihood: Likelihood,
+    y: Tensor,
+    f: Tensor,
+    R: Tensor,
+    D: Tensor | None,
+    end: Tensor,
+    found: Evaluated,
 ) -> Evaluated:
     """The mode in place of a Newton step whose end is not an allowed output, counted as a fallback.
 
@@ -134,13 +165,18 @@ def _without_steps_outside(
     return found
 
 
-def at_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None) -> Evaluated:
+def at_mode(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
+) -> Evaluated:
     """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
 
-    At a mode I + RᵀΛR is positive semi-definite by the second-order condition. Where the boundary of
-    the allowed outputs cuts the integral that the mode stands for, the likelihood has the answer.
+    At a mode I + RᵀΛR is positive semi-definite by the second-order condition. Where the boundary
+    of the allowed outputs cuts the integral that the mode stands for, the likelihood has the
+    answer.
     """
-    boundary = likelihood.refit_at_boundary(y, f, R @ R.mT) if isinstance(likelihood, Bounded) else None
+    boundary = (
+        likelihood.refit_at_boundary(y, f, R @ R.mT) if isinstance(likelihood, Bounded) else None
+    )
     if boundary is None:
         return _inside(likelihood, y, f, R, D)
     no = torch.zeros_like(boundary.cut)
@@ -161,7 +197,9 @@ def _inside(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor |
     return _with_determinant(likelihood, y, end, D, found)
 
 
-def _with_determinant(likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Evaluated) -> Evaluated:
+def _with_determinant(
+    likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Evaluated
+) -> Evaluated:
     """The curvature increment −½ log|I + DᵀΛ(y, f)D| in place of the refit's own."""
     factor, fallback, _ = _safe_factor(likelihood, f, D, _derivatives(likelihood, y, f).precision)
     return found._replace(curvature=-0.5 * factor.logdet(), fallback=found.fallback | fallback)
@@ -203,8 +241,12 @@ def _overwrite(whole: Evaluated, rows: Tensor, some: Evaluated) -> None:
             target[rows] = values
 
 
-def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True) -> Evaluated:
-    """Newton ascent from `start`, which need not be near (nor good: where it is worse than v = 0, that is taken)."""
+def _climb(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True
+) -> Evaluated:
+    """Newton ascent from `start`, which need not be near (nor good: where it is worse than v =
+    0, that is taken).
+    """
     tasks = _Tasks(likelihood, y, f, R)
     zero = torch.zeros_like(start)
     if push:
@@ -213,7 +255,9 @@ def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tenso
     ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
     found = _finish(likelihood, y, f, R, ascent.point)[0]._replace(converged=ascent.converged)
     saddle = found.fallback.nonzero().squeeze(-1)
-    if push and saddle.numel():  # the observed curvature there is indefinite: not a maximum. Push off and go on
+    if (
+        push and saddle.numel()
+    ):  # the observed curvature there is indefinite: not a maximum. Push off and go on
         part = tasks.take(saddle)
         point = linalg.take(ascent.point, saddle)
         again = _climb(likelihood, *part, point + PUSH * (1 + point.abs()), push=False)
@@ -221,22 +265,39 @@ def _climb(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tenso
     return found if push else found._replace(converged=found.converged & ~found.fallback)
 
 
-def _finish(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> tuple[Evaluated, Tensor]:
+def _finish(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor
+) -> tuple[Evaluated, Tensor]:
     """The log density at f̂ + Rv and the gradient of the objective there."""
     end = linalg.lower_times(R, v).add_(f)
     log_prob, score, precision = _derivatives(likelihood, y, end)
     factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
-    found = Evaluated(log_prob, -0.5 * linalg.dot(v, v), -0.5 * factor.logdet(), score, fallback, torch.ones_like(fallback))
+    found = Evaluated(
+        log_prob,
+        -0.5 * linalg.dot(v, v),
+        -0.5 * factor.logdet(),
+        score,
+        fallback,
+        torch.ones_like(fallback),
+    )
     return found, linalg.upper_times(R, score).sub_(v)
 
 
 def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor, step: bool = False) -> Derivatives:
-    """log p, g and Λ. Where log p has kinks and no curvature (|y − f|), Λ is the Fisher if it is known, and g gᵀ otherwise.
+    """log p, g and Λ.
 
-    Exactly at a kink g may be zero: there the Fisher is found by quadrature, unless the answer is for a step.
+    Where log p has kinks and no curvature (|y − f|), Λ is the Fisher if it is known, and g gᵀ
+    otherwise.
+
+    Exactly at a kink g may be zero: there the Fisher is found by quadrature, unless the answer is
+    for a step.
     """
     found = likelihood.derivatives(y, f)
-    if not isinstance(likelihood, Custom) or bool(found.precision.any()) or not likelihood.straight(f):
+    if (
+        not isinstance(likelihood, Custom)
+        or bool(found.precision.any())
+        or not likelihood.straight(f)
+    ):
         return found
     if likelihood.fisher_function is not None:
         return found._replace(precision=likelihood.fisher(f))
@@ -248,22 +309,35 @@ def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor, step: bool = Fals
 
 
 def _safe_factor(
-    likelihood: Likelihood, f: Tensor, R: Tensor, precision: Tensor, score: Tensor | None = None, margin: float = 0.0
+    likelihood: Likelihood,
+    f: Tensor,
+    R: Tensor,
+    precision: Tensor,
+    score: Tensor | None = None,
+    margin: float = 0.0,
 ) -> tuple[linalg.IdentityPlus, Tensor, Tensor]:
-    """I + RᵀΛR with the Fisher for Λ in the tasks where the given one makes it indefinite; which those are; the Λ used.
+    """I + RᵀΛR with the Fisher for Λ in the tasks where the given one makes it indefinite; which
+    those are; the Λ used.
 
-    For a step (score given) of a likelihood whose Fisher costs a quadrature, g gᵀ stands in: any positive one will do.
+    For a step (score given) of a likelihood whose Fisher costs a quadrature, g gᵀ stands in: any
+    positive one will do.
     """
     factor = linalg.identity_plus(R, precision, margin)
     bad = ~factor.positive
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)
-        if score is not None and isinstance(likelihood, Custom) and likelihood.fisher_function is None:
+        if (
+            score is not None
+            and isinstance(likelihood, Custom)
+            and likelihood.fisher_function is None
+        ):
             g = score[rows]
             stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
         else:
             stand_in = likelihood.fisher(f[rows])
-        major = precision.movedim(0, -1).clone(memory_format=torch.contiguous_format)  # keeps the component-major storage
+        major = precision.movedim(0, -1).clone(
+            memory_format=torch.contiguous_format
+        )  # keeps the component-major storage
         major[..., rows] = stand_in.movedim(0, -1)
         precision = major.movedim(-1, 0)
         factor = linalg.identity_plus(R, precision)
@@ -283,7 +357,9 @@ class _Tasks:
 
     def value(self, v: Tensor) -> Tensor:
         """The objective alone; −∞ where it is not a number."""
-        value = self.likelihood.log_prob(self.y, self.f + linalg.lower_times(self.R, v)) - 0.5 * linalg.dot(v, v)
+        value = self.likelihood.log_prob(
+            self.y, self.f + linalg.lower_times(self.R, v)
+        ) - 0.5 * linalg.dot(v, v)
         return torch.nan_to_num(value, nan=-torch.inf)
 
     def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,4 +375,6 @@ class _Tasks:
         here = f + linalg.lower_times(R, v)
         log_prob, score, precision = _derivatives(self.likelihood, y, here, step=True)
         factor, _, _ = _safe_factor(self.likelihood, here, R, precision, score)
-        return linalg.Evaluation(log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve)
+        return linalg.Evaluation(
+            log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve
+        )

@@ -1,4 +1,6 @@
-"""Ctrl-C during many refits: the first one ends the work and keeps what is done, the second one is a KeyboardInterrupt."""
+"""Ctrl-C during many refits: the first one ends the work and keeps what is done, the second one
+is a KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class Interrupted:
     def listening(self) -> Iterator[None]:
         """Ctrl-C sets `asked`. Only the main thread receives signals: elsewhere nothing changes."""
         before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or before is not signal.default_int_handler
+        ):
             yield
             return
 

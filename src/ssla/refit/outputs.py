@@ -1,4 +1,6 @@
-"""What a refit is (stage one runs once for each x, stage two for any y), and the refits that need f̂ and K only."""
+"""What a refit is (stage one runs once for each x, stage two for any y), and the refits that
+need f̂ and K only.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,21 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of
-from ssla.data import Inputs, map_inputs, row_count
+from ssla.data import Inputs, row_count, take_rows
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
-from ssla.refit.increments import CURVATURES, OBSERVED, Evaluated, Increments, Rule, at_mode, one_step, plug_in, without_refit
+from ssla.refit.increments import (
+    CURVATURES,
+    OBSERVED,
+    Evaluated,
+    Increments,
+    Rule,
+    at_mode,
+    one_step,
+    plug_in,
+    without_refit,
+)
 from ssla.state import Marginal, State
 
 TASKS_AT_ONCE = 1 << 18
@@ -94,9 +106,9 @@ class OutputRung(Refit, Protocol):
 class OutputLogDensity:
     """A log density that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
 
-    `prior` returns how log π responds to a refit (see Posterior.prior_response). It is called for increments, and always under
-    the additive convention, where the prior is not in K. `determinant` returns the covariance of the determinant where that is
-    not K.
+    `prior` returns how log π responds to a refit (see Posterior.prior_response). It is called for
+    increments, and always under the additive convention, where the prior is not in K. `determinant`
+    returns the covariance of the determinant where that is not K.
     """
 
     likelihood: Likelihood
@@ -130,7 +142,9 @@ class OutputLogDensity:
         shape = self._shape(y)
         log = _cat([p.total for p in parts]).reshape(shape)
         if self.convention == ADDITIVE:
-            log = log + self._prior_increment(_cat([p.pull for p in parts]).reshape(*shape, self._outputs), rows)
+            log = log + self._prior_increment(
+                _cat([p.pull for p in parts]).reshape(*shape, self._outputs), rows
+            )
         return Density(
             log,
             _cat([p.fallback for p in parts]).reshape(shape),
@@ -143,7 +157,8 @@ class OutputLogDensity:
         fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
         prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
         likelihood = (fit + shift).reshape(shape)
-        # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss of the data alone
+        # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss
+        # of the data alone
         likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
         return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
 
@@ -151,9 +166,15 @@ class OutputLogDensity:
         """log π(θ̃) − log π(θ̂), to second order: bᵀu − ½ uᵀMu.  u (N, …, C) -> (N, …)."""
         if not self.moves:
             return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
-        response = self.prior_response if rows is None else Marginal(*(part[rows] for part in self.prior_response))
+        response = (
+            self.prior_response
+            if rows is None
+            else Marginal(*(part[rows] for part in self.prior_response))
+        )
         b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
-        return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
+        return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze(
+            (-2, -1)
+        )
 
     def take(self, rows: Tensor) -> OutputLogDensity:
         """Of some rows only."""
@@ -167,7 +188,10 @@ class OutputLogDensity:
         )
 
     def step(self, y: Tensor) -> Tensor:
-        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations. Of y's shape."""
+        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations.
+
+        Of y's shape.
+        """
         parts = self._run(y, None)
         return (-2 * _cat([p.shift for p in parts])).clamp_min(0).sqrt().reshape(self._shape(y))
 
@@ -208,7 +232,9 @@ class OutputLogDensity:
 
 @dataclass(frozen=True, eq=False)
 class ByChunks:
-    """The log density of a rung at x, which is read when y is given, a chunk of rows at a time: K of all rows is not held."""
+    """The log density of a rung at x, which is read when y is given, a chunk of rows at a time:
+    K of all rows is not held.
+    """
 
     rung: OutputRung
     posterior: State
@@ -234,23 +260,31 @@ class ByChunks:
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         parts = [[part.at(own) for own in some] for part, some in self._chunks(y, rows)]
         names = ("log", "fallback", "converged")
-        return Density(*(_grid([[getattr(own, name) for own in some] for some in parts]) for name in names))
+        return Density(
+            *(_grid([[getattr(own, name) for own in some] for some in parts]) for name in names)
+        )
 
     def __call__(self, y: Tensor) -> Increments:
         parts = [[part(own) for own in some] for part, some in self._chunks(y, None)]
         names = ("likelihood", "prior", "curvature")
-        likelihood, prior, curvature = (_grid([[getattr(own, name) for own in some] for some in parts]) for name in names)
+        likelihood, prior, curvature = (
+            _grid([[getattr(own, name) for own in some] for some in parts]) for name in names
+        )
         return Increments(likelihood, prior, curvature, self.posterior.convention)
 
-    def _chunks(self, y: Tensor, rows: Tensor | None) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
-        """Some rows at a time, and their y in portions (m,) or (m, k): a task for each y takes several C×C matrices."""
+    def _chunks(
+        self, y: Tensor, rows: Tensor | None
+    ) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
+        """Some rows at a time, and their y in portions (m,) or (m, k): a task for each y takes
+        several C×C matrices.
+        """
         index = torch.arange(row_count(self.x)) if rows is None else rows
         task = MATRICES * 8 * self.posterior.network.outputs**2
         tasks = max(self.posterior.memory_budget // task, 1)
         at_once = max(min(tasks // (y.shape[1] if y.dim() > 1 else 1), TASKS_AT_ONCE), 1)
         for start in range(0, max(len(index), 1), at_once):
             some = slice(start, start + at_once)
-            part = on_posterior(self.rung, self.posterior, map_inputs(lambda values: values[index[some]], self.x))  # noqa: B023
+            part = on_posterior(self.rung, self.posterior, take_rows(self.x, index[some]))
             yield part, [y[some]] if y.dim() == 1 else list(y[some].split(tasks, 1))
 
 
@@ -274,18 +308,27 @@ def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputLogDens
         moves=rung.moves,
         like=posterior.like(marginal),
         convention=posterior.convention,
-        determinant=(lambda: posterior.data_covariance(x)) if posterior.convention == PAPER else None,
+        determinant=(lambda: posterior.data_covariance(x))
+        if posterior.convention == PAPER
+        else None,
         certain=rung.certain,
     )
 
 
-def on_marginal(rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> OutputLogDensity:
-    """From a distribution of f that comes from elsewhere. The prior increment is then part of the likelihood's."""
+def on_marginal(
+    rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor
+) -> OutputLogDensity:
+    """From a distribution of f that comes from elsewhere.
+
+    The prior increment is then part of the likelihood's.
+    """
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
     nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
     like = mean.new_empty(0)
     law = likelihood.predictive
-    return OutputLogDensity(law, marginal, lambda: nothing, rung.rule, rung.moves, like, certain=rung.certain)
+    return OutputLogDensity(
+        law, marginal, lambda: nothing, rung.rule, rung.moves, like, certain=rung.certain
+    )
 
 
 def _spread(values: Tensor, times: int) -> Tensor:
@@ -296,7 +339,10 @@ def _spread(values: Tensor, times: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PlugIn:
-    """log p(y|f̂): the network's own answer, as if its weights were known. The baseline; its mass is 1."""
+    """log p(y|f̂): the network's own answer, as if its weights were known.
+
+    The baseline; its mass is 1.
+    """
 
     name = "plug_in"
     moves = False
@@ -316,8 +362,9 @@ class NoRefit:
 
     curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
 
-    With Gaussian noise the curvature does not depend on y, so the normalised predictive is the plug-in; with
-    "empirical" it is even tighter. It is here because it is published; it is not recommended.
+    With Gaussian noise the curvature does not depend on y, so the normalised predictive is the
+    plug-in; with "empirical" it is even tighter. It is here because it is published; it is not
+    recommended.
     """
 
     curvature: str = OBSERVED
@@ -339,10 +386,11 @@ class NoRefit:
 
 @dataclass(frozen=True)
 class OutputRefit:
-    """f̃ = mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂): the refit of the linearised network, exactly, in C dimensions.
+    """f̃ = mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂): the refit of the linearised network, exactly, in
+    C dimensions.
 
-    steps = None goes to the mode; steps = 1 takes one Newton step and its quadratic value. Both are exact for
-    Gaussian noise and a network linear in its free parameters.
+    steps = None goes to the mode; steps = 1 takes one Newton step and its quadratic value. Both are
+    exact for Gaussian noise and a network linear in its free parameters.
     """
 
     steps: int | None = None
@@ -352,7 +400,9 @@ class OutputRefit:
 
     def __post_init__(self) -> None:
         if self.steps not in (None, 1):
-            raise ValueError(f"steps must be None (to the mode) or 1 (one Newton step), but is {self.steps!r}.")
+            raise ValueError(
+                f"steps must be None (to the mode) or 1 (one Newton step), but is {self.steps!r}."
+            )
 
     @property
     def name(self) -> str:

@@ -47,7 +47,17 @@ def lines(rows=80, target=True):
 def trained(tmp_path_factory):
     room = tmp_path_factory.mktemp("cli")
     (room / "data.csv").write_text(lines())
-    done = call("train", room / "data.csv", "-t", "price", "-o", room / "model", "--max-epochs", 40, "--json")
+    done = call(
+        "train",
+        room / "data.csv",
+        "-t",
+        "price",
+        "-o",
+        room / "model",
+        "--max-epochs",
+        40,
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     return room, json.loads(done.stdout)
 
@@ -65,8 +75,20 @@ def test_train_says_which_scale_it_chose(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.normal(size=120)
     price = np.exp(2 * x + 0.3 * rng.normal(size=120))  # noise grows with the price
-    (tmp_path / "data.csv").write_text("x,price\n" + "".join(f"{a:.4f},{b:.4f}\n" for a, b in zip(x, price, strict=True)))
-    done = call("train", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "model", "--max-epochs", 40, "--json")
+    (tmp_path / "data.csv").write_text(
+        "x,price\n" + "".join(f"{a:.4f},{b:.4f}\n" for a, b in zip(x, price, strict=True))
+    )
+    done = call(
+        "train",
+        tmp_path / "data.csv",
+        "-t",
+        "price",
+        "-o",
+        tmp_path / "model",
+        "--max-epochs",
+        40,
+        "--json",
+    )
     assert json.loads(done.stdout)["likelihood"] == "positive"
 
 
@@ -75,14 +97,19 @@ def test_predict_writes_intervals_and_counts_the_unknown(trained, tmp_path, endi
     room, _ = trained
     text = lines(30, target=False).replace("blue", "violet")
     (tmp_path / "new.csv").write_text(text)
-    done = call("predict", room / "model", tmp_path / "new.csv", "-o", tmp_path / f"out.{ending}", "--json")
+    done = call(
+        "predict", room / "model", tmp_path / "new.csv", "-o", tmp_path / f"out.{ending}", "--json"
+    )
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert facts["unknown_categories"] == {"colour": text.count("violet")}
     assert facts["missing"] == {"size": 3}
     if ending == "parquet":
         table = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
-        assert all(a < m < b for a, m, b in zip(table["lower_95"], table["mean"], table["upper_95"], strict=True))
+        assert all(
+            a < m < b
+            for a, m, b in zip(table["lower_95"], table["mean"], table["upper_95"], strict=True)
+        )
         assert set(table["rung"]) == {"output"}
         assert {"sd", "q0.5", "q0.975", "mass"} <= set(table)
     else:
@@ -110,7 +137,9 @@ def test_a_page_of_a_table(trained, tmp_path):
     text = lines(30).replace("blue", "violet").splitlines()
     text[4] = text[4].rpartition(",")[0] + ","  # no target
     (tmp_path / "test.csv").write_text("\n".join(text) + "\n")
-    done = call("report", room / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html", "--json")
+    done = call(
+        "report", room / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html", "--json"
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["rows"] == 29
     page, facts = (tmp_path / "report.html").read_text(), page_data(tmp_path / "report.html")
@@ -131,18 +160,34 @@ def test_a_page_of_a_table(trained, tmp_path):
         "mixed over values",
     ):
         assert sentence in page
-    assert [row[1] for row in facts["rows"]["inputs"]][:3] == [line.split(",")[2] for line in text[1:4]]
+    assert [row[1] for row in facts["rows"]["inputs"]][:3] == [
+        line.split(",")[2] for line in text[1:4]
+    ]
 
 
 def test_a_page_of_classes_and_what_a_page_needs(trained, tmp_path):
     room, _ = trained
-    train = call("train", room / "data.csv", "-t", "colour", "-o", tmp_path / "model", "--drop", "id", "--max-epochs", 3)
+    train = call(
+        "train",
+        room / "data.csv",
+        "-t",
+        "colour",
+        "-o",
+        tmp_path / "model",
+        "--drop",
+        "id",
+        "--max-epochs",
+        3,
+    )
     assert train.exit_code == 0, train.output
     (tmp_path / "test.csv").write_text((room / "data.csv").read_text().replace("red", "pink", 1))
     done = call("report", tmp_path / "model", tmp_path / "test.csv", "-o", tmp_path / "report.html")
     assert done.exit_code == 0, done.output
     assert page_data(tmp_path / "report.html")["classes"] == ["blue", "green", "red"]
-    assert "rows with a label that is not in the training table (1)" in (tmp_path / "report.html").read_text()
+    assert (
+        "rows with a label that is not in the training table (1)"
+        in (tmp_path / "report.html").read_text()
+    )
     for arguments, text in (
         ((room / "data.csv",), "A page needs a table and a file"),
         (("-o", tmp_path / "x.html"), "A page needs a table and a file"),
@@ -157,12 +202,24 @@ def test_a_page_of_classes_and_what_a_page_needs(trained, tmp_path):
 
 def test_classes_and_parquet_and_a_study_that_goes_on(trained, tmp_path):
     room, _ = trained
-    options = ("-t", "colour", "-o", tmp_path / "model", "--drop", "id", "--max-epochs", 3, "--json")
+    options = (
+        "-t",
+        "colour",
+        "-o",
+        tmp_path / "model",
+        "--drop",
+        "id",
+        "--max-epochs",
+        3,
+        "--json",
+    )
     first = call("train", room / "data.csv", *options, "--tune-trials", 2)
     assert first.exit_code == 0, first.output
     assert json.loads(first.stdout)["likelihood"] == "classes"
     start = time.perf_counter()
-    again = call("train", room / "data.csv", *options, "--tune-trials", 2)  # both trials are there already
+    again = call(
+        "train", room / "data.csv", *options, "--tune-trials", 2
+    )  # both trials are there already
     assert json.loads(again.stdout)["tuned"] == json.loads(first.stdout)["tuned"]
     assert time.perf_counter() - start < 20
     done = call("predict", tmp_path / "model", room / "data.csv", "-o", tmp_path / "out.parquet")
@@ -184,12 +241,25 @@ def numbers(path, rows=150, seed=0, slope=3.0):
 
 def test_scores_of_a_conformal_model_are_those_of_the_intervals_it_gives(tmp_path):
     data = numbers(tmp_path / "data.csv")
-    done = call("train", data, "-t", "y", "-o", tmp_path / "model", "--conformal", "--max-epochs", 5, "--json")
+    done = call(
+        "train",
+        data,
+        "-t",
+        "y",
+        "-o",
+        tmp_path / "model",
+        "--conformal",
+        "--max-epochs",
+        5,
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert (facts["rows_trained"], facts["rows_calibration"], facts["rows_test"]) == (108, 27, 15)
     assert facts["conformal"] is True
-    assert {"conformal coverage 95%", "conformal width 95%", "predictive coverage 95%"} <= set(facts["scores"])
+    assert {"conformal coverage 95%", "conformal width 95%", "predictive coverage 95%"} <= set(
+        facts["scores"]
+    )
     assert not {"coverage 95%", "width 95%"} & set(facts["scores"])  # of which intervals?
     scores = json.loads(call("evaluate", tmp_path / "model", data, "--json").stdout)
     call("predict", tmp_path / "model", data, "-o", tmp_path / "out.parquet", "--level", 0.9)
@@ -199,7 +269,9 @@ def test_scores_of_a_conformal_model_are_those_of_the_intervals_it_gives(tmp_pat
     assert scores["conformal coverage 90%"] == np.mean((low <= y) & (y <= high))
     assert scores["conformal width 90%"] == pytest.approx(np.mean(high - low), rel=1e-12)
     assert scores["predictive width 90%"] != pytest.approx(scores["conformal width 90%"], rel=1e-3)
-    other = json.loads(call("evaluate", tmp_path / "model", data, "--refit", "plug_in", "--json").stdout)
+    other = json.loads(
+        call("evaluate", tmp_path / "model", data, "--refit", "plug_in", "--json").stdout
+    )
     assert "refit 'output'" in other["conformal intervals"]
     assert "conformal coverage 90%" not in other
     said = json.loads(call("report", tmp_path / "model", "--json").stdout)
@@ -208,13 +280,30 @@ def test_scores_of_a_conformal_model_are_those_of_the_intervals_it_gives(tmp_pat
 
 
 def test_reports_of_models_that_were_scored_without_their_correction(tmp_path):
-    """Files of earlier versions: calibration rows were counted as trained, and the scores were the predictive's."""
+    """Files of earlier versions: calibration rows were counted as trained, and the scores were
+    the predictive's.
+    """
     data = numbers(tmp_path / "data.csv", 60)
-    call("train", data, "-t", "y", "-o", tmp_path / "model", "--conformal", "--max-epochs", 2, "--test-fraction", 0)
+    call(
+        "train",
+        data,
+        "-t",
+        "y",
+        "-o",
+        tmp_path / "model",
+        "--conformal",
+        "--max-epochs",
+        2,
+        "--test-fraction",
+        0,
+    )
     estimator, extra = load_with_extra(tmp_path / "model")
     facts = {name: extra["facts"][name] for name in ("rows", "likelihood")}
     save(
-        estimator, tmp_path / "old", extra | {"facts": facts | {"rows_trained": 60, "scores": {"nll": 1.0, "coverage 95%": 0.7}}}
+        estimator,
+        tmp_path / "old",
+        extra
+        | {"facts": facts | {"rows_trained": 60, "scores": {"nll": 1.0, "coverage 95%": 0.7}}},
     )
     said = json.loads(call("report", tmp_path / "old", "--json").stdout)
     assert (said["conformal"], said["rows_calibration"], said["rows_trained"]) == (True, 12, 48)
@@ -223,7 +312,9 @@ def test_reports_of_models_that_were_scored_without_their_correction(tmp_path):
 
 def test_too_few_calibration_rows_are_an_infinite_width_and_a_note(tmp_path):
     data = numbers(tmp_path / "data.csv", 60)
-    done = call("train", data, "-t", "y", "-o", tmp_path / "model", "--conformal", "--max-epochs", 2)
+    done = call(
+        "train", data, "-t", "y", "-o", tmp_path / "model", "--conformal", "--max-epochs", 2
+    )
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "conformal width 95%: infinite" in text
@@ -234,15 +325,24 @@ def test_too_few_calibration_rows_are_an_infinite_width_and_a_note(tmp_path):
 def test_a_study_belongs_to_its_rows(tmp_path):
     """The same output folder, target, shape and likelihood: another table begins another study."""
     options = ("-t", "y", "-o", tmp_path / "model", "--max-epochs", 2, "--json", "--tune-trials")
-    first, other = numbers(tmp_path / "a.csv", 60), numbers(tmp_path / "b.csv", 60, seed=1, slope=-1.0)
+    first, other = (
+        numbers(tmp_path / "a.csv", 60),
+        numbers(tmp_path / "b.csv", 60, seed=1, slope=-1.0),
+    )
     assert json.loads(call("train", first, *options, 2).stdout)["study"] == "new study"
     assert json.loads(call("train", other, *options, 1).stdout)["study"] == "new study"
-    assert json.loads(call("train", first, *options, 1, "--seed", 1).stdout)["study"] == "new study"  # other rows are test rows
+    assert (
+        json.loads(call("train", first, *options, 1, "--seed", 1).stdout)["study"] == "new study"
+    )  # other rows are test rows
     moved = first.rename(tmp_path / "c.csv")
-    assert json.loads(call("train", moved, *options, 3).stdout)["study"] == "continued with 2 earlier trials"
+    assert (
+        json.loads(call("train", moved, *options, 3).stdout)["study"]
+        == "continued with 2 earlier trials"
+    )
     storage = f"sqlite:///{tmp_path / 'model.study.db'}"
     studies = {
-        s.study_name: optuna.load_study(study_name=s.study_name, storage=storage) for s in optuna.get_all_study_summaries(storage)
+        s.study_name: optuna.load_study(study_name=s.study_name, storage=storage)
+        for s in optuna.get_all_study_summaries(storage)
     }
     assert sorted(len(study.trials) for study in studies.values()) == [1, 1, 3]
     for study in studies.values():
@@ -256,7 +356,9 @@ def test_trials_see_training_rows_only(tmp_path, monkeypatch):
     data = numbers(tmp_path / "data.csv", 80)
     seen, scored = [], []
     fit, summary = SSLARegressor.fit, metrics.summary
-    monkeypatch.setattr(SSLARegressor, "fit", lambda self, X, y: (seen.append(y), fit(self, X, y))[1])
+    monkeypatch.setattr(
+        SSLARegressor, "fit", lambda self, X, y: (seen.append(y), fit(self, X, y))[1]
+    )
     monkeypatch.setattr(metrics, "summary", lambda p, y: (scored.append(y), summary(p, y))[1])
     options = ("--max-epochs", 2, "--tune-trials", 2, "--test-fraction", 0.25)
     done = call("train", data, "-t", "y", "-o", tmp_path / "model", *options)
@@ -283,19 +385,28 @@ def test_every_class_keeps_its_share_and_a_row_for_training():
         assert len(test) == round(0.1 * len(y))
         counts = {name: int((y[test] == name).sum()) for name in sizes}
         assert counts == {"a": 40, "b": 6, "c": 3, "d": 0, "e": 0}
-        assert all(np.array_equal(a, b) for a, b in zip(split(y, "classes", request(seed=seed)), (train, test), strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(split(y, "classes", request(seed=seed)), (train, test), strict=True)
+        )
     most = split(y, "classes", request(test_fraction=0.99))
     assert set(y[most[0]]) == set(sizes)
-    assert not np.array_equal(split(y, "classes", request(seed=0))[1], split(y, "classes", request(seed=1))[1])
+    assert not np.array_equal(
+        split(y, "classes", request(seed=0))[1], split(y, "classes", request(seed=1))[1]
+    )
 
 
 def test_rare_classes_are_learned_and_tried_by_trials(tmp_path):
     rng = np.random.default_rng(0)
     labels = ["a"] * 60 + ["b"] * 38 + ["c"] * 2
-    (tmp_path / "data.csv").write_text("x,y\n" + "".join(f"{rng.normal():.4f},{label}\n" for label in labels))
+    (tmp_path / "data.csv").write_text(
+        "x,y\n" + "".join(f"{rng.normal():.4f},{label}\n" for label in labels)
+    )
     for seed in range(3):
         options = ("--max-epochs", 1, "--seed", seed, "--tune-trials", 1, "--json")
-        done = call("train", tmp_path / "data.csv", "-t", "y", "-o", tmp_path / f"model{seed}", *options)
+        done = call(
+            "train", tmp_path / "data.csv", "-t", "y", "-o", tmp_path / f"model{seed}", *options
+        )
         assert done.exit_code == 0, done.output
         assert "unknown labels" not in json.loads(done.stdout)["scores"]
         assert load(tmp_path / f"model{seed}").classes_.tolist() == ["a", "b", "c"]
@@ -308,7 +419,17 @@ def test_sensitivity_is_read_at_80_columns(trained):
     printed = done.stdout.splitlines()
     assert max(map(len, printed)) <= 80
     rows = [line.split() for line in printed if "precision" in line]
-    assert [row[1] for row in rows] == ["0.01", "0.03162", "0.1", "0.3162", "1", "3.162", "10", "31.62", "100"]
+    assert [row[1] for row in rows] == [
+        "0.01",
+        "0.03162",
+        "0.1",
+        "0.3162",
+        "1",
+        "3.162",
+        "10",
+        "31.62",
+        "100",
+    ]
     # precision, its value, |Δmean|/sd, min … max, evidence, residual: no line is broken
     assert all(len(row) == 8 for row in rows)
     assert len(printed) == 1 + 1 + 3 + 9
@@ -320,29 +441,46 @@ def test_cost_in_seconds_grows_with_the_rows(trained, tmp_path, monkeypatch):
     assert found["seconds"] > 0
     assert "6 epochs and a fit of 80 rows on this machine" in found["measured"]
     ticks = itertools.count()
-    monkeypatch.setattr("ssla.tables.cli.work.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(
+        "ssla.tables.cli.work.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    )
     monkeypatch.setattr("ssla.tables.cli.work.auto_batch", lambda rows: 4)
-    for rows in (64, 128, 320):  # 16 batches of 4 rows are timed: 200 epochs of one tick, and one for the rest
-        found = json.loads(call("cost", numbers(tmp_path / "data.csv", rows), "-t", "y", "--json").stdout)
+    for rows in (
+        64,
+        128,
+        320,
+    ):  # 16 batches of 4 rows are timed: 200 epochs of one tick, and one for the rest
+        found = json.loads(
+            call("cost", numbers(tmp_path / "data.csv", rows), "-t", "y", "--json").stdout
+        )
         assert found["seconds"] == 201 * rows / 64
 
 
 def test_cost_of_classes_times_rows_of_every_class(tmp_path, monkeypatch):
     monkeypatch.setattr("ssla.tables.cli.work.auto_batch", lambda rows: 2)
-    (tmp_path / "data.csv").write_text("x,y\n" + "".join(f"{i % 7},{'b' if i == 50 else 'a'}\n" for i in range(100)))
+    (tmp_path / "data.csv").write_text(
+        "x,y\n" + "".join(f"{i % 7},{'b' if i == 50 else 'a'}\n" for i in range(100))
+    )
     done = call("cost", tmp_path / "data.csv", "-t", "y", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["seconds"] > 0
 
 
-@pytest.mark.parametrize(("rows", "members", "said"), [(110, 1, True), (110, 2, False), (112, 1, False)])
+@pytest.mark.parametrize(
+    ("rows", "members", "said"), [(110, 1, True), (110, 2, False), (112, 1, False)]
+)
 def test_one_network_on_a_small_table_gets_a_caution(tmp_path, rows, members, said):
     """99 rows are trained on of 110, 101 of 112."""
     data = numbers(tmp_path / "data.csv", rows)
-    done = call("train", data, "-t", "y", "-o", tmp_path / "model", "--members", members, "--max-epochs", 1)
+    done = call(
+        "train", data, "-t", "y", "-o", tmp_path / "model", "--members", members, "--max-epochs", 1
+    )
     assert done.exit_code == 0, done.output
     assert ("--members 5" in done.stdout) == said
-    assert ("coverage of a single network's intervals is below their level" in " ".join(done.stdout.split())) == said
+    assert (
+        "coverage of a single network's intervals is below their level"
+        in " ".join(done.stdout.split())
+    ) == said
 
 
 MALFORMED = {
@@ -353,25 +491,36 @@ MALFORMED = {
         b"a,b,price\n" + b"".join(b",,%d\n" % i for i in range(20)),
         "no usable input column (a: empty in every row; b",
     ),
-    "mixed": (b"a,price\n" + b"".join(b"%s,%d\n" % (b"x" if i == 7 else b"%d" % i, i) for i in range(20)), "row 8 is 'x'"),
+    "mixed": (
+        b"a,price\n" + b"".join(b"%s,%d\n" % (b"x" if i == 7 else b"%d" % i, i) for i in range(20)),
+        "row 8 is 'x'",
+    ),
     "million columns": (b",".join(b"c%d" % i for i in range(10**6)) + b"\n", "1,000,000 columns"),
     "nul": (b"a,price\n1,2\n\x00,3\n", "NUL"),
     "nul header": (b"a\x00,price\n1,2\n", "NUL"),
-    "wrong target": (b"a,prise\n" + b"".join(b"%d,%d\n" % (i, i) for i in range(20)), "Did you mean 'prise'"),
+    "wrong target": (
+        b"a,prise\n" + b"".join(b"%d,%d\n" % (i, i) for i in range(20)),
+        "Did you mean 'prise'",
+    ),
     "constant": (b"a,price\n" + b"".join(b"%d,5\n" % i for i in range(20)), "constant"),
     "duplicate": (b"a,a,price\n1,2,3\n", "several columns named 'a'"),
     "infinite": (
-        b"a,price\n" + b"".join(b"%s,%d\n" % (b"inf" if i == 3 else b"%d" % i, i) for i in range(20)),
+        b"a,price\n"
+        + b"".join(b"%s,%d\n" % (b"inf" if i == 3 else b"%d" % i, i) for i in range(20)),
         "infinite value in row 4",
     ),
     "infinite target": (
-        b"a,price\n" + b"".join(b"%d,%s\n" % (i, b"-inf" if i == 3 else b"%d" % i) for i in range(20)),
+        b"a,price\n"
+        + b"".join(b"%d,%s\n" % (i, b"-inf" if i == 3 else b"%d" % i) for i in range(20)),
         "infinite",
     ),
     "ragged": (b"a,price\n1,2\n1,2,3\n", "line 3: 3 cells"),
     "binary": (b"\xff\xfe\x00a,b", "UTF-8"),
     "no name": (b"a,,price\n1,2,3\n", "has no name"),
-    "nothing to learn from": (b"a,price\n" + b"".join(b"1,%d\n" % i for i in range(20)), "no usable input column"),
+    "nothing to learn from": (
+        b"a,price\n" + b"".join(b"1,%d\n" % i for i in range(20)),
+        "no usable input column",
+    ),
 }
 
 
@@ -387,8 +536,20 @@ def test_malformed_tables_get_a_sentence_and_nothing_is_written(name, tmp_path):
 
 
 def test_an_empty_column_is_left_out_and_named(tmp_path):
-    (tmp_path / "data.csv").write_text("a,b,price\n" + "".join(f"{i},,{i % 7}\n" for i in range(40)))
-    done = call("train", tmp_path / "data.csv", "-t", "price", "-o", tmp_path / "model", "--max-epochs", 1, "--json")
+    (tmp_path / "data.csv").write_text(
+        "a,b,price\n" + "".join(f"{i},,{i % 7}\n" for i in range(40))
+    )
+    done = call(
+        "train",
+        tmp_path / "data.csv",
+        "-t",
+        "price",
+        "-o",
+        tmp_path / "model",
+        "--max-epochs",
+        1,
+        "--json",
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["left_out"] == {"b": "empty in every row"}
 
@@ -397,12 +558,36 @@ def test_wrong_usage_and_wrong_files(trained, tmp_path):
     room, _ = trained
     assert call("train", room / "data.csv").exit_code == 2
     for arguments, match in [
-        (("predict", tmp_path / "nowhere", room / "data.csv", "-o", tmp_path / "o.csv"), "no saved model"),
-        (("predict", room / "model", room / "data.csv", "-o", tmp_path / "o.xlsx"), ".csv or .parquet"),
-        (("predict", room / "model", room / "data.csv", "-o", tmp_path / "o.csv", "--level", 95), "strictly between"),
+        (
+            ("predict", tmp_path / "nowhere", room / "data.csv", "-o", tmp_path / "o.csv"),
+            "no saved model",
+        ),
+        (
+            ("predict", room / "model", room / "data.csv", "-o", tmp_path / "o.xlsx"),
+            ".csv or .parquet",
+        ),
+        (
+            ("predict", room / "model", room / "data.csv", "-o", tmp_path / "o.csv", "--level", 95),
+            "strictly between",
+        ),
         (("predict", room / "model", tmp_path / "none.csv", "-o", tmp_path / "o.csv"), "no file"),
-        (("train", room / "data.csv", "-t", "price", "-o", tmp_path / "m", "--likelihood", "gauss"), "Did you mean"),
-        (("train", room / "data.csv", "-t", "price", "-o", tmp_path / "m", "--drop", "colr"), "Did you mean 'colour'"),
+        (
+            (
+                "train",
+                room / "data.csv",
+                "-t",
+                "price",
+                "-o",
+                tmp_path / "m",
+                "--likelihood",
+                "gauss",
+            ),
+            "Did you mean",
+        ),
+        (
+            ("train", room / "data.csv", "-t", "price", "-o", tmp_path / "m", "--drop", "colr"),
+            "Did you mean 'colour'",
+        ),
         (("train", room / "data.csv", "-t", "price", "-o", room / "data.csv"), "is a file"),
     ]:
         done = call(*arguments)
@@ -439,6 +624,9 @@ def test_categories_that_look_like_numbers_are_met_again(tmp_path):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from ssla.tables.cli.app import app; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = (
+        "import sys; from ssla.tables.cli.app import app; assert 'torch' not in sys.modules and "
+        "'numpy' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,9 @@ def frame(rows=60, seed=0):
     rng = np.random.default_rng(seed)
     x, kind = rng.normal(size=rows).round(3), rng.choice(["cat", "dog", "eel"], rows)
     y = (1500 + 900 * x + 300 * (kind == "cat") + 40 * rng.normal(size=rows)).round(1)
-    return pandas.DataFrame({"id": [f"{i:04d}" for i in range(rows)], "x": x, "kind": kind, "mean": y})
+    return pandas.DataFrame(
+        {"id": [f"{i:04d}" for i in range(rows)], "x": x, "kind": kind, "mean": y}
+    )
 
 
 def rows_of(path):
@@ -54,11 +56,35 @@ def rows_of(path):
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A table whose target is called like an output, and models of its numbers and of its classes."""
+    """A table whose target is called like an output, and models of its numbers and of its
+    classes.
+    """
     room = tmp_path_factory.mktemp("command")
     frame().to_csv(room / "data.csv", index=False)
-    good("train", room / "data.csv", "-t", "mean", "-o", room / "numbers", "--drop", "id", "--max-epochs", 5)
-    good("train", room / "data.csv", "-t", "kind", "-o", room / "classes", "--drop", "id", "--max-epochs", 5)
+    good(
+        "train",
+        room / "data.csv",
+        "-t",
+        "mean",
+        "-o",
+        room / "numbers",
+        "--drop",
+        "id",
+        "--max-epochs",
+        5,
+    )
+    good(
+        "train",
+        room / "data.csv",
+        "-t",
+        "kind",
+        "-o",
+        room / "classes",
+        "--drop",
+        "id",
+        "--max-epochs",
+        5,
+    )
     return room
 
 
@@ -73,7 +99,10 @@ def test_kept_columns_are_the_cells_as_they_were_read(room, tmp_path):
     names = ["--keep", "id", "--keep", "kind", "--keep", "mean"]
     done = call("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.csv", *names)
     assert done.exit_code == 0
-    assert "note: The kept column 'mean' is written as 'input_mean', because 'mean' is an output." in words(done)
+    assert (
+        "note: The kept column 'mean' is written as 'input_mean', because 'mean' is an output."
+        in words(done)
+    )
     written, source = rows_of(tmp_path / "out.csv"), rows_of(room / "data.csv")
     assert list(written[0])[:4] == ["id", "kind", "input_mean", "mean"]
     assert [row["id"] for row in written] == [row["id"] for row in source]  # 0000, not 0
@@ -82,10 +111,14 @@ def test_kept_columns_are_the_cells_as_they_were_read(room, tmp_path):
 
 
 def test_kept_columns_of_a_parquet_file_keep_their_types(room, tmp_path):
-    table = frame(5).assign(when=pandas.Timestamp("2024-02-29"), part=[None, 1, 2, 3, 4], parts=[[1, 2]] * 5)
+    table = frame(5).assign(
+        when=pandas.Timestamp("2024-02-29"), part=[None, 1, 2, 3, 4], parts=[[1, 2]] * 5
+    )
     table.to_parquet(tmp_path / "new.parquet")
     keep = [part for name in ("when", "parts", "id") for part in ("--keep", name)]
-    good("predict", room / "numbers", tmp_path / "new.parquet", "-o", tmp_path / "out.parquet", *keep)
+    good(
+        "predict", room / "numbers", tmp_path / "new.parquet", "-o", tmp_path / "out.parquet", *keep
+    )
     found = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
     assert found["when"] == list(table["when"])
     assert found["parts"] == [[1, 2]] * 5
@@ -93,7 +126,9 @@ def test_kept_columns_of_a_parquet_file_keep_their_types(room, tmp_path):
 
 
 def test_an_unknown_column_to_keep_is_refused_before_the_work(room, tmp_path):
-    done = call("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.csv", "--keep", "ID")
+    done = call(
+        "predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.csv", "--keep", "ID"
+    )
     assert done.exit_code == 1
     assert "no column 'ID'. Did you mean 'id'?" in words(done)
     assert not list(tmp_path.iterdir())
@@ -102,7 +137,12 @@ def test_an_unknown_column_to_keep_is_refused_before_the_work(room, tmp_path):
 def test_prefixes_go_on_until_the_name_is_free(room, tmp_path):
     frame(4).assign(input_mean=range(4)).to_csv(tmp_path / "new.csv", index=False)
     keep = ("--keep", "mean", "--keep", "input_mean")
-    assert call("predict", room / "numbers", tmp_path / "new.csv", "-o", tmp_path / "out.csv", *keep).exit_code == 0
+    assert (
+        call(
+            "predict", room / "numbers", tmp_path / "new.csv", "-o", tmp_path / "out.csv", *keep
+        ).exit_code
+        == 0
+    )
     written = rows_of(tmp_path / "out.csv")
     assert [row["input_mean"] for row in written] == ["0", "1", "2", "3"]
     assert [float(row["input_input_mean"]) for row in written] == list(frame(4)["mean"])
@@ -111,21 +151,44 @@ def test_prefixes_go_on_until_the_name_is_free(room, tmp_path):
 def test_columns_carry_their_level_and_epistemic_is_a_standard_deviation(room, tmp_path):
     levels = (0.5, 0.95, 0.975, 0.5)
     options = [part for level in levels for part in ("--level", level)]
-    facts = good("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.parquet", *options)
+    facts = good(
+        "predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.parquet", *options
+    )
     assert facts["levels"] == [0.5, 0.95, 0.975]
-    found = {k: np.array(v) for k, v in pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict().items()}
-    assert [name for name in found if "er_" in name] == [f"{e}_{n}" for n in ("50", "95", "97.5") for e in ("lower", "upper")]
+    found = {
+        k: np.array(v)
+        for k, v in pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict().items()
+    }
+    assert [name for name in found if "er_" in name] == [
+        f"{e}_{n}" for n in ("50", "95", "97.5") for e in ("lower", "upper")
+    ]
     estimator, extra = load_with_extra(room / "numbers")
-    p = estimator.predict_dist(Plan.from_json(extra["plan"]).encode(read_table(room / "data.csv")).values)
+    p = estimator.predict_dist(
+        Plan.from_json(extra["plan"]).encode(read_table(room / "data.csv")).values
+    )
     np.testing.assert_allclose(found["upper_97.5"], p.icdf(0.9875).numpy(), rtol=1e-12)
     np.testing.assert_allclose(found["lower_95"], found["q0.025"], rtol=1e-9)
-    np.testing.assert_allclose(found["sd"] ** 2 - found["epistemic"] ** 2, p.aleatoric.numpy(), rtol=1e-9)
+    np.testing.assert_allclose(
+        found["sd"] ** 2 - found["epistemic"] ** 2, p.aleatoric.numpy(), rtol=1e-9
+    )
     assert (found["epistemic"] < found["sd"]).all()
 
 
 def test_one_level_is_95_and_a_wrong_one_among_many_is_refused(room, tmp_path):
-    assert good("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.csv")["levels"] == [0.95]
-    done = call("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "o.csv", "--level", 0.5, "--level", 90)
+    assert good("predict", room / "numbers", room / "data.csv", "-o", tmp_path / "out.csv")[
+        "levels"
+    ] == [0.95]
+    done = call(
+        "predict",
+        room / "numbers",
+        room / "data.csv",
+        "-o",
+        tmp_path / "o.csv",
+        "--level",
+        0.5,
+        "--level",
+        90,
+    )
     assert "For 90% write 0.9" in words(done)
     assert not (tmp_path / "o.csv").exists()
 
@@ -158,7 +221,11 @@ def test_sets_of_classes_are_the_smallest_that_hold_the_level(room, tmp_path):
 
 
 def test_the_separator_of_a_set_is_in_no_label():
-    assert [separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])] == ["|", ";", "\x1f"]
+    assert [separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])] == [
+        "|",
+        ";",
+        "\x1f",
+    ]
 
 
 @pytest.mark.parametrize("head", ["", "Unnamed: 0", "__index_level_0__"])
@@ -166,14 +233,33 @@ def test_an_index_of_pandas_is_no_input_and_a_note_says_so(tmp_path, head):
     table = frame(30).drop(columns="id")
     table.to_csv(tmp_path / "data.csv", index_label=head)
     done = call(
-        "train", tmp_path / "data.csv", "-t", "mean", "-o", tmp_path / "model", "--max-epochs", 1, "--likelihood", "gaussian"
+        "train",
+        tmp_path / "data.csv",
+        "-t",
+        "mean",
+        "-o",
+        tmp_path / "model",
+        "--max-epochs",
+        1,
+        "--likelihood",
+        "gaussian",
     )
     assert done.exit_code == 0, done.output
     name = head or "Unnamed: 0"
     assert f"the column '{name}' is treated as a row index and is not an input" in words(done)
-    names = [feature["name"] for feature in load_with_extra(tmp_path / "model")[1]["plan"]["features"]]
+    names = [
+        feature["name"] for feature in load_with_extra(tmp_path / "model")[1]["plan"]["features"]
+    ]
     assert names == ["x", "kind"]
-    good("predict", tmp_path / "model", tmp_path / "data.csv", "-o", tmp_path / "out.csv", "--keep", name)
+    good(
+        "predict",
+        tmp_path / "model",
+        tmp_path / "data.csv",
+        "-o",
+        tmp_path / "out.csv",
+        "--keep",
+        name,
+    )
     assert [row[name] for row in rows_of(tmp_path / "out.csv")] == [str(i) for i in range(30)]
 
 
@@ -201,10 +287,31 @@ def test_the_same_table_is_read_from_every_kind_of_file(tmp_path, monkeypatch):
 
 def test_standard_input_can_be_the_data_of_every_command(room, tmp_path):
     data = (room / "data.csv").read_text()
-    assert good("train", "-", "-t", "mean", "-o", tmp_path / "m", "--drop", "id", "--max-epochs", 1, data=data)["rows"] == 60
-    assert good("predict", room / "numbers", "-", "-o", tmp_path / "out.csv", data=data)["rows"] == 60
-    assert good("evaluate", room / "numbers", "-", data=data) == good("evaluate", room / "numbers", room / "data.csv")
-    assert "no column 'kind'" in words(call("predict", room / "numbers", "-", "-o", tmp_path / "o.csv", data="x\n1\n"))
+    assert (
+        good(
+            "train",
+            "-",
+            "-t",
+            "mean",
+            "-o",
+            tmp_path / "m",
+            "--drop",
+            "id",
+            "--max-epochs",
+            1,
+            data=data,
+        )["rows"]
+        == 60
+    )
+    assert (
+        good("predict", room / "numbers", "-", "-o", tmp_path / "out.csv", data=data)["rows"] == 60
+    )
+    assert good("evaluate", room / "numbers", "-", data=data) == good(
+        "evaluate", room / "numbers", room / "data.csv"
+    )
+    assert "no column 'kind'" in words(
+        call("predict", room / "numbers", "-", "-o", tmp_path / "o.csv", data="x\n1\n")
+    )
     assert "standard input is empty" in words(call("cost", "-", "-t", "mean", data=""))
 
 
@@ -265,12 +372,26 @@ def test_numbers_in_the_marks_of_other_countries(tmp_path, cell, decimal, thousa
 
 def test_the_marks_of_training_hold_for_later_tables(room, tmp_path):
     table = frame()
-    written = table.assign(**{n: [f"{v:,.3f}".translate(str.maketrans(",.", ".,")) for v in table[n]] for n in ("x", "mean")})
+    written = table.assign(
+        **{
+            n: [f"{v:,.3f}".translate(str.maketrans(",.", ".,")) for v in table[n]]
+            for n in ("x", "mean")
+        }
+    )
     assert "." in written["mean"][0] and "," in written["mean"][0]  # noqa: PT018
     written.to_csv(tmp_path / "data.csv", index=False, sep=";")
     marks = ("--decimal", ",", "--thousands", ".")
     options = ("-t", "mean", "--drop", "id")
-    good("train", tmp_path / "data.csv", *options, "-o", tmp_path / "model", "--max-epochs", 5, *marks)
+    good(
+        "train",
+        tmp_path / "data.csv",
+        *options,
+        "-o",
+        tmp_path / "model",
+        "--max-epochs",
+        5,
+        *marks,
+    )
     ours, plain = tmp_path / "data.csv", room / "data.csv"
     expected = good("evaluate", room / "numbers", plain)
     assert good("evaluate", tmp_path / "model", ours) == expected  # the marks are in the model
@@ -278,7 +399,9 @@ def test_the_marks_of_training_hold_for_later_tables(room, tmp_path):
     assert good("evaluate", room / "numbers", ours, *marks) == expected
     for command in (("predict", "-o", tmp_path / "out.csv"), ("sensitivity",)):
         name, *rest = command
-        assert good(name, tmp_path / "model", ours, *rest) == good(name, room / "numbers", plain, *rest)
+        assert good(name, tmp_path / "model", ours, *rest) == good(
+            name, room / "numbers", plain, *rest
+        )
     cost = [good("cost", *arguments) for arguments in ((ours, *options, *marks), (plain, *options))]
     assert len({(c["rows"], c["inputs"], c["cost"]) for c in cost}) == 1
     done = call("evaluate", room / "numbers", ours)
@@ -294,11 +417,17 @@ def test_impossible_marks_are_refused(tmp_path, decimal, thousands):
 
 
 BYTES = {
-    "latin.csv": ("näme,y\n1,2\n".encode("latin-1"), "line 1: the byte 0xe4 is not UTF-8 text.*iconv -f WINDOWS-1252 -t UTF-8"),
+    "latin.csv": (
+        "näme,y\n1,2\n".encode("latin-1"),
+        "line 1: the byte 0xe4 is not UTF-8 text.*iconv -f WINDOWS-1252 -t UTF-8",
+    ),
     "later.csv": (b"a,y\n" + b"1,2\n" * 9000 + b"\xe4,2\n", "line 9002"),
     "wide.csv": ("a,y\n1,2\n".encode("utf-16"), "is UTF-16 text.*iconv -f UTF-16 -t UTF-8"),
     "bare.csv": ("a,y\n1,2\n".encode("utf-16-le"), "NUL byte.*UTF-8"),
-    "short.csv.gz": (gzip.compress(b"a,y\n" + bytes(range(48, 90)) * 50)[:-12], "not a complete gzip file"),
+    "short.csv.gz": (
+        gzip.compress(b"a,y\n" + bytes(range(48, 90)) * 50)[:-12],
+        "not a complete gzip file",
+    ),
     "plain.csv.gz": (b"a,y\n1,2\n", "not a complete gzip file"),
     "none.csv.gz": (gzip.compress(b""), "is empty"),
     "old.xls": (b"", "'.xls'; only .csv, .*Save the table"),
@@ -355,7 +484,15 @@ def test_without_openpyxl_the_error_names_the_extra(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("KFAC", "kfac"), ("Low_Rank", "low_rank"), ("dens", "dense"), ("DIAGONAL", "diag"), ("xyz", ""), ("", "")]
+    ("name", "hint"),
+    [
+        ("KFAC", "kfac"),
+        ("Low_Rank", "low_rank"),
+        ("dens", "dense"),
+        ("DIAGONAL", "diag"),
+        ("xyz", ""),
+        ("", ""),
+    ],
 )
 def test_hints_are_by_likeness_without_regard_to_case(name, hint):
     text = _checks.unknown_name("structure", name, ["dense", "kfac", "diag", "low_rank"])
@@ -378,7 +515,9 @@ def test_commands_options_columns_and_values_have_the_hint(room, tmp_path):
 
 
 def interrupted_at(arguments, marker):
-    """The command is stopped by SIGINT when it begins to import `marker`; (exit code, standard error)."""
+    """The command is stopped by SIGINT when it begins to import `marker`; (exit code, standard
+    error).
+    """
     code = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
@@ -391,7 +530,9 @@ sys.argv = {["ssla", *map(str, arguments)]!r}
 from ssla.tables.cli import main
 main()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "here\n"
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -399,11 +540,15 @@ main()
     return process.returncode, text
 
 
-@pytest.mark.parametrize("marker", ["typer", "rich.table", "typer._adapters", "torch", "ssla.tables.cli.train"])
+@pytest.mark.parametrize(
+    "marker", ["typer", "rich.table", "typer._adapters", "torch", "ssla.tables.cli.train"]
+)
 def test_ctrl_c_while_importing_is_one_line(room, tmp_path, marker):
     if find_spec(marker) is None:
         pytest.skip(f"this version has no {marker}")
-    code, text = interrupted_at(("train", room / "data.csv", "-t", "mean", "-o", tmp_path / "model"), marker)
+    code, text = interrupted_at(
+        ("train", room / "data.csv", "-t", "mean", "-o", tmp_path / "model"), marker
+    )
     assert (code, text.strip()) == (130, "Interrupted. Nothing was written.")
     assert not list(tmp_path.iterdir())
 
@@ -421,7 +566,13 @@ def test_the_help_of_predict_names_every_output_column(room, tmp_path):
     for model in ("numbers", "classes"):
         good("predict", room / model, room / "data.csv", "-o", tmp_path / "out.csv")
         for name in rows_of(tmp_path / "out.csv")[0]:
-            shown = "p(...)" if name.startswith("p(") else "q0.025 ... q0.975" if name.startswith("q0") else name
+            shown = (
+                "p(...)"
+                if name.startswith("p(")
+                else "q0.025 ... q0.975"
+                if name.startswith("q0")
+                else name
+            )
             assert shown in text, name
 
 
@@ -453,7 +604,18 @@ def test_json_is_one_object_without_colours_or_notes(room, tmp_path, monkeypatch
     frame(20).to_csv(tmp_path / "data.csv")  # with an index: a note
     data, model = tmp_path / "data.csv", room / "numbers"
     for arguments in [
-        ("train", data, "-t", "mean", "-o", tmp_path / "m", "--max-epochs", 1, "--likelihood", "gaussian"),
+        (
+            "train",
+            data,
+            "-t",
+            "mean",
+            "-o",
+            tmp_path / "m",
+            "--max-epochs",
+            1,
+            "--likelihood",
+            "gaussian",
+        ),
         ("predict", model, data, "-o", tmp_path / "out.csv"),
         ("evaluate", model, data),
         ("sensitivity", model, data),
@@ -471,6 +633,9 @@ def test_json_has_no_nan_and_text_has_no_markup(capsys):
     from ssla.tables.cli.console import show
 
     show({"a": float("nan"), "b": {"c": [float("inf"), 1.5]}}, as_json=True)
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": None, "b": {"c": [None, 1.5]}}
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": {"c": [None, 1.5]},
+    }
     show({"left_out": {"[bold]size[/bold]": "constant"}}, as_json=False)
     assert "[bold]size[/bold]: constant" in capsys.readouterr().out

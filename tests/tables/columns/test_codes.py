@@ -1,4 +1,6 @@
-"""Categories with many levels: one column of codes, for models that learn an effect of each level."""
+"""Categories with many levels: one column of codes, for models that learn an effect of each
+level.
+"""
 
 import csv
 import json
@@ -17,12 +19,18 @@ from ssla.tables.scoring.saved_models import open_table_model
 
 
 def table(**cells):
-    return Table(Path("some.csv"), {name: list(column) for name, column in cells.items()}, len(next(iter(cells.values()))))
+    return Table(
+        Path("some.csv"),
+        {name: list(column) for name, column in cells.items()},
+        len(next(iter(cells.values()))),
+    )
 
 
 def cities(rare=3):
     """City 0 in the most rows, city 79 in the fewest; some in one row only."""
-    return [f"city {i}" for i in range(80) for _ in range(100 - i)] + [f"rare {i}" for i in range(rare)]
+    return [f"city {i}" for i in range(80) for _ in range(100 - i)] + [
+        f"rare {i}" for i in range(rare)
+    ]
 
 
 def coded(**cells):
@@ -37,7 +45,11 @@ def test_the_most_frequent_level_has_code_1_and_rare_ones_code_0():
     assert city.codes == tuple(f"city {i}" for i in range(80))
     assert city.levels == ()
     assert city.rare == ("rare 0", "rare 1", "rare 2")
-    assert plan.said["city"] == "80 of 83 categories have an effect of their own, which is learned; the others (3 rows) share one"
+    assert (
+        plan.said["city"]
+        == "80 of 83 categories have an effect of their own, which is learned; the others (3 rows) "
+        "share one"
+    )
     found = plan.encode(table(city=["city 0", "city 79", "rare 1", "Rome", ""], size=[1] * 5))
     assert found.values[:, 0].tolist() == [1, 80, 0, 0, 0]
     assert found.unlearned[:, 0].tolist() == [False, False, True, True, True]
@@ -56,7 +68,9 @@ def test_gaps_have_the_last_code_if_training_had_any():
 
 def test_enough_rare_rows_teach_what_a_new_level_is():
     names = cities(rare=ENOUGH)
-    found = coded(city=names, size=range(len(names))).encode(table(city=["rare 1", "Rome"], size=[1, 2]))
+    found = coded(city=names, size=range(len(names))).encode(
+        table(city=["rare 1", "Rome"], size=[1, 2])
+    )
     assert found.values[:, 0].tolist() == [0, 0]
     assert not found.mixed.any()
     assert found.notes.tolist() == ["", "city: unknown category 'Rome', treated as a rare one"]
@@ -76,7 +90,9 @@ def test_texts_are_kept_if_half_of_the_rows_have_a_code():
     plan = coded(name=often + seldom, size=range(2 * len(often)))
     assert plan.levels == (30, 0)
     plan = coded(name=[*often, *seldom, "one more"], size=range(2 * len(often) + 1))
-    assert plan.left_out == {"name": f"{30 + len(often) + 1} different texts in {2 * len(often) + 1} rows"}
+    assert plan.left_out == {
+        "name": f"{30 + len(often) + 1} different texts in {2 * len(often) + 1} rows"
+    }
     without = make_plan(table(name=often + seldom, size=range(2 * len(often))), set())
     assert list(without.left_out) == ["name"]
 
@@ -91,7 +107,9 @@ def test_the_target_does_not_decide_the_codes():
 def test_copies_of_rows_have_codes_of_the_training_table():
     rng = np.random.default_rng(0)
     names = rng.permutation(cities()).tolist()
-    plan = coded(city=names, size=rng.normal(size=len(names)).tolist(), old=["", *range(1, len(names))])
+    plan = coded(
+        city=names, size=rng.normal(size=len(names)).tolist(), old=["", *range(1, len(names))]
+    )
     found = plan.encode(table(city=["Rome", "Rome"], size=[1.0, 2.0], old=[3, ""]))
     copies, shares = np.stack(list(found.copies())), found.shares
     assert set(copies[..., 0].ravel()) <= set(range(81))
@@ -134,7 +152,10 @@ def test_the_command_learns_codes_and_every_other_command_reads_them(tmp_path):
     rng = np.random.default_rng(0)
     effects = rng.normal(size=60)
     level = np.repeat(np.arange(60), 10)
-    rows = [[f"c{i}", f"{x:.4f}", f"{effects[i] + 0.1 * x:.4f}"] for i, x in zip(level, rng.normal(size=600), strict=True)]
+    rows = [
+        [f"c{i}", f"{x:.4f}", f"{effects[i] + 0.1 * x:.4f}"]
+        for i, x in zip(level, rng.normal(size=600), strict=True)
+    ]
     data = tmp_path / "a.csv"
     with data.open("w", newline="") as stream:
         csv.writer(stream).writerows([["city", "size", "y"], *rows])
@@ -161,6 +182,8 @@ def test_the_command_learns_codes_and_every_other_command_reads_them(tmp_path):
     estimator, extra = load_with_extra(model)
     extra["plan"]["features"][0]["codes"].pop()
     save(estimator, tmp_path / "forged", extra)
-    done = CliRunner().invoke(app, ["predict", str(tmp_path / "forged"), str(data), "-o", str(tmp_path / "other.csv")])
+    done = CliRunner().invoke(
+        app, ["predict", str(tmp_path / "forged"), str(data), "-o", str(tmp_path / "other.csv")]
+    )
     assert done.exit_code == 1
     assert "do not fit its network" in " ".join(done.output.split())

@@ -1,4 +1,6 @@
-"""Tables of the command: labels as written, numbers as meant, and unknown inputs that widen the answer and are marked."""
+"""Tables of the command: labels as written, numbers as meant, and unknown inputs that widen the
+answer and are marked.
+"""
 
 import csv
 import datetime
@@ -23,7 +25,17 @@ from ssla.predictive.joined import joined
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables.cli.app import app
 from ssla.tables.cli.train import Request, prepare
-from ssla.tables.columns import Plan, Style, Table, TableError, later_labels, later_numbers, make_plan, read_table, read_target
+from ssla.tables.columns import (
+    Plan,
+    Style,
+    Table,
+    TableError,
+    later_labels,
+    later_numbers,
+    make_plan,
+    read_table,
+    read_target,
+)
 from ssla.tables.columns.kinds import day, interpret, read_as
 from ssla.tables.columns.plan import DRAWS, ENOUGH, MOST_LEVELS
 from ssla.tables.estimators.loading import load_with_extra
@@ -48,7 +60,11 @@ def refused(*arguments):
 
 def table(**cells):
     """Of columns given as lists."""
-    return Table(Path("some.csv"), {name: list(column) for name, column in cells.items()}, len(next(iter(cells.values()))))
+    return Table(
+        Path("some.csv"),
+        {name: list(column) for name, column in cells.items()},
+        len(next(iter(cells.values()))),
+    )
 
 
 def write(path, **columns):
@@ -95,7 +111,19 @@ def test_labels_go_through_the_command_and_its_files(tmp_path):
     k = np.where(x > 0, "1234567", "1234568")
     data = write(tmp_path / "a.csv", x=x.round(4), k=k)
     facts = json.loads(
-        call("train", data, "-t", "k", "-o", tmp_path / "m", "--likelihood", "classes", "--max-epochs", 15, "--json").stdout
+        call(
+            "train",
+            data,
+            "-t",
+            "k",
+            "-o",
+            tmp_path / "m",
+            "--likelihood",
+            "classes",
+            "--max-epochs",
+            15,
+            "--json",
+        ).stdout
     )
     assert facts["read_as"] == {"k (target)": "2 classes"}
     call("predict", tmp_path / "m", data, "-o", tmp_path / "o.csv")
@@ -104,10 +132,15 @@ def test_labels_go_through_the_command_and_its_files(tmp_path):
     assert {"p(1234567)", "p(1234568)"} <= set(out[0])
     assert list(out[0])[-1] == "notes"
     accuracy = json.loads(call("evaluate", tmp_path / "m", data, "--json").stdout)["accuracy"]
-    assert accuracy == pytest.approx(np.mean([row["label"] == label for row, label in zip(out, k, strict=True)]))
+    assert accuracy == pytest.approx(
+        np.mean([row["label"] == label for row, label in zip(out, k, strict=True)])
+    )
     parquet = tmp_path / "a.parquet"  # the same labels as integers
     pyarrow.parquet.write_table(pyarrow.table({"x": x.round(4), "k": k.astype(int)}), parquet)
-    assert json.loads(call("evaluate", tmp_path / "m", parquet, "--json").stdout)["accuracy"] == accuracy
+    assert (
+        json.loads(call("evaluate", tmp_path / "m", parquet, "--json").stdout)["accuracy"]
+        == accuracy
+    )
 
 
 def test_parquet_labels_are_their_exact_text():
@@ -130,11 +163,18 @@ def test_later_labels_are_matched_by_value_where_all_classes_have_one():
     labels, given = later_labels(cells, "k", ["1", "2"], earlier=False)
     assert labels.tolist() == ["1", "2", "yes", "3", "2"]
     assert given.tolist() == [True, True, True, True, False, True]
-    assert later_labels(table(k=[True, "no"]), "k", ["no", "yes"], earlier=False)[0].tolist() == ["yes", "no"]
-    assert later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"], earlier=False)[0].tolist() == ["true"]
+    assert later_labels(table(k=[True, "no"]), "k", ["no", "yes"], earlier=False)[0].tolist() == [
+        "yes",
+        "no",
+    ]
+    assert later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"], earlier=False)[
+        0
+    ].tolist() == ["true"]
     old = ["0.333333", "1.23457e+06"]
     assert later_labels(table(k=["0.33333333"]), "k", old, earlier=True)[0].tolist() == ["0.333333"]
-    assert later_labels(table(k=["0.33333333"]), "k", old, earlier=False)[0].tolist() == ["0.33333333"]
+    assert later_labels(table(k=["0.33333333"]), "k", old, earlier=False)[0].tolist() == [
+        "0.33333333"
+    ]
 
 
 # --- numbers written as texts
@@ -166,7 +206,9 @@ def test_numbers_as_texts_have_one_reading_for_the_column(cells):
 
 
 def test_an_ambiguous_column_is_refused_with_both_options():
-    with pytest.raises(TableError, match=r"'1,234' is 1234 with --thousands ',', but 1.234 with --decimal ','"):
+    with pytest.raises(
+        TableError, match=r"'1,234' is 1234 with --thousands ',', but 1.234 with --decimal ','"
+    ):
         interpret("c", ["950", "1,234"])
     assert interpret("c", ["950", "1,234"], Style(".", ",")).values.tolist() == [950, 1234]
     assert interpret("c", ["950", "1,234"], Style(",")).values.tolist() == [950, 1.234]
@@ -193,7 +235,9 @@ def test_a_later_table_is_read_as_at_training():
     assert plan.said == {"price": "numbers ('12,5' is 12.5)"}
     assert plan.encode(table(price=["1,234"])).values.tolist() == [[1.234]]
     assert plan.encode(table(price=[7.5])).values.tolist() == [[7.5]]
-    with pytest.raises(TableError, match=r"written like 1234,5 at training, but row 2 of some\.csv is '12\.5'"):
+    with pytest.raises(
+        TableError, match=r"written like 1234,5 at training, but row 2 of some\.csv is '12\.5'"
+    ):
         plan.encode(table(price=["1,5", "12.5"]))
     stated = Table(Path("b.csv"), {"price": ["1,234.5"]}, 1, Style(".", ","))
     assert plan.encode(stated).values.tolist() == [[1234.5]]
@@ -227,7 +271,12 @@ def test_a_memory_error_advises_what_the_command_has(tmp_path):
 
 def test_a_zero_one_target_gets_a_note_and_a_percent_target_is_a_number(tmp_path):
     rng = np.random.default_rng(0)
-    data = write(tmp_path / "a.csv", x=rng.normal(size=30).round(3), k=[0, 1] * 15, p=[f"{i}.5%" for i in range(30)])
+    data = write(
+        tmp_path / "a.csv",
+        x=rng.normal(size=30).round(3),
+        k=[0, 1] * 15,
+        p=[f"{i}.5%" for i in range(30)],
+    )
     done = call("train", data, "-t", "k", "-o", tmp_path / "m", "--max-epochs", 1, "--drop", "p")
     assert "only the values 0 and 1: it is predicted as a number" in " ".join(done.stderr.split())
     assert "--likelihood classes" in " ".join(done.stderr.split())
@@ -253,8 +302,13 @@ def test_numbers_with_few_frequent_texts_are_categories():
     later = plan.encode(table(doors=["2", "5more", "7", 3, ""]))
     assert later.values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0] * 4, [0, 1, 0, 0], [0] * 4]
     assert later.notes.tolist() == ["", "", "doors: unknown category '7'", "", "doors: missing"]
-    assert make_plan(table(doors=[2, 3, 4, "5more"] * 30, y=range(120)), {"y"}).features == plan.features  # as in Excel
-    with pytest.raises(TableError, match="'y' mixes numbers and texts: row 4 is '5more', 30 such cells"):
+    assert (
+        make_plan(table(doors=[2, 3, 4, "5more"] * 30, y=range(120)), {"y"}).features
+        == plan.features
+    )  # as in Excel
+    with pytest.raises(
+        TableError, match="'y' mixes numbers and texts: row 4 is '5more', 30 such cells"
+    ):
         read_target(table(y=doors), "y", None)  # a target is classes only if that is clear
 
 
@@ -277,18 +331,27 @@ def test_a_typing_error_is_not_a_category():
             with pytest.raises(TableError, match="mixes"):
                 make_plan(column(texts, numbers), {"y"})
         else:
-            assert "because some values are texts ('x')" in make_plan(column(texts, numbers), {"y"}).said["c"]
+            assert (
+                "because some values are texts ('x')"
+                in make_plan(column(texts, numbers), {"y"}).said["c"]
+            )
 
 
 # --- cells of another kind
 
 
 def test_cells_of_another_kind_are_refused_with_their_row():
-    plan = make_plan(table(size=range(30), sold=["yes", "no"] * 15, when=["2024-01-01", "2024-01-05"] * 15), set())
+    plan = make_plan(
+        table(size=range(30), sold=["yes", "no"] * 15, when=["2024-01-01", "2024-01-05"] * 15),
+        set(),
+    )
     good = {"size": [1.0, 2.0], "sold": ["no", "yes"], "when": ["2024-01-02", "2024-01-03"]}
     assert plan.encode(table(**good)).values.tolist() == [[1, 0, 1], [2, 1, 2]]
     assert plan.encode(table(**good | {"sold": [0, "1"]})).values.tolist() == [[1, 0, 1], [2, 1, 2]]
-    assert plan.encode(table(**good | {"sold": [False, True]})).values.tolist() == [[1, 0, 1], [2, 1, 2]]
+    assert plan.encode(table(**good | {"sold": [False, True]})).values.tolist() == [
+        [1, 0, 1],
+        [2, 1, 2],
+    ]
     for name, cells, words in [
         ("size", ["3", "yes"], "'size' held numbers at training, but row 2 of some.csv is 'yes'"),
         ("size", [3, True], "row 2 of some.csv is 'True'"),
@@ -305,11 +368,19 @@ def test_cells_of_another_kind_are_refused_with_their_row():
 
 
 def test_days_of_dates():
-    for text in ("2024-03-01", "2024-03-01T12:30", "2024-03-01 12:30:15", "2024-03-01T12:30:15.5+02:00", "2024-03-01T12:30:15Z"):
+    for text in (
+        "2024-03-01",
+        "2024-03-01T12:30",
+        "2024-03-01 12:30:15",
+        "2024-03-01T12:30:15.5+02:00",
+        "2024-03-01T12:30:15Z",
+    ):
         moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00").replace(".5", ".500"))
         utc = moment.replace(tzinfo=moment.tzinfo or datetime.timezone.utc)
         assert day(text) == pytest.approx(utc.timestamp() / 86400, abs=1e-12)
-    assert day("2024-03-01T12:30:15.123456789+0200") == pytest.approx(day("2024-03-01T10:30:15.123456Z"), abs=1e-12)
+    assert day("2024-03-01T12:30:15.123456789+0200") == pytest.approx(
+        day("2024-03-01T10:30:15.123456Z"), abs=1e-12
+    )
     assert day(datetime.date(1970, 1, 3)) == 2
     assert [day(text) for text in ("2024-02-30", "20240301", "2024-03", "12:30", 7)] == [None] * 5
 
@@ -323,13 +394,19 @@ def test_dates_are_a_trend_with_the_time_of_the_year():
         assert plan.said == {"when": "dates, as days since 2020-01-01, with the time of the year"}
         values = plan.encode(table(when=cells)).values
         assert values[:, 0].tolist() == [11 * i for i in range(100)]
-        angle = 2 * np.pi * np.array([(d - datetime.date(1970, 1, 1)).days for d in days]) / 365.2425
+        angle = (
+            2 * np.pi * np.array([(d - datetime.date(1970, 1, 1)).days for d in days]) / 365.2425
+        )
         assert np.allclose(values[:, 1:], np.stack([np.sin(angle), np.cos(angle)], 1), atol=1e-12)
     short = make_plan(table(when=[str(one) for one in days[:30]], y=range(30)), {"y"})
     assert short.said == {"when": "dates, as days since 2020-01-01"}
     assert short.width == 1
     hours = [f"2024-01-0{1 + i % 9}T{i % 24:02d}:00" for i in range(60)]
-    assert make_plan(table(when=hours, y=range(60)), {"y"}).said["when"].endswith("with the time of the day")
+    assert (
+        make_plan(table(when=hours, y=range(60)), {"y"})
+        .said["when"]
+        .endswith("with the time of the day")
+    )
 
 
 def rare_cities(rows_each=25, frequent=MOST_LEVELS, rare=10):
@@ -340,14 +417,28 @@ def rare_cities(rows_each=25, frequent=MOST_LEVELS, rare=10):
 def test_rare_categories_are_counted_and_have_a_column_of_their_own():
     cells = rare_cities()
     plan = make_plan(table(city=cells, y=range(len(cells))), {"y"})
-    assert plan.said == {"city": "the 50 most frequent of 60 categories; the others (30 rows) share one column"}
+    assert plan.said == {
+        "city": "the 50 most frequent of 60 categories; the others (30 rows) share one column"
+    }
     assert plan.width == MOST_LEVELS + 1
     encoded = plan.encode(table(city=["rare 3", "city 07", "Rome", ""]))
-    assert encoded.values[:, -1].tolist() == [1, 0, 1, 0]  # thirty rows are enough: a new one counts as a rare one
+    assert encoded.values[:, -1].tolist() == [
+        1,
+        0,
+        1,
+        0,
+    ]  # thirty rows are enough: a new one counts as a rare one
     assert encoded.values[1].argmax() == 7
-    assert encoded.notes.tolist() == ["", "", "city: unknown category 'Rome', treated as a rare one", "city: missing"]
+    assert encoded.notes.tolist() == [
+        "",
+        "",
+        "city: unknown category 'Rome', treated as a rare one",
+        "city: missing",
+    ]
     assert encoded.mixed.tolist() == [False, False, False, True]
-    few = make_plan(table(city=rare_cities(rare=2), y=range(1256)), {"y"}).encode(table(city=["rare 1", "Rome"]))
+    few = make_plan(table(city=rare_cities(rare=2), y=range(1256)), {"y"}).encode(
+        table(city=["rare 1", "Rome"])
+    )
     assert few.values[:, -1].tolist() == [1, 0]
     assert few.mixed.tolist() == [False, True]
 
@@ -387,7 +478,9 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
     copies, shares = np.stack(list(encoded.copies())), encoded.shares
     assert copies.shape == (DRAWS, 3, 5)
     assert np.allclose(shares.sum(0), 1)
-    assert np.array_equal(copies[:, 0, 1:], np.tile([0, 1, 0, 8.0], (DRAWS, 1)))  # what is known stays
+    assert np.array_equal(
+        copies[:, 0, 1:], np.tile([0, 1, 0, 8.0], (DRAWS, 1))
+    )  # what is known stays
     middles = np.quantile(size, (np.arange(DRAWS) + 0.5) / DRAWS, method="inverted_cdf")
     assert np.allclose(copies[:, 0, 0], middles)
     frequency = shares[:, 1] @ copies[:, 1, 1:4]
@@ -417,7 +510,9 @@ def linear(noise):
 
     def predict(x):
         f = torch.from_numpy(x @ np.array([[1.0], [2.0]]))
-        return from_marginal(L.Gaussian(noise=noise), f, torch.full((len(f), 1, 1), 0.04, dtype=F64))
+        return from_marginal(
+            L.Gaussian(noise=noise), f, torch.full((len(f), 1, 1), 0.04, dtype=F64)
+        )
 
     return predict
 
@@ -431,14 +526,23 @@ def test_gaps_widen_a_predictive_by_what_the_value_is_worth():
     means = np.stack([[c[0] @ [1, 2], c[1] @ [1, 2]] for c in copies])
     mean = (weights * means).sum(0)
     assert np.allclose(p.mean, [*mean, 4.0], rtol=1e-12)
-    assert np.allclose(p.variance, [*(sd**2 + (weights * (means - mean) ** 2).sum(0)), sd**2], rtol=1e-12)
+    assert np.allclose(
+        p.variance, [*(sd**2 + (weights * (means - mean) ** 2).sum(0)), sd**2], rtol=1e-12
+    )
     y = np.array([0.3, 1.2, 5.0])
-    law = [sum(w * stats.norm(m, sd).cdf(y[i]) for w, m in zip(weights[:, i], means[:, i], strict=True)) for i in range(2)]
+    law = [
+        sum(
+            w * stats.norm(m, sd).cdf(y[i]) for w, m in zip(weights[:, i], means[:, i], strict=True)
+        )
+        for i in range(2)
+    ]
     assert np.allclose(p.cdf(y), [*law, stats.norm(4, sd).cdf(5)], rtol=1e-10)
     assert np.allclose(p.cdf(p.icdf([0.1, 0.9])), [[0.1, 0.9]] * 3, rtol=1e-9)
     whole = linear(0.5)(x[2:])
     assert float(p.interval(0.9)[2, 0]) == float(whole.interval(0.9)[0, 0])
-    assert float(metrics.crps(p, y, reduce=False)[2]) == float(metrics.crps(whole, y[2:], reduce=False)[0])
+    assert float(metrics.crps(p, y, reduce=False)[2]) == float(
+        metrics.crps(whole, y[2:], reduce=False)[0]
+    )
 
 
 def test_weights_by_row_equal_one_mixture_a_row():
@@ -450,11 +554,20 @@ def test_weights_by_row_equal_one_mixture_a_row():
         p = mixture([from_marginal(likelihood, part, K) for part in f], w)
         y = torch.tensor([0.0, 1.0, 2.0], dtype=F64)
         for i in range(3):
-            one = mixture([from_marginal(likelihood, part[i : i + 1], K[:1]) for part in f], w[:, i])
+            one = mixture(
+                [from_marginal(likelihood, part[i : i + 1], K[:1]) for part in f], w[:, i]
+            )
             assert torch.allclose(p.log_prob(y)[i], one.log_prob(y[i : i + 1])[0], rtol=1e-12)
             assert torch.allclose(p.variance[i], one.variance[0], rtol=1e-12)
-    sharp = [from_marginal(L.Gaussian(noise=1e-3), torch.full((2, 1), c, dtype=F64), K[:2, :1, :1] * 1e-6) for c in (0.0, 1.0)]
-    draws = mixture(sharp, [[0.25, 1.0], [0.75, 0.0]]).sample(4000, torch.Generator().manual_seed(0))
+    sharp = [
+        from_marginal(
+            L.Gaussian(noise=1e-3), torch.full((2, 1), c, dtype=F64), K[:2, :1, :1] * 1e-6
+        )
+        for c in (0.0, 1.0)
+    ]
+    draws = mixture(sharp, [[0.25, 1.0], [0.75, 0.0]]).sample(
+        4000, torch.Generator().manual_seed(0)
+    )
     assert torch.allclose(draws.mean(0), torch.tensor([0.75, 0.0], dtype=F64), atol=0.03)
     for bad in ([[0.0, 1.0], [0.0, 1.0]], [[1.0], [1.0]]):
         with pytest.raises(ValueError, match="weights must"):
@@ -463,9 +576,11 @@ def test_weights_by_row_equal_one_mixture_a_row():
 
 @pytest.mark.parametrize("kind", ["gaussian", "student", "poisson", "classes"])
 def test_joined_rows_answer_as_the_predictive_of_all(kind):
-    likelihood = {"gaussian": L.Gaussian(noise=0.4), "student": L.StudentT(df=4.0, scale=0.5), "poisson": L.Poisson()}.get(
-        kind, L.Categorical()
-    )
+    likelihood = {
+        "gaussian": L.Gaussian(noise=0.4),
+        "student": L.StudentT(df=4.0, scale=0.5),
+        "poisson": L.Poisson(),
+    }.get(kind, L.Categorical())
     outputs = 3 if kind == "classes" else 1
     f = torch.randn(5, outputs, dtype=F64, generator=torch.Generator().manual_seed(1))
     K = 0.1 * torch.eye(outputs, dtype=F64).expand(5, outputs, outputs)
@@ -473,7 +588,9 @@ def test_joined_rows_answer_as_the_predictive_of_all(kind):
     whole = from_marginal(likelihood, f, K)
     p = joined([from_marginal(likelihood, f[i], K[i]) for i in rows], rows)
     y = torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0], dtype=F64)
-    names = ["mean", "variance", "stddev", "mode", "mass", "epistemic", "aleatoric"] + ["probs"] * (kind == "classes")
+    names = ["mean", "variance", "stddev", "mode", "mass", "epistemic", "aleatoric"] + ["probs"] * (
+        kind == "classes"
+    )
     for name in names:
         assert torch.allclose(getattr(p, name), getattr(whole, name), rtol=1e-9), name
     assert torch.allclose(p.log_prob(y), whole.log_prob(y), rtol=1e-9)
@@ -486,7 +603,9 @@ def test_joined_rows_answer_as_the_predictive_of_all(kind):
     if kind == "classes":
         assert torch.equal(region, other)
     else:
-        assert torch.allclose(p.cdf(torch.stack([y, y + 1], 1)), whole.cdf(torch.stack([y, y + 1], 1)), rtol=1e-9)
+        assert torch.allclose(
+            p.cdf(torch.stack([y, y + 1], 1)), whole.cdf(torch.stack([y, y + 1], 1)), rtol=1e-9
+        )
         assert torch.allclose(region.lower.nan_to_num(), other.lower.nan_to_num(), rtol=1e-9)
 
 
@@ -498,7 +617,11 @@ def cities(tmp_path_factory):
     city, size = rng.choice(["A", "B", "C"], 150), rng.normal(size=150)
     y = 50.0 * (city == "B") + 100.0 * (city == "C") + size + 0.5 * rng.normal(size=150)
     data = write(room / "data.csv", city=city, size=size.round(4), y=y.round(4))
-    new = write(room / "new.csv", city=["A", "B", "C", "Rome", "", "B", ""], size=["0", "0", "0", "0", "0", "", ""])
+    new = write(
+        room / "new.csv",
+        city=["A", "B", "C", "Rome", "", "B", ""],
+        size=["0", "0", "0", "0", "0", "", ""],
+    )
     call("train", data, "-t", "y", "-o", room / "m", "--max-epochs", 60, "--conformal", "-q")
     return room, data, new, y
 
@@ -517,7 +640,15 @@ def test_an_unknown_city_gets_an_interval_over_all_cities(cities, tmp_path, conf
     assert facts["rows_mixed"] == 4
     out = read(tmp_path / "o.csv")
     note = "city: unknown category 'Rome'"
-    assert [row["notes"] for row in out] == ["", "", "", note, "city: missing", "size: missing", "city: missing; size: missing"]
+    assert [row["notes"] for row in out] == [
+        "",
+        "",
+        "",
+        note,
+        "city: missing",
+        "size: missing",
+        "city: missing; size: missing",
+    ]
     names = ("lower_95", "upper_95", "sd", "epistemic")
     lower, upper, sd, epistemic = (np.array([float(row[name]) for row in out]) for name in names)
     for row in (3, 4, 6):
@@ -531,7 +662,12 @@ def test_an_unknown_city_gets_an_interval_over_all_cities(cities, tmp_path, conf
 
 def test_evaluate_scores_rows_with_gaps_by_the_same_mixture(cities, tmp_path):
     room, *_ = cities
-    gaps = write(tmp_path / "gaps.csv", city=["Rome"] * 20 + ["A"], size=["0"] * 21, y=[0, 50, 100, 50] * 5 + [0])
+    gaps = write(
+        tmp_path / "gaps.csv",
+        city=["Rome"] * 20 + ["A"],
+        size=["0"] * 21,
+        y=[0, 50, 100, 50] * 5 + [0],
+    )
     scores = json.loads(call("evaluate", room / "m", gaps, "--json").stdout)
     assert scores["rows_with_unknown_inputs"] == scores["rows_mixed"] == 20
     assert scores["nll"] < 5  # of a complete row's interval: hundreds
@@ -540,7 +676,12 @@ def test_evaluate_scores_rows_with_gaps_by_the_same_mixture(cities, tmp_path):
 def test_a_classifier_is_unsure_about_an_unknown_category(tmp_path):
     rng = np.random.default_rng(0)
     city = rng.choice(["A", "B"], 80)
-    data = write(tmp_path / "a.csv", city=city, x=rng.normal(size=80).round(3), k=np.where(city == "A", "yes", "no"))
+    data = write(
+        tmp_path / "a.csv",
+        city=city,
+        x=rng.normal(size=80).round(3),
+        k=np.where(city == "A", "yes", "no"),
+    )
     call("train", data, "-t", "k", "-o", tmp_path / "m", "--max-epochs", 40, "-q")
     new = write(tmp_path / "new.csv", city=["A", "Rome"], x=[0, 0])
     call("predict", tmp_path / "m", new, "-o", tmp_path / "o.csv")
@@ -562,22 +703,37 @@ OLD_PLAN = {
 @pytest.mark.parametrize("classes", [False, True])
 def test_models_of_the_earlier_version_load_and_say_what_they_lack(tmp_path, classes):
     rng = np.random.default_rng(0)
-    X = np.concatenate([np.eye(2)[rng.integers(0, 2, 40)], rng.normal(size=(40, 1)), np.zeros((40, 1))], 1)
-    kind, y = (SSLAClassifier, np.where(X[:, 2] > 0, "true", "false")) if classes else (SSLARegressor, X[:, 2])
+    X = np.concatenate(
+        [np.eye(2)[rng.integers(0, 2, 40)], rng.normal(size=(40, 1)), np.zeros((40, 1))], 1
+    )
+    kind, y = (
+        (SSLAClassifier, np.where(X[:, 2] > 0, "true", "false"))
+        if classes
+        else (SSLARegressor, X[:, 2])
+    )
     estimator = kind(max_epochs=2, random_state=0).fit(X, y)
     facts = {"likelihood": "classes" if classes else "gaussian"}
     save(estimator, tmp_path / "m", {"plan": OLD_PLAN, "target": "y", "facts": facts})
     target = ["yes", "no", "yes"] if classes else [1, 2, 3]
     new = write(tmp_path / "new.csv", city=["A", "Rome", "B"], size=[1, 2, ""], y=target)
     done = call("predict", tmp_path / "m", new, "-o", tmp_path / "o.csv")
-    assert "1 rows have missing or unknown inputs, but the model is of an earlier version" in " ".join(done.stderr.split())
+    assert (
+        "1 rows have missing or unknown inputs, but the model is of an earlier version"
+        in " ".join(done.stderr.split())
+    )
     out = read(tmp_path / "o.csv")
     assert [row["notes"] for row in out] == ["", "city: unknown category 'Rome'", "size: missing"]
     encoded = np.array([[1, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0.25, 1]])
     if classes:
-        assert np.allclose([float(row["p(true)"]) for row in out], estimator.predict_proba(encoded)[:, 1], rtol=1e-9)
+        assert np.allclose(
+            [float(row["p(true)"]) for row in out],
+            estimator.predict_proba(encoded)[:, 1],
+            rtol=1e-9,
+        )
     else:
-        assert np.allclose([float(row["mean"]) for row in out], estimator.predict(encoded), rtol=1e-9)
+        assert np.allclose(
+            [float(row["mean"]) for row in out], estimator.predict(encoded), rtol=1e-9
+        )
     scores = json.loads(call("evaluate", tmp_path / "m", new, "--json").stdout)
     assert scores["rows"] == 3
     assert "unknown labels" not in scores

@@ -1,4 +1,6 @@
-"""Tables that pyarrow reads and columns that are read by distinct values: the same as by csv and cell by cell."""
+"""Tables that pyarrow reads and columns that are read by distinct values: the same as by csv
+and cell by cell.
+"""
 
 import csv
 import gzip
@@ -12,7 +14,19 @@ import pyarrow
 import pytest
 
 from ssla.tables.columns import Style, TableError, make_plan, read_parts, read_table, reading, texts
-from ssla.tables.columns.kinds import MARKS, MISSING, UNIT, WAYS, _boolean, day, interpret, is_missing, read_as, text_of, truth
+from ssla.tables.columns.kinds import (
+    MARKS,
+    MISSING,
+    UNIT,
+    WAYS,
+    _boolean,
+    day,
+    interpret,
+    is_missing,
+    read_as,
+    text_of,
+    truth,
+)
 from ssla.tables.columns.texts import DifferentError, Texts
 
 
@@ -20,7 +34,10 @@ def arrow(cells, chunk=3):
     """The cells in several chunks, which do not start at the start of their memory."""
     array = pyarrow.array(["before", *cells], pyarrow.string())
     return Texts(
-        pyarrow.chunked_array([array.slice(i, min(chunk, len(array) - i)) for i in range(1, len(array), chunk)], array.type)
+        pyarrow.chunked_array(
+            [array.slice(i, min(chunk, len(array) - i)) for i in range(1, len(array), chunk)],
+            array.type,
+        )
     )
 
 
@@ -34,8 +51,9 @@ def floats(cells, read):
 def mixed(name, cells, read, what):
     wrong = [i for i, cell in enumerate(cells) if not is_missing(cell) and read(cell) is None]
     raise TableError(
-        f"Column {name!r} mixes {what} and texts: row {wrong[0] + 1} is {str(cells[wrong[0]])[:30]!r}, {len(wrong)} such "
-        f"cells in total. Correct them, or leave the column out with --drop {name!r}."
+        f"Column {name!r} mixes {what} and texts: row {wrong[0] + 1} is "
+        f"{str(cells[wrong[0]])[:30]!r}, {len(wrong)} such cells in total. Correct them, or leave "
+        f"the column out with --drop {name!r}."
     )
 
 
@@ -43,7 +61,8 @@ def finite(name, values):
     rows = [i for i, value in enumerate(values) if math.isinf(value)]
     if rows:
         raise TableError(
-            f"Column {name!r} has an infinite value in row {rows[0] + 1} ({len(rows)} in total). Correct or empty them."
+            f"Column {name!r} has an infinite value in row {rows[0] + 1} ({len(rows)} in total). "
+            "Correct or empty them."
         )
     return values
 
@@ -55,7 +74,11 @@ def by_cell(name, cells, style):
         return "boolean", floats(cells, truth), Style()
     days = sum(day(cell) is not None for cell in given)
     if days > len(given) / 2:
-        return ("date", floats(cells, day), Style()) if days == len(given) else mixed(name, cells, day, "dates")
+        return (
+            ("date", floats(cells, day), Style())
+            if days == len(given)
+            else mixed(name, cells, day, "dates")
+        )
     chosen = style_by_cell(given, style)
     wrong = sum(chosen.number(cell) is None for cell in given)
     if wrong > len(given) / 2:
@@ -71,7 +94,16 @@ def style_by_cell(given, asked):
     stated = asked or Style()
     if all(stated.number(cell) is not None for cell in given):
         return stated
-    unit = next((m for m in map(UNIT.fullmatch, list(dict.fromkeys(c for c in given if isinstance(c, str)))[:100]) if m), None)
+    unit = next(
+        (
+            m
+            for m in map(
+                UNIT.fullmatch, list(dict.fromkeys(c for c in given if isinstance(c, str)))[:100]
+            )
+            if m
+        ),
+        None,
+    )
     if unit is None:
         return stated
     units = (unit[2] or "", (unit[4] or "").strip())
@@ -81,7 +113,11 @@ def style_by_cell(given, asked):
     whole = [(style, values) for style, values in fits if None not in values]
     if whole and whole[0] is not fits[0] and any(values != whole[0][1] for _, values in whole):
         raise TableError("ambiguous")
-    if asked is not None and not whole and any(all(s.number(cell) is not None for cell in given) for s in every):
+    if (
+        asked is not None
+        and not whole
+        and any(all(s.number(cell) is not None for cell in given) for s in every)
+    ):
         raise TableError("not in the format")
     return max(whole or fits, key=lambda fit: len(fit[1]) - fit[1].count(None))[0]
 
@@ -94,8 +130,8 @@ def later_by_cell(name, cells, kind, style):
     if None in found:
         wrong = [i for i, value in enumerate(found) if value is None]
         raise TableError(
-            f"row {7 + wrong[0] + 1} of the table is {str(cells[wrong[0]])[:30]!r} ({len(wrong)} such cells up to row "
-            f"{7 + len(cells)}). Correct or empty them."
+            f"row {7 + wrong[0] + 1} of the table is {str(cells[wrong[0]])[:30]!r} ({len(wrong)} "
+            f"such cells up to row {7 + len(cells)}). Correct or empty them."
         )
     if any(map(math.isinf, found)):
         raise TableError("infinite value")
@@ -111,11 +147,28 @@ def outcome(work, *arguments):
 
 def same(one, other):
     """Equal values, also NaN, with their signs."""
-    return len(one) == len(other) and all(repr(a) == repr(b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        repr(a) == repr(b) for a, b in zip(one, other, strict=True)
+    )
 
 
 POOLS = [
-    ["1", "2.5", "-3", "+4", "1e5", "1E-3", ".5", "5.", "007", "-0", "12345678901234567890", "0.1", "", "NA"],
+    [
+        "1",
+        "2.5",
+        "-3",
+        "+4",
+        "1e5",
+        "1E-3",
+        ".5",
+        "5.",
+        "007",
+        "-0",
+        "12345678901234567890",
+        "0.1",
+        "",
+        "NA",
+    ],
     ["1", "2.5", "inf", "1e999", "Infinity", "-inf"],
     ["1", "1_000", "0x10", "١٢", "1e", "--1", "1-2", "1.2.3", "e5", "."],
     ["1,234.5", "12", "1,234,567", "950", "-1,000.25", "", "?"],
@@ -129,7 +182,15 @@ POOLS = [
     ["5 EUR", "6 EUR", "5 USD", "1.5 EUR"],
     ["yes", "no", "True", "FALSE", "YES", "", "-"],
     ["yes", "no", "1", "0", "maybe"],
-    ["2024-01-01", "2024-02-29", "2024-03-01T12:30Z", "2023-02-29", "soon", "NULL", "2024-01-01 10:00:00.5+0200"],
+    [
+        "2024-01-01",
+        "2024-02-29",
+        "2024-03-01T12:30Z",
+        "2023-02-29",
+        "soon",
+        "NULL",
+        "2024-01-01 10:00:00.5+0200",
+    ],
     ["a", "b", "größer", "小さい", "1", "2", "None", "none", "nOnE", "nán"],
     ["", "NA", "null", "?", "-", "NaN"],
     ["1", "2", "x", "y"],
@@ -167,7 +228,9 @@ def test_columns_by_distinct_values_equal_columns_by_cell(style):
 @pytest.mark.parametrize("kind", ["number", "boolean", "date", "text"])
 def test_later_columns_by_distinct_values_equal_columns_by_cell(kind):
     for style in (
-        (Style(), Style(","), Style(".", ","), Style(after="%"), Style(".", ",", "$")) if kind == "number" else (Style(),)
+        (Style(), Style(","), Style(".", ","), Style(after="%"), Style(".", ",", "$"))
+        if kind == "number"
+        else (Style(),)
     ):
         for cells in columns(20):
             expected = outcome(later_by_cell, "c", cells, kind, style)
@@ -186,17 +249,29 @@ def test_cells_of_several_types_are_read_one_by_one():
     assert read_as("c", [1, 1.0, True, "1"], "text").values.tolist() == ["1", "1.0", "true", "1"]
     numbers = np.array([1, 2, 2**53 + 1])
     assert interpret("c", numbers).values.tolist() == [float(n) for n in numbers.tolist()]
-    with pytest.raises(TableError, match=r"mixes numbers and texts: row 3 is '\+nan', 1 such cells"):
+    with pytest.raises(
+        TableError, match=r"mixes numbers and texts: row 3 is '\+nan', 1 such cells"
+    ):
         interpret("c", ["1", "2", "+nan"])
 
 
 def test_numbers_of_texts_equal_float():
     rng = np.random.default_rng(0)
     doubles = rng.integers(0, 2**63, 3000).view(np.float64)
-    cells = [repr(x) for x in doubles.tolist() if math.isfinite(x)] + [f"{x:.20e}" for x in rng.normal(size=300)]
-    cells += [f"{x:+.3f}" for x in rng.normal(size=300)] + ["4.9e-324", "2.4703282292062328e-324", "9007199254740993", "1e-999"]
+    cells = [repr(x) for x in doubles.tolist() if math.isfinite(x)] + [
+        f"{x:.20e}" for x in rng.normal(size=300)
+    ]
+    cells += [f"{x:+.3f}" for x in rng.normal(size=300)] + [
+        "4.9e-324",
+        "2.4703282292062328e-324",
+        "9007199254740993",
+        "1e-999",
+    ]
     assert same(arrow(cells, 100).numbers(".", MARKS).tolist(), list(map(float, cells)))
-    assert same(arrow([c.replace(".", ",") for c in cells], 100).numbers(",", MARKS).tolist(), list(map(float, cells)))
+    assert same(
+        arrow([c.replace(".", ",") for c in cells], 100).numbers(",", MARKS).tolist(),
+        list(map(float, cells)),
+    )
     for wrong in ("1 ", "nan", "inf", "1_0", "١", "0x1", "1e", "1,5"):
         assert arrow(["1", wrong if wrong != "nan" else "+nan"]).numbers(".", MARKS) is None
     assert {mark.lower() for mark in MARKS} == MISSING
@@ -245,7 +320,14 @@ def parts_of(path, rows, **marks):
     found = []
     try:
         for part in read_parts(path, rows=rows, **marks):
-            found.append((part.first, part.part, part.rows, {name: part.cells_of(name) for name in part.cells}))
+            found.append(
+                (
+                    part.first,
+                    part.part,
+                    part.rows,
+                    {name: part.cells_of(name) for name in part.cells},
+                )
+            )
     except TableError as error:
         found.append(str(error))
     return found
@@ -296,8 +378,24 @@ BYTES = {
     "utf-16": "a,b\n1,2\n".encode("utf-16"),
     "late latin": ("n,t\n" + LONG).encode() + b"1,\xe9\n",
 }
-BY_CSV = {"old mac", "single return", "short row", "long row", "header only", "two headers", "nul", "long cell"}
-BY_CSV |= {"a line of spaces", "latin", "utf-16", "late latin", "long, short row at the end", "long, return at the end"}
+BY_CSV = {
+    "old mac",
+    "single return",
+    "short row",
+    "long row",
+    "header only",
+    "two headers",
+    "nul",
+    "long cell",
+}
+BY_CSV |= {
+    "a line of spaces",
+    "latin",
+    "utf-16",
+    "late latin",
+    "long, short row at the end",
+    "long, return at the end",
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*treated as a row index")
@@ -314,7 +412,9 @@ def test_files_are_read_as_by_csv(name, tmp_path, monkeypatch, count):
     both(path, monkeypatch, 100, decimal=",")
     packed = tmp_path / "b.csv.gz"
     packed.write_bytes(gzip.compress(content))
-    assert [str(part).replace("b.csv.gz", "a.csv") for part in both(packed, monkeypatch)] == [str(part) for part in whole]
+    assert [str(part).replace("b.csv.gz", "a.csv") for part in both(packed, monkeypatch)] == [
+        str(part) for part in whole
+    ]
     packed.write_bytes(gzip.compress(content)[:-9])
     both(packed, monkeypatch)
     both(packed, monkeypatch, 2)
@@ -323,9 +423,30 @@ def test_files_are_read_as_by_csv(name, tmp_path, monkeypatch, count):
 def test_random_files_are_read_as_by_csv(tmp_path, monkeypatch, count):
     draw, path = random.Random(0), tmp_path / "a.csv"
     monkeypatch.setattr(texts, "BLOCK", 64)
-    signs = ["a", '"', '""', ",", ",", "\n", "\n", "\r\n", " ", 'b"', "\x0b", "é", "\\", "'", "#", "1"]
+    signs = [
+        "a",
+        '"',
+        '""',
+        ",",
+        ",",
+        "\n",
+        "\n",
+        "\r\n",
+        " ",
+        'b"',
+        "\x0b",
+        "é",
+        "\\",
+        "'",
+        "#",
+        "1",
+    ]
     for _ in range(400):
-        path.write_text("h,k\n" + "".join(draw.choices(signs, k=draw.randint(1, 40))), encoding="utf-8", newline="")
+        path.write_text(
+            "h,k\n" + "".join(draw.choices(signs, k=draw.randint(1, 40))),
+            encoding="utf-8",
+            newline="",
+        )
         for rows in (None, 2):
             both(path, monkeypatch, rows)
     assert len(count) > 50
@@ -377,8 +498,13 @@ def test_plans_do_not_depend_on_who_reads(tmp_path, monkeypatch, count):
         rows.writerow(["x", "gaps", "price", "city", "flag", "when", "y"])
         for i in range(n):
             gap = "" if rng.random() < 0.3 else f"{rng.normal():.4f}"
-            city, flag = rng.choice(["New York", "Zürich", 'a "b", c', "NA"]), rng.choice(["yes", "no"])
-            rows.writerow([rng.normal(), gap, f"${1000 + i:,}.50", city, flag, f"2024-01-{1 + i % 28:02d}", i])
+            city, flag = (
+                rng.choice(["New York", "Zürich", 'a "b", c', "NA"]),
+                rng.choice(["yes", "no"]),
+            )
+            rows.writerow(
+                [rng.normal(), gap, f"${1000 + i:,}.50", city, flag, f"2024-01-{1 + i % 28:02d}", i]
+            )
     found = []
     for read in (reading.arrow_columns, different):
         monkeypatch.setattr(reading, "arrow_columns", read)

@@ -1,5 +1,6 @@
-"""Split conformal intervals: row weights are frequencies, scores belong to one refit, and files keep both. Sets without
-calibration rows, of numbers and of classes."""
+"""Split conformal intervals: row weights are frequencies, scores belong to one refit, and files
+keep both. Sets without calibration rows, of numbers and of classes.
+"""
 
 import warnings
 from dataclasses import replace
@@ -20,7 +21,13 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 2))
 Y = X[:, 0] + 0.1 * RNG.normal(size=120)
 LEVELS = (0.1, 0.5, 0.8, 0.9)
-QUICK = {"hidden": (6,), "max_epochs": 4, "random_state": 0, "conformal": True, "calibration_fraction": 0.3}
+QUICK = {
+    "hidden": (6,),
+    "max_epochs": 4,
+    "random_state": 0,
+    "conformal": True,
+    "calibration_fraction": 0.3,
+}
 
 
 def predictive(rows, targets):
@@ -30,7 +37,12 @@ def predictive(rows, targets):
 
 
 def conformal(y, weights):
-    return Conformal.of(predictive(len(y), y.shape[1] if y.ndim == 2 else 1), y, np.asarray(weights, dtype=float), "output")
+    return Conformal.of(
+        predictive(len(y), y.shape[1] if y.ndim == 2 else 1),
+        y,
+        np.asarray(weights, dtype=float),
+        "output",
+    )
 
 
 def by_definition(scores, weights, level):
@@ -44,7 +56,9 @@ def by_definition(scores, weights, level):
 
 @pytest.mark.parametrize("targets", [1, 2])
 def test_rows_of_weight_zero_count_as_absent(targets):
-    """Junk of weight 0, scattered among the rows: the same posterior and the same intervals, bit for bit."""
+    """Junk of weight 0, scattered among the rows: the same posterior and the same intervals,
+    bit for bit.
+    """
     y = Y if targets == 1 else np.stack([Y, -Y], 1)
     junk = np.zeros(180, dtype=bool)
     junk[np.random.default_rng(1).permutation(180)[:60]] = True
@@ -64,17 +78,24 @@ def test_a_target_of_weight_zero_is_not_checked():
     y[:20] = -1
     weights = (y >= 0).astype(float)
     model = SSLARegressor("poisson", **QUICK).fit(X, y, sample_weight=weights)
-    assert np.array_equal(model.predict(X), SSLARegressor("poisson", **QUICK).fit(X[20:], y[20:]).predict(X))
+    assert np.array_equal(
+        model.predict(X), SSLARegressor("poisson", **QUICK).fit(X[20:], y[20:]).predict(X)
+    )
     with pytest.raises(ValueError, match="constant"):
         SSLARegressor(**QUICK).fit(X, np.where(weights > 0, 1.0, Y), sample_weight=weights)
 
 
 def test_weights_of_the_calibration_rows_reach_the_interval():
-    """A third of the rows have residuals ten times as large. Their weight decides how wide the intervals are."""
+    """A third of the rows have residuals ten times as large.
+
+    Their weight decides how wide the intervals are.
+    """
     wild = np.arange(120) % 3 == 0
     y = Y + np.where(wild, 10.0 * np.sign(X[:, 1]), 0.0)
     light, heavy = (
-        SSLARegressor(**QUICK).fit(X, y, sample_weight=np.where(wild, weight, 1.0)).conformal_.factor(0.8)
+        SSLARegressor(**QUICK)
+        .fit(X, y, sample_weight=np.where(wild, weight, 1.0))
+        .conformal_.factor(0.8)
         for weight in (0.01, 3.0)
     )
     assert heavy > 2 * light
@@ -85,7 +106,10 @@ def test_integer_weights_equal_repeated_rows(targets):
     rng = np.random.default_rng(2)
     y = rng.normal(size=(40, targets)).squeeze()
     weights = rng.integers(1, 6, size=40)
-    once, repeated = conformal(y, weights), conformal(np.repeat(y, weights, axis=0), np.ones(weights.sum()))
+    once, repeated = (
+        conformal(y, weights),
+        conformal(np.repeat(y, weights, axis=0), np.ones(weights.sum())),
+    )
     for level in (*np.linspace(0.01, 0.99, 99), 0.5, weights.sum() / (weights.sum() + 1)):
         assert np.array_equal(once.factor(level), repeated.factor(level))
 
@@ -108,11 +132,20 @@ def test_unit_weights_give_the_order_statistic():
     """k = ⌈(n + 1)·level⌉. 100·0.55 is 55, although it is more in floating point."""
     assert 100 * 0.55 > 55
     found = conformal(np.arange(1.0, 100.0), np.ones(99))
-    assert [found.factor(level)[0] for level in (0.01, 0.5, 0.501, 0.55, 0.99)] == [1, 50, 51, 55, 99]
+    assert [found.factor(level)[0] for level in (0.01, 0.5, 0.501, 0.55, 0.99)] == [
+        1,
+        50,
+        51,
+        55,
+        99,
+    ]
 
 
 def test_a_small_total_weight_is_few_rows():
-    with pytest.warns(UserWarning, match=r"needs at least 9 calibration rows, but there are 100 with a total weight of 1:"):
+    with pytest.warns(
+        UserWarning,
+        match=r"needs at least 9 calibration rows, but there are 100 with a total weight of 1:",
+    ):
         assert np.isinf(conformal(RNG.normal(size=100), np.full(100, 0.01)).factor(0.9)).all()
 
 
@@ -130,7 +163,9 @@ def test_scores_of_one_refit_are_not_used_for_another(tmp_path):
     model = SSLARegressor(**QUICK).fit(X, Y)
     model.set_params(refit="plug_in")
     for one in (model, load(model.save(tmp_path / "model"))):
-        with pytest.raises(ValueError, match="computed with refit='output', but refit is now 'plug_in'"):
+        with pytest.raises(
+            ValueError, match="computed with refit='output', but refit is now 'plug_in'"
+        ):
             one.predict_interval(X)
         one.set_params(refit="output").predict_interval(X, 0.9)
         one.set_params(refit="plug_in").predict(X)
@@ -149,8 +184,12 @@ def test_files_with_scores_alone_load(tmp_path):
     """The form before row weights: one tensor of sorted scores."""
     model = SSLARegressor(**QUICK).fit(X, Y)
     content, tensors = read(model.save(tmp_path / "model"), KIND)
-    encoder = Encoder({name: value for name, value in tensors.items() if not name.startswith("conformal")})
-    content["conformal"] = encoder.encode(torch.from_numpy(model.conformal_.scores.copy()), "conformal")
+    encoder = Encoder(
+        {name: value for name, value in tensors.items() if not name.startswith("conformal")}
+    )
+    content["conformal"] = encoder.encode(
+        torch.from_numpy(model.conformal_.scores.copy()), "conformal"
+    )
     old = load(write(tmp_path / "old", KIND, content, encoder.tensors))
     assert np.array_equal(old.predict_interval(X, 0.9), model.predict_interval(X, 0.9))
     content["conformal"] = {"dict": [["scores", content["conformal"]]]}
@@ -164,7 +203,9 @@ def test_files_with_scores_alone_load(tmp_path):
 @pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "log_normal", "poisson"])
 def test_sets_without_calibration_rows(likelihood):
     y = {"log_normal": np.exp(Y), "poisson": np.round(np.exp(Y))}.get(likelihood, Y)
-    model = SSLARegressor(likelihood, members=2, hidden=(6,), max_epochs=20, random_state=0).fit(X, y)
+    model = SSLARegressor(likelihood, members=2, hidden=(6,), max_epochs=20, random_state=0).fit(
+        X, y
+    )
     small, large = (model.predictive_set(X, level) for level in (0.5, 0.9))
     assert small.shape == (120, 2)
     assert (large[:, 0] <= small[:, 0]).all()
@@ -175,7 +216,9 @@ def test_sets_without_calibration_rows(likelihood):
 
 
 def test_a_set_is_that_of_the_posteriors_and_their_held_out_rows():
-    model = SSLARegressor("gaussian", members=1, hidden=(6,), max_epochs=20, random_state=0).fit(X, Y)
+    model = SSLARegressor("gaussian", members=1, hidden=(6,), max_epochs=20, random_state=0).fit(
+        X, Y
+    )
     ensemble = model.ensemble_
     assert int(ensemble.held.sum()) == 24
     z = ensemble.inputs(torch.from_numpy(X))
@@ -185,10 +228,20 @@ def test_a_set_is_that_of_the_posteriors_and_their_held_out_rows():
 
 
 def test_sets_need_known_held_out_rows_and_complete_inputs(tmp_path):
-    quick = {"likelihood": "gaussian", "members": 1, "hidden": (6,), "max_epochs": 4, "random_state": 0}
+    quick = {
+        "likelihood": "gaussian",
+        "members": 1,
+        "hidden": (6,),
+        "max_epochs": 4,
+        "random_state": 0,
+    }
     model = SSLARegressor(**quick).fit(X, Y)
     again = load(model.save(tmp_path / "model"))
-    others = (again, model.partial_fit(X[:9], Y[:9]), SSLARegressor(early_stopping=False, **quick).fit(X, Y))
+    others = (
+        again,
+        model.partial_fit(X[:9], Y[:9]),
+        SSLARegressor(early_stopping=False, **quick).fit(X, Y),
+    )
     for one in others:
         with pytest.raises(ValueError, match="held out of its training, but these are not known"):
             one.predictive_set(X)
@@ -204,7 +257,9 @@ def test_sets_need_known_held_out_rows_and_complete_inputs(tmp_path):
 
 
 def noisy_classes(rows, seed=0):
-    """Three classes of probabilities 0.7, 0.2 and 0.1, in an order that x decides: no set of one class covers 80%."""
+    """Three classes of probabilities 0.7, 0.2 and 0.1, in an order that x decides: no set of
+    one class covers 80%.
+    """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, 2))
     first = (x[:, 0] > 0).astype(int) + (x[:, 1] > 0)
@@ -213,7 +268,9 @@ def noisy_classes(rows, seed=0):
 
 @pytest.fixture(scope="module")
 def classifier():
-    return SSLAClassifier(members=5, hidden=(8,), max_epochs=30, random_state=0).fit(*noisy_classes(600))
+    return SSLAClassifier(members=5, hidden=(8,), max_epochs=30, random_state=0).fit(
+        *noisy_classes(600)
+    )
 
 
 def test_sets_of_classes_cover(classifier):
@@ -223,15 +280,22 @@ def test_sets_of_classes_cover(classifier):
         chosen = classifier.predictive_set(x, level)
         assert chosen.shape == (2000, 3)
         assert chosen.any(1).all()
-        assert chosen[np.arange(2000), np.searchsorted(classifier.classes_, y)].mean() == pytest.approx(level, abs=0.04)
+        assert chosen[
+            np.arange(2000), np.searchsorted(classifier.classes_, y)
+        ].mean() == pytest.approx(level, abs=0.04)
         sizes.append(chosen.sum(1).mean())
     assert sizes == sorted(sizes)
 
 
 def test_the_scores_are_those_of_the_networks_that_held_the_rows_out(classifier):
-    """One posterior after the other, fitted without its rows; the mixture of the new row in place of the stored sums."""
+    """One posterior after the other, fitted without its rows; the mixture of the new row in
+    place of the stored sums.
+    """
     x, y = noisy_classes(600)
-    ensemble, codes = classifier.ensemble_, torch.from_numpy(np.searchsorted(classifier.classes_, y))
+    ensemble, codes = (
+        classifier.ensemble_,
+        torch.from_numpy(np.searchsorted(classifier.classes_, y)),
+    )
     scores, weights = ensemble.scores
     assert float(weights.sum()) == int(ensemble.held.any(0).sum())
     z, found = ensemble.inputs(torch.from_numpy(x)), []
@@ -241,9 +305,17 @@ def test_the_scores_are_those_of_the_networks_that_held_the_rows_out(classifier)
         module, law = ensemble.modules[m], ensemble.components[m].posterior.likelihood
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            post = ssla.fit(module, (z[~held], codes[~held]), likelihood=law, prior=prior, mode="polish")
-        forest = replace(ensemble.trees.forest, roots=ensemble.trees.forest.roots[m * trees : (m + 1) * trees])
-        parts = [post.predict(z[held]), as_trained(module, law, z[held]), ensemble.trees.layer.predict(forest(z[held]))]
+            post = ssla.fit(
+                module, (z[~held], codes[~held]), likelihood=law, prior=prior, mode="polish"
+            )
+        forest = replace(
+            ensemble.trees.forest, roots=ensemble.trees.forest.roots[m * trees : (m + 1) * trees]
+        )
+        parts = [
+            post.predict(z[held]),
+            as_trained(module, law, z[held]),
+            ensemble.trees.layer.predict(forest(z[held])),
+        ]
         network, share = 1 - ensemble.trees.share, ensemble.trees.share
         shares = [network * ensemble.trust, network * (1 - ensemble.trust), share]
         found.append(1 - ssla.mixture(parts, shares).probs.gather(1, codes[held][:, None])[:, 0])

@@ -59,7 +59,10 @@ def polars(frame):
         {
             name: pl.Series(column.astype(str).tolist()).cast(pl.Categorical)
             if column.dtype == "category"
-            else pl.Series(None if gap else value for value, gap in zip(column.tolist(), column.isna(), strict=True))
+            else pl.Series(
+                None if gap else value
+                for value, gap in zip(column.tolist(), column.isna(), strict=True)
+            )
             for name, column in frame.items()
         }
     )
@@ -85,12 +88,17 @@ def test_the_encoder_gives_each_column_its_numbers():
     assert list(encoder.set_output(transform="pandas").transform(FRAME).columns) == NAMES
 
 
-@pytest.mark.parametrize("make", [polars, lambda frame: frame.to_numpy(dtype=object), lambda frame: frame.convert_dtypes()])
+@pytest.mark.parametrize(
+    "make",
+    [polars, lambda frame: frame.to_numpy(dtype=object), lambda frame: frame.convert_dtypes()],
+)
 def test_polars_arrays_and_nullable_types_are_encoded_alike(make):
     expected = TableEncoder().fit_transform(FRAME)
     other = make(FRAME)
     encoder = TableEncoder().fit(other)
-    if isinstance(other, np.ndarray):  # a category has no type of its own in an array: its levels 1, 2, 3 are numbers
+    if isinstance(
+        other, np.ndarray
+    ):  # a category has no type of its own in an array: its levels 1, 2, 3 are numbers
         assert encoder.transform(other).shape == (N, 11)
         assert encoder.get_feature_names_out()[:2].tolist() == ["x0", "x1=blue"]
         assert encoder.get_feature_names_out(list("abcdef"))[1] == "b=blue"
@@ -110,14 +118,24 @@ def test_types_of_columns():
         }
     )
     encoder = TableEncoder().fit(frame)
-    assert [feature.kind for feature in encoder.plan_.features] == ["date", "number", "text", "number", "boolean"]
+    assert [feature.kind for feature in encoder.plan_.features] == [
+        "date",
+        "number",
+        "text",
+        "number",
+        "boolean",
+    ]
     assert encoder.plan_.features[0].start == pytest.approx(18628 - 1 / 24)
     assert encoder.plan_.features[1].draws == (1.0, 2.0, 4.0)
     assert encoder.plan_.features[2].levels == ("1", "2")
     assert encoder.plan_.features[3].draws == (1.5, 2.5, 3.0)
     whole = frame.assign(**{"float levels": [1, 2, 2, 1]})  # later as integers
     assert np.array_equal(encoder.encode(whole).values[:, 5:7], [[1, 0], [0, 1], [0, 1], [1, 0]])
-    kinds = TableEncoder().fit(pl.DataFrame({"d": pl.Series([1, 2], dtype=pl.Duration("ms")), "e": ["a", "b"]})).plan_.features
+    kinds = (
+        TableEncoder()
+        .fit(pl.DataFrame({"d": pl.Series([1, 2], dtype=pl.Duration("ms")), "e": ["a", "b"]}))
+        .plan_.features
+    )
     assert (kinds[0].kind, kinds[0].draws[0]) == ("number", pytest.approx(1 / 86_400_000))
 
 
@@ -127,9 +145,15 @@ def test_frames_go_into_the_estimators_directly(members):
     assert model.n_features_in_ == 6
     assert list(model.feature_names_in_) == list(FRAME)
     assert model.score(FRAME, Y) > 0.8
-    by_hand = SSLARegressor(members=members, **QUICK | {"max_epochs": 60}).fit(TableEncoder().fit_transform(FRAME), Y)
-    assert np.array_equal(by_hand.predict(TableEncoder().fit_transform(FRAME)), model.predict(FRAME))
-    pipe = make_pipeline(TableEncoder(), SSLARegressor(members=members, **QUICK | {"max_epochs": 60})).fit(FRAME, Y)
+    by_hand = SSLARegressor(members=members, **QUICK | {"max_epochs": 60}).fit(
+        TableEncoder().fit_transform(FRAME), Y
+    )
+    assert np.array_equal(
+        by_hand.predict(TableEncoder().fit_transform(FRAME)), model.predict(FRAME)
+    )
+    pipe = make_pipeline(
+        TableEncoder(), SSLARegressor(members=members, **QUICK | {"max_epochs": 60})
+    ).fit(FRAME, Y)
     assert np.array_equal(pipe.predict(FRAME), model.predict(FRAME))
 
 
@@ -137,7 +161,9 @@ def test_classes_of_a_polars_frame():
     labels = np.where(np.median(Y) < Y, "high", "low")
     model = SSLAClassifier(**QUICK | {"max_epochs": 60}).fit(polars(FRAME), labels)
     assert model.score(polars(FRAME), labels) > 0.8
-    assert np.array_equal(model.predict_proba(polars(FRAME)), model.predict_proba(FRAME))  # the same names and values
+    assert np.array_equal(
+        model.predict_proba(polars(FRAME)), model.predict_proba(FRAME)
+    )  # the same names and values
 
 
 def test_unlearned_values_widen_the_prediction_as_in_the_command():
@@ -186,7 +212,9 @@ def test_rows_of_weight_zero_are_absent_from_the_plan_too():
     both = pd.concat([FRAME, junk], ignore_index=True)
     weights = np.arange(len(both)) < N
     plain = SSLARegressor(**QUICK).fit(FRAME, Y)
-    weighted = SSLARegressor(**QUICK).fit(both, np.append(Y, np.zeros(10)), sample_weight=weights.astype(float))
+    weighted = SSLARegressor(**QUICK).fit(
+        both, np.append(Y, np.zeros(10)), sample_weight=weights.astype(float)
+    )
     assert weighted.plan_ == plain.plan_
     assert np.array_equal(weighted.predict(FRAME), plain.predict(FRAME))
 
@@ -195,7 +223,11 @@ def test_rows_of_weight_zero_are_absent_from_the_plan_too():
     ("change", "error", "match"),
     [
         ({"size": np.inf}, ValueError, "infinite value in row 1"),
-        ({"size": "big"}, TableError, "Column 'size' held numbers at training, but row 1 of X is 'big'"),
+        (
+            {"size": "big"},
+            TableError,
+            "Column 'size' held numbers at training, but row 1 of X is 'big'",
+        ),
         ({"new": 2}, TableError, "held true or false at training"),
         ({"other": 1.0}, ValueError, "feature names"),
         ({"colour": [["red"]] * 3}, TypeError, "row 1 of column 'colour' is a list"),
@@ -203,7 +235,12 @@ def test_rows_of_weight_zero_are_absent_from_the_plan_too():
 )
 def test_other_columns_and_kinds_are_refused(change, error, match):
     model = SSLARegressor(**QUICK).fit(FRAME, Y)
-    new = FRAME.iloc[:3].assign(**{name: value if isinstance(value, list) else [value] * 3 for name, value in change.items()})
+    new = FRAME.iloc[:3].assign(
+        **{
+            name: value if isinstance(value, list) else [value] * 3
+            for name, value in change.items()
+        }
+    )
     with pytest.raises(error, match=match):
         model.predict(new)
 
@@ -232,7 +269,12 @@ def test_files_keep_the_plan(tmp_path):
 def test_files_without_a_plan_load_and_refuse_gaps(tmp_path):
     X = FRAME[["size"]].to_numpy()
     content, tensors = read(SSLARegressor(**QUICK).fit(X, Y).save(tmp_path / "model"), KIND)
-    del content["plan"], content["parameters"]["dict"][[name for name, _ in content["parameters"]["dict"]].index("verbose")]
+    del (
+        content["plan"],
+        content["parameters"]["dict"][
+            [name for name, _ in content["parameters"]["dict"]].index("verbose")
+        ],
+    )
     old = load(write(tmp_path / "old", KIND, content, tensors))
     assert old.predict(X).shape == (N,)
     with pytest.raises(ValueError, match="earlier version"):

@@ -1,4 +1,6 @@
-"""What the estimators do with data and options that look like numbers and are not: masks, dates, texts as flags."""
+"""What the estimators do with data and options that look like numbers and are not: masks,
+dates, texts as flags.
+"""
 
 import numpy as np
 import pandas as pd
@@ -94,13 +96,18 @@ def test_masked_inputs_are_gaps(make):
 
 def test_masked_texts_and_dates_are_gaps():
     mask = np.array([[True], [False], [False]])
-    texts, dates = np.array([["a"], ["b"], ["c"]]), np.array([["2020"], ["2021"], ["2022"]], dtype="datetime64[D]")
+    texts, dates = (
+        np.array([["a"], ["b"], ["c"]]),
+        np.array([["2020"], ["2021"], ["2022"]], dtype="datetime64[D]"),
+    )
     for values, gap in ((texts, None), (dates, np.datetime64("NaT"))):
         plain = values.astype(object) if gap is None else values.copy()
         plain[0, 0] = gap
         encoded = TableEncoder().fit(plain)
         masked = TableEncoder().fit(np.ma.array(values, mask=mask))
-        assert np.array_equal(masked.transform(np.ma.array(values, mask=mask)), encoded.transform(plain))
+        assert np.array_equal(
+            masked.transform(np.ma.array(values, mask=mask)), encoded.transform(plain)
+        )
 
 
 def test_the_scorer_reads_masked_cells_as_gaps(tmp_path):
@@ -184,14 +191,18 @@ ONLY_CLASSES = {"class_weight": ["x", 3, [1.0, 2.0]]}
 def test_wrong_options_of_the_regressor_are_refused(name):
     for value in (WRONG | ONLY_NUMBERS)[name]:
         needed = {"conformal": True} if name == "calibration_fraction" else {}
-        with pytest.raises((ValueError, TypeError), match=name if name != "random_state" else "seed"):
+        with pytest.raises(
+            (ValueError, TypeError), match=name if name != "random_state" else "seed"
+        ):
             regressor(**needed | {name: value}).fit(X, Y)
 
 
 @pytest.mark.parametrize("name", [*WRONG, *ONLY_CLASSES])
 def test_wrong_options_of_the_classifier_are_refused(name):
     for value in (WRONG | ONLY_CLASSES)[name]:
-        with pytest.raises((ValueError, TypeError), match=name if name != "random_state" else "seed"):
+        with pytest.raises(
+            (ValueError, TypeError), match=name if name != "random_state" else "seed"
+        ):
             classifier(**{name: value}).fit(X, LABELS)
 
 
@@ -224,7 +235,10 @@ def test_wrong_options_of_wrapped_models_are_refused(name, value):
 @pytest.mark.parametrize("make", [regressor, classifier, PredictiveRegressor, PredictiveClassifier])
 def test_weights_that_are_no_weights_are_refused(make):
     y = LABELS if make in (classifier, PredictiveClassifier) else Y
-    with pytest.raises(ValueError, match=r"sample_weight must have shape \(80,\), one weight for each row, but has \(5,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"sample_weight must have shape \(80,\), one weight for each row, but has \(5,\)",
+    ):
         make().fit(X, y, sample_weight=np.ones(5))
     with pytest.raises(ValueError, match="sample_weight must be numbers"):
         make().fit(X, y, sample_weight=["a"] * N)

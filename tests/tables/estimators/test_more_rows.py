@@ -23,7 +23,9 @@ FIRST, REST = slice(0, 100), slice(100, None)
 
 @pytest.mark.parametrize("targets", [1, 2])
 def test_more_rows_give_the_last_layer_of_all_rows(targets, tmp_path):
-    """Gaussian noise: the posterior is that of a fit to all rows with the same features, prior and noise, also from a file."""
+    """Gaussian noise: the posterior is that of a fit to all rows with the same features, prior
+    and noise, also from a file.
+    """
     y = Y if targets == 1 else np.stack([Y, X[:, 1] + Y], 1)
     model = SSLARegressor("gaussian", members=2, **QUICK).fit(X[FIRST], y[FIRST])
     again = load(model.save(tmp_path / "model"))
@@ -34,9 +36,13 @@ def test_more_rows_give_the_last_layer_of_all_rows(targets, tmp_path):
         for component in one.ensemble_.components:
             found = component.posterior
             module = one.ensemble_.modules[component.member]
-            expected = ssla.fit(module, (z, target), likelihood=found.likelihood, prior=found.prior, mode="polish")
+            expected = ssla.fit(
+                module, (z, target), likelihood=found.likelihood, prior=found.prior, mode="polish"
+            )
             assert torch.allclose(found.theta, expected.theta, atol=1e-9)
-            assert torch.allclose(found.predict(z[:5]).stddev, expected.predict(z[:5]).stddev, rtol=1e-9)
+            assert torch.allclose(
+                found.predict(z[:5]).stddev, expected.predict(z[:5]).stddev, rtol=1e-9
+            )
     assert np.array_equal(model.predict(X), again.predict(X))
 
 
@@ -47,19 +53,29 @@ def test_mean_and_log_variance_follow_few_rows_and_say_so_where_they_cannot():
     model.partial_fit(X[170:180], Y[170:180])
     assert float(ssla.metrics.nll(model.predict_dist(X[180:]), Y[180:])) < before + 0.05
     with pytest.raises(ValueError, match="Fit again on all rows, or use likelihood='gaussian'"):
-        SSLARegressor("heteroscedastic", members=2, **QUICK).fit(X[:30], Y[:30]).partial_fit(X[30:], 40 * Y[30:])
+        SSLARegressor("heteroscedastic", members=2, **QUICK).fit(X[:30], Y[:30]).partial_fit(
+            X[30:], 40 * Y[30:]
+        )
 
 
 def test_more_rows_narrow_the_doubt_and_weights_are_repetitions():
     """The trees stay as they were, so that the doubt of networks alone is compared."""
     model = SSLARegressor(**QUICK, trees=0).fit(X[FIRST], Y[FIRST])
     before = model.predict_dist(X[:20]).epistemic
-    one = SSLARegressor(**QUICK, trees=0).fit(X[FIRST], Y[FIRST]).partial_fit(X[REST], Y[REST], sample_weight=np.arange(140) % 3)
-    model.partial_fit(np.repeat(X[REST], np.arange(140) % 3, axis=0), np.repeat(Y[REST], np.arange(140) % 3))
+    one = (
+        SSLARegressor(**QUICK, trees=0)
+        .fit(X[FIRST], Y[FIRST])
+        .partial_fit(X[REST], Y[REST], sample_weight=np.arange(140) % 3)
+    )
+    model.partial_fit(
+        np.repeat(X[REST], np.arange(140) % 3, axis=0), np.repeat(Y[REST], np.arange(140) % 3)
+    )
     assert (model.predict_dist(X[:20]).epistemic < before).all()
     assert np.allclose(one.predict(X), model.predict(X))
     fresh = SSLARegressor(**QUICK).partial_fit(X[FIRST], Y[FIRST])
-    assert np.array_equal(fresh.predict(X), SSLARegressor(**QUICK).fit(X[FIRST], Y[FIRST]).predict(X))
+    assert np.array_equal(
+        fresh.predict(X), SSLARegressor(**QUICK).fit(X[FIRST], Y[FIRST]).predict(X)
+    )
 
 
 def test_more_rows_of_classes_counts_and_frames():
@@ -67,7 +83,9 @@ def test_more_rows_of_classes_counts_and_frames():
     model = SSLAClassifier(**QUICK).fit(X[FIRST], labels[FIRST])
     before = -np.log(model.predict_proba(X)[np.arange(240), (labels == "b").astype(int)]).mean()
     model.partial_fit(X[REST], labels[REST])
-    assert -np.log(model.predict_proba(X)[np.arange(240), (labels == "b").astype(int)]).mean() < before
+    assert (
+        -np.log(model.predict_proba(X)[np.arange(240), (labels == "b").astype(int)]).mean() < before
+    )
     counts = np.round(np.exp(Y))
     poisson = SSLARegressor("poisson", **QUICK).fit(X[FIRST], counts[FIRST])
     old = poisson.predict_dist(X).epistemic.mean()
@@ -125,7 +143,9 @@ def test_whole_groups_are_held_out():
 def test_the_latest_rows_are_held_out():
     time = torch.tensor([5.0, 1.0, 4.0, 2.0, 5.0, 3.0, 0.0, 0.0, 0.0, 0.0])
     held = folds(10, 2, 0.1, torch.Generator(), time=time)
-    assert held.tolist() == [[value == 5 for value in time.tolist()]] * 2  # equal times are not divided
+    assert (
+        held.tolist() == [[value == 5 for value in time.tolist()]] * 2
+    )  # equal times are not divided
     flat = torch.tensor([0.0, 1.0, 1.0, 1.0])
     assert folds(4, 1, 0.9, torch.Generator(), time=flat).tolist() == [[False, True, True, True]]
     with pytest.raises(ValueError, match="one value only"):
@@ -133,13 +153,20 @@ def test_the_latest_rows_are_held_out():
 
 
 def test_the_noise_of_a_group_effect_is_found_only_by_whole_groups():
-    """Rows of a group share an input that identifies it and an effect: random held-out rows know it from their siblings."""
+    """Rows of a group share an input that identifies it and an effect: random held-out rows
+    know it from their siblings.
+    """
     rng = np.random.default_rng(1)
     groups = np.repeat(np.arange(40), 10)
-    inputs = np.column_stack([rng.normal(size=400), rng.normal(size=40)[groups], rng.normal(size=40)[groups]])
+    inputs = np.column_stack(
+        [rng.normal(size=400), rng.normal(size=40)[groups], rng.normal(size=40)[groups]]
+    )
     y = inputs[:, 0] + rng.normal(size=40)[groups] + 0.1 * rng.normal(size=400)
     options = {"max_epochs": 60, "random_state": 0}
-    random, whole = (SSLARegressor(**options).fit(inputs, y, groups=g).predict_dist(inputs) for g in (None, groups.astype(str)))
+    random, whole = (
+        SSLARegressor(**options).fit(inputs, y, groups=g).predict_dist(inputs)
+        for g in (None, groups.astype(str))
+    )
     assert float(whole.aleatoric.mean()) > 1.5 * float(random.aleatoric.mean())
 
 
@@ -149,10 +176,16 @@ def test_conformal_rows_are_whole_groups_or_the_latest():
     assert len(model.conformal_.scores) == 48
     dates = pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(240), "D")
     late = SSLARegressor(conformal=True, **QUICK).fit(X, Y, time=dates)
-    expected = SSLARegressor(conformal=True, calibration_fraction=0.2, **QUICK).fit(X, Y, time=np.arange(240))
+    expected = SSLARegressor(conformal=True, calibration_fraction=0.2, **QUICK).fit(
+        X, Y, time=np.arange(240)
+    )
     assert np.array_equal(late.conformal_.scores, expected.conformal_.scores)
-    shifted = SSLARegressor(conformal=True, **QUICK).fit(X, np.where(np.arange(240) >= 192, Y + 5, Y), time=np.arange(240))
-    assert shifted.conformal_.factor(0.8) > 5 * late.conformal_.factor(0.8)  # calibrated on the shifted rows
+    shifted = SSLARegressor(conformal=True, **QUICK).fit(
+        X, np.where(np.arange(240) >= 192, Y + 5, Y), time=np.arange(240)
+    )
+    assert shifted.conformal_.factor(0.8) > 5 * late.conformal_.factor(
+        0.8
+    )  # calibrated on the shifted rows
 
 
 @pytest.mark.parametrize(

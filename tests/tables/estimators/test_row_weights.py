@@ -46,7 +46,9 @@ def test_normalised_weights_are_rescaled_and_reported(name):
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_frequencies_are_as_given_if_asked_for(name):
-    """No warning, neither of the estimator nor of the fits inside it, and a posterior of forty rows' worth of data."""
+    """No warning, neither of the estimator nor of the fits inside it, and a posterior of forty
+    rows' worth of data.
+    """
     make, y = ESTIMATORS[name]
     model = make(row_weights="frequencies").fit(X, y, sample_weight=40 * NORMALISED)
     assert model.weight_factor_ == 1.0
@@ -59,18 +61,27 @@ def test_equal_weights_of_one_nth_equal_no_weights():
     held = np.random.default_rng(1).normal(size=(500, 2))
     y = held @ [1.0, -2.0] + 0.3 * np.random.default_rng(2).normal(size=500)
     with pytest.warns(UserWarning, match="sample_weight sums to 1,"):
-        weighted = SSLARegressor(random_state=0, members=1, max_epochs=40, trees=0).fit(X, Y, sample_weight=np.full(N, 1 / N))
+        weighted = SSLARegressor(random_state=0, members=1, max_epochs=40, trees=0).fit(
+            X, Y, sample_weight=np.full(N, 1 / N)
+        )
     plain = SSLARegressor(random_state=0, members=1, max_epochs=40, trees=0).fit(X, Y)
     p, q = weighted.predict_dist(held), plain.predict_dist(held)
     assert float(metrics.rmse(p, y)) == pytest.approx(float(metrics.rmse(q, y)), rel=1e-3)
-    assert float(metrics.coverage(p, y, 0.9)) == pytest.approx(float(metrics.coverage(q, y, 0.9)), abs=0.005)
+    assert float(metrics.coverage(p, y, 0.9)) == pytest.approx(
+        float(metrics.coverage(q, y, 0.9)), abs=0.005
+    )
 
 
 def test_a_weight_of_two_is_still_a_row_twice():
-    whole = {"early_stopping": False, "batch_size": None} | QUICK  # rows are held out by their number otherwise
+    whole = {
+        "early_stopping": False,
+        "batch_size": None,
+    } | QUICK  # rows are held out by their number otherwise
     weighted = SSLARegressor("gaussian", **whole).fit(X, Y, sample_weight=np.full(N, 2.0))
     twice = SSLARegressor("gaussian", **whole).fit(np.repeat(X, 2, 0), np.repeat(Y, 2))
-    assert np.allclose(weighted.predict(X, return_std=True), twice.predict(X, return_std=True), rtol=1e-5)
+    assert np.allclose(
+        weighted.predict(X, return_std=True), twice.predict(X, return_std=True), rtol=1e-5
+    )
 
 
 def test_the_limit_is_half_of_the_rows_with_a_weight():
@@ -94,7 +105,9 @@ def test_rows_of_weight_zero_do_not_change_the_scale():
     with pytest.warns(UserWarning, match="120 rows"):
         masked = SSLARegressor("gaussian", **QUICK).fit(X, Y, sample_weight=weights)
     with pytest.warns(UserWarning, match="120 rows"):
-        alone = SSLARegressor("gaussian", **QUICK).fit(X[kept], Y[kept], sample_weight=weights[kept])
+        alone = SSLARegressor("gaussian", **QUICK).fit(
+            X[kept], Y[kept], sample_weight=weights[kept]
+        )
     assert np.allclose(masked.predict(X), alone.predict(X))
 
 
@@ -105,7 +118,9 @@ def test_weights_of_classes_are_rescaled_with_those_of_rows():
         model = SSLAClassifier(class_weight=tiny, **QUICK).fit(X, LABELS)
     factor = N / np.where(LABELS == 0, 0.003, 0.001).sum()
     assert np.allclose(model.class_weights_, factor * np.array([0.003, 0.001]))
-    expected = SSLAClassifier(class_weight={k: factor * v for k, v in tiny.items()}, **QUICK).fit(X, LABELS)
+    expected = SSLAClassifier(class_weight={k: factor * v for k, v in tiny.items()}, **QUICK).fit(
+        X, LABELS
+    )
     assert np.allclose(model.predict_proba(X), expected.predict_proba(X))
     more, other = (one.partial_fit(X[:20], LABELS[:20]) for one in (model, expected))
     assert np.allclose(more.predict_proba(X), other.predict_proba(X))
@@ -121,12 +136,22 @@ def test_partial_fit_rescales_too():
 def test_fit_of_a_network_warns_and_keeps_frequencies():
     x, y = data(60)
     given = {"likelihood": L.Gaussian(noise=0.3), "prior": priors.Gaussian()}
-    with pytest.warns(UserWarning, match="Row weights sum to 1, less than half of the 60 rows with a positive weight"):
+    with pytest.warns(
+        UserWarning,
+        match="Row weights sum to 1, less than half of the 60 rows with a positive weight",
+    ):
         post = ssla.fit(mlp(), (x, y, torch.full((60,), 1 / 60)), **given)
     assert any("Row weights sum to 1" in note for note in post.report.notes)
     assert post.report.weight == pytest.approx(1.0)
-    batches = [(x[:30], y[:30], torch.full((30,), 1 / 60)), (x[30:], y[30:], torch.full((30,), 1 / 60))]
+    batches = [
+        (x[:30], y[:30], torch.full((30,), 1 / 60)),
+        (x[30:], y[30:], torch.full((30,), 1 / 60)),
+    ]
     with pytest.warns(UserWarning, match="60 rows"):  # counted over the batches
         ssla.fit(mlp(), batches, **given)
-    for weights in (torch.full((60,), 0.5), torch.full((60,), 2.0), (torch.arange(60) < 10).float()):
+    for weights in (
+        torch.full((60,), 0.5),
+        torch.full((60,), 2.0),
+        (torch.arange(60) < 10).float(),
+    ):
         ssla.fit(mlp(), (x, y, weights), **given)  # no warning

@@ -29,7 +29,9 @@ def test_intervals_stay_in_the_support_and_cover(likelihood):
     assert (ends[:, 0] > 0).all()
     assert (ends[:, 1] < BELOW[likelihood]).all()
     assert 0.85 < float(metrics.coverage(p, y[300:], 0.95)) <= 1
-    plain = SSLARegressor("gaussian", members=2, **QUICK).fit(X[:300], y[:300]).predict_dist(X[300:])
+    plain = (
+        SSLARegressor("gaussian", members=2, **QUICK).fit(X[:300], y[:300]).predict_dist(X[300:])
+    )
     assert float(metrics.nll(p, y[300:])) < float(metrics.nll(plain, y[300:])) - 0.1
     assert float(metrics.crps(p, y[300:])) < 1.05 * float(metrics.crps(plain, y[300:]))
 
@@ -76,12 +78,15 @@ def test_other_targets_are_refused(likelihood, y, match):
 
 
 def additive():
-    """Positive, and many times larger in some rows than in others, but with constant noise on its own scale."""
+    """Positive, and many times larger in some rows than in others, but with constant noise on
+    its own scale.
+    """
     return 12 + 5 * np.tanh(2 * X[:, 0]) + 0.5 * np.random.default_rng(3).normal(size=400)
 
 
 @pytest.mark.parametrize(
-    ("y", "chosen"), [(Y["log_normal"], "positive"), (additive(), "heteroscedastic"), (Z, "heteroscedastic")]
+    ("y", "chosen"),
+    [(Y["log_normal"], "positive"), (additive(), "heteroscedastic"), (Z, "heteroscedastic")],
 )
 def test_held_out_rows_choose_the_scale(y, chosen):
     """Noise in proportion to the target, constant noise, and a target that can be negative."""
@@ -92,15 +97,23 @@ def test_held_out_rows_choose_the_scale(y, chosen):
 
 
 def test_the_chosen_scale_is_that_of_a_fit_to_the_logarithm():
-    """Exact: where all targets are in the logarithmic part, as with log y for the fit, up to the units of the training loss."""
+    """Exact: where all targets are in the logarithmic part, as with log y for the fit, up to
+    the units of the training loss.
+    """
     y = Y["log_normal"]
     one = SSLARegressor("positive", members=2, trees=0, **QUICK).fit(X, y)
     scale = one.ensemble_.scale
-    other = SSLARegressor("heteroscedastic", members=2, trees=0, **QUICK).fit(X, scale.into(torch.from_numpy(y)).numpy())
+    other = SSLARegressor("heteroscedastic", members=2, trees=0, **QUICK).fit(
+        X, scale.into(torch.from_numpy(y)).numpy()
+    )
     z = other.predict_dist(X)
-    logs = z.log_prob(scale.into(torch.from_numpy(y))) - scale.log_slope(scale.into(torch.from_numpy(y)))
+    logs = z.log_prob(scale.into(torch.from_numpy(y))) - scale.log_slope(
+        scale.into(torch.from_numpy(y))
+    )
     assert torch.allclose(one.predict_dist(X).log_prob(y), logs)
-    assert np.allclose(one.predict_quantiles(X), scale.out(torch.from_numpy(other.predict_quantiles(X))).numpy())
+    assert np.allclose(
+        one.predict_quantiles(X), scale.out(torch.from_numpy(other.predict_quantiles(X))).numpy()
+    )
 
 
 def test_zeros_are_predicted_and_no_bound_is_negative(tmp_path):
@@ -121,7 +134,9 @@ def test_zeros_are_predicted_and_no_bound_is_negative(tmp_path):
 
 
 def test_a_scale_is_open_where_the_table_cannot_show_that_negative_targets_are_impossible():
-    """Narrow targets far from zero: a model expects no negative row, and neither should a later one be refused."""
+    """Narrow targets far from zero: a model expects no negative row, and neither should a later
+    one be refused.
+    """
     y = 50 * np.exp(0.5 * X[:, 0] + 0.3 * np.random.default_rng(1).normal(size=400))
     model = SSLARegressor(members=4, trees=0, **QUICK).fit(X, y)
     assert model.ensemble_.settings.likelihood == "positive"
@@ -129,7 +144,9 @@ def test_a_scale_is_open_where_the_table_cannot_show_that_negative_targets_are_i
     assert np.isfinite(float(model.predict_dist(X[:1]).log_prob(np.array([-1.0]))))
 
 
-@pytest.mark.parametrize("scale", [{"low": 5.0, "high": 1.0}, {"low": "a", "high": 1.0}, {"low": 0.0, "high": 1e9}, None])
+@pytest.mark.parametrize(
+    "scale", [{"low": 5.0, "high": 1.0}, {"low": "a", "high": 1.0}, {"low": 0.0, "high": 1e9}, None]
+)
 def test_a_forged_scale_is_refused(tmp_path, monkeypatch, scale):
     model = SSLARegressor("positive", members=1, trees=0, **QUICK).fit(X, Y["log_normal"])
     pack = saving._pack_ensemble
@@ -138,7 +155,9 @@ def test_a_forged_scale_is_refused(tmp_path, monkeypatch, scale):
         load(model.save(tmp_path / "model"))
 
 
-def test_bounds_are_not_negative_on_the_scale_of_the_target_itself_where_the_table_shows_it(tmp_path):
+def test_bounds_are_not_negative_on_the_scale_of_the_target_itself_where_the_table_shows_it(
+    tmp_path,
+):
     """Constant noise cut at zero: the model would expect negative rows, and there is none."""
     y = np.maximum(3 + 2 * X[:, 0] + 1.5 * np.random.default_rng(5).normal(size=400), 0)
     model = SSLARegressor(members=2, trees=0, **QUICK).fit(X, y)

@@ -1,4 +1,6 @@
-"""Scorers: greater is better, equal to the metrics, and usable in cross-validation, searches and pipelines."""
+"""Scorers: greater is better, equal to the metrics, and usable in cross-validation, searches
+and pipelines.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,9 @@ def test_scores_are_the_negated_metrics():
     assert pinball_scorer(0.1)(model, X, Y) == pytest.approx(-by_hand)
     weights = RNG.integers(0, 4, size=90)
     repeated = np.repeat(np.arange(90), weights)
-    assert crps_scorer(model, X, Y, sample_weight=weights) == pytest.approx(crps_scorer(model, X[repeated], Y[repeated]))
+    assert crps_scorer(model, X, Y, sample_weight=weights) == pytest.approx(
+        crps_scorer(model, X[repeated], Y[repeated])
+    )
     assert repr(pinball_scorer(0.1)) == "neg_pinball_0.1"
 
 
@@ -42,7 +46,9 @@ def test_the_mean_of_pinball_losses_is_half_the_crps():
 def test_classes_are_scored_by_their_labels():
     model = SSLAClassifier(**QUICK).fit(X, LABELS)
     probs = model.predict_proba(X)
-    assert nll_scorer(model, X, LABELS) == pytest.approx(np.log(np.where(LABELS == "b", probs[:, 1], probs[:, 0])).mean())
+    assert nll_scorer(model, X, LABELS) == pytest.approx(
+        np.log(np.where(LABELS == "b", probs[:, 1], probs[:, 0])).mean()
+    )
     with pytest.raises(ValueError, match="first is 'c'"):
         nll_scorer(model, X[:1], ["c"])
     with pytest.raises(TypeError, match="ordered targets"):
@@ -53,7 +59,9 @@ def test_cross_validation_searches_and_pipelines():
     scores = cross_val_score(SSLARegressor(**QUICK), X, Y, scoring=nll_scorer, cv=2)
     assert scores.shape == (2,)
     pipe = make_pipeline(StandardScaler(), SSLARegressor(**QUICK))
-    search = GridSearchCV(pipe, {"sslaregressor__max_epochs": [1, 30]}, scoring=crps_scorer, cv=2).fit(X, Y)
+    search = GridSearchCV(
+        pipe, {"sslaregressor__max_epochs": [1, 30]}, scoring=crps_scorer, cv=2
+    ).fit(X, Y)
     found = search.cv_results_["mean_test_score"]
     assert (found < 0).all()
     assert search.best_index_ == found.argmax()  # greater is better

@@ -1,4 +1,6 @@
-"""The estimators follow the unit of the targets, and refuse units in which a variance is zero or infinite."""
+"""The estimators follow the unit of the targets, and refuse units in which a variance is zero
+or infinite.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_predictions_follow_the_unit_of_the_targets(likelihood):
 @pytest.mark.parametrize("c", [1e200, 1e-200])
 @pytest.mark.parametrize("likelihood", ["auto", "gaussian", "positive", "log_normal"])
 def test_targets_whose_variance_has_no_number_are_refused(likelihood, c):
-    with pytest.raises(ValueError, match=r"must have values between 1e-150 and 1e\+150 in size.*another unit"):
+    with pytest.raises(
+        ValueError, match=r"must have values between 1e-150 and 1e\+150 in size.*another unit"
+    ):
         SSLARegressor(likelihood, members=1, max_epochs=2).fit(X, c * np.exp(Y))
 
 

@@ -1,4 +1,6 @@
-"""Trees of any library with a predictive: scikit-learn's checks, honesty, units, weights, tables, files, reports."""
+"""Trees of any library with a predictive: scikit-learn's checks, honesty, units, weights,
+tables, files, reports.
+"""
 
 import json
 import warnings
@@ -22,7 +24,10 @@ from sklearn.neighbors import KNeighborsRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OrdinalEncoder
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
-from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data, parametrize_with_checks
+from sklearn.utils.estimator_checks import (
+    check_sample_weight_equivalence_on_dense_data,
+    parametrize_with_checks,
+)
 
 import ssla
 from ssla import metrics
@@ -36,18 +41,28 @@ Y = 50 + 8 * np.sin(2 * X[:, 0]) + SPREAD * RNG.normal(size=2 * N)
 LABELS = np.array(["low", "middle", "high"])[np.digitize(Y + 2 * RNG.normal(size=2 * N), [47, 53])]
 FOREST = RandomForestRegressor(30, random_state=0)
 CLASS_FOREST = RandomForestClassifier(30, random_state=0)
-BINS = {"check_sample_weight_equivalence_on_dense_data": "the bins of HistGradientBoosting do not depend on weights"}
+BINS = {
+    "check_sample_weight_equivalence_on_dense_data": "the bins of HistGradientBoosting do not "
+    "depend on weights"
+}
 
 
-@parametrize_with_checks([PredictiveRegressor(cv=2), PredictiveClassifier(cv=2)], expected_failed_checks=lambda _: BINS)
+@parametrize_with_checks(
+    [PredictiveRegressor(cv=2), PredictiveClassifier(cv=2)], expected_failed_checks=lambda _: BINS
+)
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
 
-@pytest.mark.filterwarnings("ignore:.*predictives are inaccurate")  # trees predict the repeated rows of this check exactly
+@pytest.mark.filterwarnings(
+    "ignore:.*predictives are inaccurate"
+)  # trees predict the repeated rows of this check exactly
 @pytest.mark.parametrize(
     "estimator",
-    [PredictiveRegressor(DecisionTreeRegressor(max_depth=3)), PredictiveClassifier(DecisionTreeClassifier(max_depth=3))],
+    [
+        PredictiveRegressor(DecisionTreeRegressor(max_depth=3)),
+        PredictiveClassifier(DecisionTreeClassifier(max_depth=3)),
+    ],
 )
 def test_weights_equal_repetitions_for_trees_for_which_they_do(estimator):
     check_sample_weight_equivalence_on_dense_data(type(estimator).__name__, estimator)
@@ -71,9 +86,9 @@ def test_intervals_cover_new_rows_where_training_residuals_do_not(regressor):
     p = regressor.predict_dist(new)
     assert 0.86 < float(metrics.coverage(p, y, 0.9)) < 0.96
     errors = Y[:N] - out_of_fold(regressor, FOREST)
-    constant = -torch.distributions.Normal(torch.from_numpy(regressor.predict(new)), float(errors.std())).log_prob(
-        torch.from_numpy(y)
-    )
+    constant = -torch.distributions.Normal(
+        torch.from_numpy(regressor.predict(new)), float(errors.std())
+    ).log_prob(torch.from_numpy(y))
     assert float(metrics.nll(p, y)) < float(constant.mean()) - 0.05
     assert np.corrcoef(p.stddev.numpy(), SPREAD[N:])[0, 1] > 0.5  # the noise depends on x
     assert metrics.rmse(p, y) < 1.05 * np.sqrt(np.mean((y - fitted.predict(new)) ** 2))
@@ -92,14 +107,18 @@ def test_answers_agree_with_each_other_and_the_density_integrates_to_one(regress
     mean, sd = regressor.predict(new, return_std=True)
     p = regressor.predict_dist(new)
     assert np.allclose(mean, p.mean)
-    assert np.allclose(regressor.predict_interval(new, 0.9), regressor.predict_quantiles(new, [0.05, 0.95]))
+    assert np.allclose(
+        regressor.predict_interval(new, 0.9), regressor.predict_quantiles(new, [0.05, 0.95])
+    )
     assert regressor.predict_quantiles(new, 0.5).shape == (30,)
     grid = mean[:, None] + sd[:, None] * np.linspace(-12, 12, 4001)
     area = torch.trapezoid(p.log_prob(grid).exp(), torch.from_numpy(grid))
     assert torch.allclose(area, torch.ones_like(area), atol=1e-3)
     assert torch.allclose(p.variance, p.epistemic + p.aleatoric)
     assert regressor.oof_log_prob_.shape == (N,)
-    assert regressor.oof_log_prob_.mean() == pytest.approx(-float(metrics.nll(regressor.predict_dist(X[N:]), Y[N:])), abs=0.25)
+    assert regressor.oof_log_prob_.mean() == pytest.approx(
+        -float(metrics.nll(regressor.predict_dist(X[N:]), Y[N:])), abs=0.25
+    )
 
 
 def test_the_unit_of_the_target_does_not_matter():
@@ -113,8 +132,16 @@ def test_a_last_layer_knows_a_base_that_is_right():
     """The base is the truth: mean m, and the noise model finds the constant noise."""
     x = RNG.normal(size=(600, 2))
     y = x @ [3.0, -2.0] + RNG.normal(size=600)
-    p = PredictiveRegressor(LinearRegression(), random_state=0).fit(x[:300], y[:300]).predict_dist(x[300:])
-    truth = -torch.distributions.Normal(torch.from_numpy(x[300:] @ [3.0, -2.0]), 1.0).log_prob(torch.from_numpy(y[300:])).mean()
+    p = (
+        PredictiveRegressor(LinearRegression(), random_state=0)
+        .fit(x[:300], y[:300])
+        .predict_dist(x[300:])
+    )
+    truth = (
+        -torch.distributions.Normal(torch.from_numpy(x[300:] @ [3.0, -2.0]), 1.0)
+        .log_prob(torch.from_numpy(y[300:]))
+        .mean()
+    )
     assert float(metrics.nll(p, y[300:])) < float(truth) + 0.04
     assert torch.allclose(p.stddev, torch.ones(300, dtype=torch.float64), atol=0.25)
 
@@ -125,9 +152,9 @@ def test_heavy_tails_are_found():
     model = PredictiveRegressor(LinearRegression(), random_state=0).fit(x[:750], y[:750])
     assert int((model.ensemble_.shares > 0.02).sum()) >= 3
     p = model.predict_dist(x[750:])
-    gaussian = -torch.distributions.Normal(torch.from_numpy(x[750:, 0]), float(np.std(y[:750] - x[:750, 0]))).log_prob(
-        torch.from_numpy(y[750:])
-    )
+    gaussian = -torch.distributions.Normal(
+        torch.from_numpy(x[750:, 0]), float(np.std(y[:750] - x[:750, 0]))
+    ).log_prob(torch.from_numpy(y[750:]))
     assert float(metrics.nll(p, y[750:])) < float(gaussian.mean()) - 0.1
     assert 0.87 < float(metrics.coverage(p, y[750:], 0.9)) < 0.94
 
@@ -137,7 +164,9 @@ def test_classes_are_no_less_calibrated_than_those_of_the_base(classifier):
     own = clone(CLASS_FOREST).fit(X[:N], LABELS[:N])
     p = classifier.predict_proba(new)
     place = np.searchsorted(classifier.classes_, y)
-    loss, base_loss = (-np.log(q.clip(1e-15)[np.arange(N), place]).mean() for q in (p, own.predict_proba(new)))
+    loss, base_loss = (
+        -np.log(q.clip(1e-15)[np.arange(N), place]).mean() for q in (p, own.predict_proba(new))
+    )
     assert loss < base_loss - 0.02  # a forest of thirty trees gives probabilities of zero
     assert list(classifier.classes_) == sorted(set(LABELS))
     assert np.allclose(p.sum(1), 1)
@@ -148,7 +177,9 @@ def test_classes_are_no_less_calibrated_than_those_of_the_base(classifier):
 
 def test_two_classes_and_a_rare_class():
     y = (Y > 50).astype(int)
-    model = PredictiveClassifier(GradientBoostingClassifier(n_estimators=20), random_state=0).fit(X[:N], y[:N])
+    model = PredictiveClassifier(GradientBoostingClassifier(n_estimators=20), random_state=0).fit(
+        X[:N], y[:N]
+    )
     assert model.posterior_.parameters["weight"].shape == (1, 1)
     assert model.score(X[N:], y[N:]) > 0.8
     rare = LABELS[:N].copy()
@@ -179,15 +210,25 @@ def test_what_predicts_new_rows():
     whole = PredictiveRegressor(FOREST, cv=3, final="all", random_state=0).fit(X[:N], Y[:N])
     assert [len(models) for models in folds.models_.values()] == [3, 3]
     assert [len(models) for models in whole.models_.values()] == [1, 1]
-    assert torch.equal(folds.posterior_.theta, whole.posterior_.theta)  # the last layer sees out-of-fold predictions only
+    assert torch.equal(
+        folds.posterior_.theta, whole.posterior_.theta
+    )  # the last layer sees out-of-fold predictions only
     assert not np.allclose(folds.predict(X[N:]), whole.predict(X[N:]))
 
 
 @pytest.mark.parametrize(
-    "base", [ExtraTreesRegressor(20), GradientBoostingRegressor(n_estimators=30), HistGradientBoostingRegressor(max_iter=30)]
+    "base",
+    [
+        ExtraTreesRegressor(20),
+        GradientBoostingRegressor(n_estimators=30),
+        HistGradientBoostingRegressor(max_iter=30),
+    ],
 )
 def test_other_bases_and_the_seed(base):
-    one, two = (PredictiveRegressor(base, cv=3, random_state=3).fit(X[:N], Y[:N]).predict_interval(X[N:]) for _ in range(2))
+    one, two = (
+        PredictiveRegressor(base, cv=3, random_state=3).fit(X[:N], Y[:N]).predict_interval(X[N:])
+        for _ in range(2)
+    )
     assert (one == two).all()
     assert 0.88 < np.mean((one[:, 0] <= Y[N:]) & (Y[N:] <= one[:, 1])) < 0.99
 
@@ -195,8 +236,12 @@ def test_other_bases_and_the_seed(base):
 def test_lightgbm():
     lightgbm = pytest.importorskip("lightgbm")
     frame, new = (pd.DataFrame(part, columns=["a", "b", "c"]) for part in (X[:N], X[N:]))
-    model = PredictiveRegressor(lightgbm.LGBMRegressor(n_estimators=40, verbose=-1, n_jobs=1), cv=3, random_state=0)
-    assert 0.85 < float(metrics.coverage(model.fit(frame, Y[:N]).predict_dist(new), Y[N:], 0.9)) < 0.97
+    model = PredictiveRegressor(
+        lightgbm.LGBMRegressor(n_estimators=40, verbose=-1, n_jobs=1), cv=3, random_state=0
+    )
+    assert (
+        0.85 < float(metrics.coverage(model.fit(frame, Y[:N]).predict_dist(new), Y[N:], 0.9)) < 0.97
+    )
     booster = lightgbm.LGBMClassifier(n_estimators=40, verbose=-1, n_jobs=1)
     assert PredictiveClassifier(booster, cv=3).fit(frame, LABELS[:N]).score(new, LABELS[N:]) > 0.6
 
@@ -206,7 +251,9 @@ def test_tables_with_texts_and_gaps():
     frame = pd.DataFrame({"kind": kind, "x": np.where(RNG.uniform(size=N) < 0.1, np.nan, X[:N, 0])})
     y = Y[:N] + 5 * (kind == "red")
     base = make_pipeline(
-        OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1, encoded_missing_value=-2),
+        OrdinalEncoder(
+            handle_unknown="use_encoded_value", unknown_value=-1, encoded_missing_value=-2
+        ),
         HistGradientBoostingRegressor(max_iter=20),
     )
     model = PredictiveRegressor(base, random_state=0).fit(frame, y)
@@ -237,7 +284,9 @@ def test_rows_of_weight_zero_do_not_count():
     base = DecisionTreeRegressor(max_depth=3, random_state=0)
     wild = np.where(w > 0, Y, 1e6)
     one = PredictiveRegressor(base, random_state=0).fit(X, wild, sample_weight=w).predict(X)
-    two = PredictiveRegressor(base, random_state=0).fit(X[:N], Y[:N], sample_weight=w[:N]).predict(X)
+    two = (
+        PredictiveRegressor(base, random_state=0).fit(X[:N], Y[:N], sample_weight=w[:N]).predict(X)
+    )
     assert np.allclose(one, two)
 
 
@@ -289,8 +338,12 @@ def test_the_last_layer_is_saved_and_the_models_are_given(tmp_path, frame):
     pytest.importorskip("safetensors")
     table = pd.DataFrame(X, columns=["a", "b", "c"]) if frame else X
     cases = (
-        PredictiveRegressor(DecisionTreeRegressor(max_depth=4), random_state=0).fit(table[:N], Y[:N]),
-        PredictiveClassifier(DecisionTreeClassifier(max_depth=4), random_state=0).fit(table[:N], LABELS[:N]),
+        PredictiveRegressor(DecisionTreeRegressor(max_depth=4), random_state=0).fit(
+            table[:N], Y[:N]
+        ),
+        PredictiveClassifier(DecisionTreeClassifier(max_depth=4), random_state=0).fit(
+            table[:N], LABELS[:N]
+        ),
     )
     for i, model in enumerate(cases):
         path = model.save(tmp_path / f"model{i}")
@@ -301,7 +354,11 @@ def test_the_last_layer_is_saved_and_the_models_are_given(tmp_path, frame):
             load(path)
         with pytest.raises(ssla.FileError, match="must be the models_"):
             load(path, models={})
-        others = clone(model).set_params(base__max_depth=2).fit(table[:N], Y[:N] if i == 0 else LABELS[:N])
+        others = (
+            clone(model)
+            .set_params(base__max_depth=2)
+            .fit(table[:N], Y[:N] if i == 0 else LABELS[:N])
+        )
         with pytest.raises(ssla.FileError, match="do not predict what those of"):
             load(path, models=others.models_)
         bare = {kind: tuple(clone(m) for m in models) for kind, models in model.models_.items()}

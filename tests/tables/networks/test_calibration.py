@@ -28,7 +28,9 @@ def test_shares_are_the_maximum_of_a_concave_function():
         pi = torch.softmax(torch.tensor([*free, 0.0], dtype=torch.float64), 0)
         return -float(weights @ (logs.exp() @ pi).log() + pseudo @ pi.log())
 
-    best = optimize.minimize(negative, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}).x
+    best = optimize.minimize(
+        negative, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
+    ).x
     expected = torch.softmax(torch.tensor([*best, 0.0], dtype=torch.float64), 0)
     assert torch.allclose(shares(logs, weights, pseudo), expected, atol=1e-5)
 
@@ -36,18 +38,28 @@ def test_shares_are_the_maximum_of_a_concave_function():
 @pytest.mark.parametrize("truth", [0.5, 1.0, 2.0])
 def test_spreads_find_the_scale_of_the_residuals(truth):
     y = truth * torch.randn(4000, dtype=torch.float64, generator=G)
-    marginal = Marginal(torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64))
-    found = spreads_of(stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y))[0]
+    marginal = Marginal(
+        torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64)
+    )
+    found = spreads_of(
+        stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
+    )[0]
     assert sum(share for _, share in found) == pytest.approx(1.0)
-    assert math.sqrt(sum(share * factor**2 for factor, share in found)) == pytest.approx(truth, rel=0.06)
+    assert math.sqrt(sum(share * factor**2 for factor, share in found)) == pytest.approx(
+        truth, rel=0.06
+    )
 
 
 def test_heavy_tails_have_several_spreads_and_few_rows_decide_little():
     t = torch.distributions.StudentT(torch.tensor(3.0, dtype=torch.float64))
     torch.manual_seed(0)
     y = t.sample((4000,))
-    marginal = Marginal(torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64))
-    found = dict(spreads_of(stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y))[0])
+    marginal = Marginal(
+        torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64)
+    )
+    found = dict(
+        spreads_of(stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y))[0]
+    )
     assert max(found) >= 3
     few = Marginal(*(part[:2] for part in marginal))
     two = torch.ones(2, dtype=torch.float64)
@@ -56,23 +68,33 @@ def test_heavy_tails_have_several_spreads_and_few_rows_decide_little():
 
 
 def test_disagreement_of_the_members_is_not_counted_twice():
-    y = math.sqrt(2) * torch.randn(4000, dtype=torch.float64, generator=G)  # noise 1 and a deviation of the member of variance 1
+    y = math.sqrt(2) * torch.randn(
+        4000, dtype=torch.float64, generator=G
+    )  # noise 1 and a deviation of the member of variance 1
     f = torch.zeros(4000, 2, dtype=torch.float64)
     f[:, 1] = math.log(2.0)
     marginal = Marginal(f, torch.zeros(4000, 2, 2, dtype=torch.float64))
-    found = spreads_of(stretched_log_densities(marginal, y, torch.ones_like(y)), torch.ones_like(y))[0]
+    found = spreads_of(
+        stretched_log_densities(marginal, y, torch.ones_like(y)), torch.ones_like(y)
+    )[0]
     assert sum(share * factor**2 for factor, share in found) * 2 == pytest.approx(1.0, rel=0.1)
 
 
 def test_disagreement_removes_half_of_a_squared_residual_at_most():
-    marginal = Marginal(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, 2, dtype=torch.float64))
+    marginal = Marginal(
+        torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, 2, dtype=torch.float64)
+    )
     y = torch.tensor([1.0, -2.0], dtype=torch.float64)
     most = stretched_log_densities(marginal, y, torch.full_like(y, 9.0))
-    assert torch.allclose(most, stretched_log_densities(marginal, y * math.sqrt(0.5), torch.zeros_like(y)))
+    assert torch.allclose(
+        most, stretched_log_densities(marginal, y * math.sqrt(0.5), torch.zeros_like(y))
+    )
 
 
 def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
-    x = torch.stack([torch.arange(101.0, dtype=torch.float64), torch.arange(101.0, dtype=torch.float64) % 2], 1)
+    x = torch.stack(
+        [torch.arange(101.0, dtype=torch.float64), torch.arange(101.0, dtype=torch.float64) % 2], 1
+    )
     edges = edges_of(x, torch.ones(101, dtype=torch.float64), 4)
     assert counts_of(edges) == (4, 0)
     module = Pieces(counts_of(edges)).double()
@@ -84,7 +106,11 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     weights = torch.where(torch.arange(101) < 30, 2.0, 1.0).double()
     assert all(
         torch.equal(a, b)
-        for a, b in zip(edges_of(twice, torch.ones(131, dtype=torch.float64), 4), edges_of(x, weights, 4), strict=True)
+        for a, b in zip(
+            edges_of(twice, torch.ones(131, dtype=torch.float64), 4),
+            edges_of(x, weights, 4),
+            strict=True,
+        )
     )
 
 
@@ -92,7 +118,12 @@ def test_auto_rules():
     members = estimator.auto_members.__wrapped__
     assert [members(rows) for rows in (100, 301, 10**5, 10**6)] == [10, 5, 5, 2]
     assert [estimator.auto_epochs(rows) for rows in (100, 10**5, 10**6)] == [200, 40, 8]
-    assert [estimator.auto_batch(rows) for rows in (100, 1600, 10**5, 10**7)] == [16, 100, 390, 4096]
+    assert [estimator.auto_batch(rows) for rows in (100, 1600, 10**5, 10**7)] == [
+        16,
+        100,
+        390,
+        4096,
+    ]
 
 
 def test_the_default_regressor_covers_noise_that_depends_on_x_and_survives_a_file(tmp_path):
@@ -101,7 +132,10 @@ def test_the_default_regressor_covers_noise_that_depends_on_x_and_survives_a_fil
     y = np.sin(2 * X[:, 0]) + np.exp(X[:, 1] - 1) * rng.standard_t(4, 900)
     model = SSLARegressor(members=2, max_epochs=40, random_state=0).fit(X[:500], y[:500])
     assert model.ensemble_.settings.likelihood == "heteroscedastic"
-    assert (model.ensemble_.architecture.activation, model.ensemble_.architecture.pieces) == ("relu", (8, 8))
+    assert (model.ensemble_.architecture.activation, model.ensemble_.architecture.pieces) == (
+        "relu",
+        (8, 8),
+    )
     p = model.predict_dist(X[500:])
     assert 0.85 <= float(metrics.coverage(p, y[500:], 0.9)) <= 0.95
     width = np.diff(model.predict_interval(X[500:], 0.9))[:, 0]
@@ -120,7 +154,9 @@ def test_trust_is_a_share_of_posteriors_beside_networks():
     assert 0 < ensemble.trust < 1
     z = ensemble.inputs(torch.from_numpy(X))
     own = torch.stack([torch.sigmoid(module(z))[:, 0] for module in ensemble.modules]).mean(0)
-    posteriors = torch.stack([component.posterior.predict(z).probs[:, 1] for component in ensemble.components]).mean(0)
+    posteriors = torch.stack(
+        [component.posterior.predict(z).probs[:, 1] for component in ensemble.components]
+    ).mean(0)
     expected = ensemble.trust * posteriors + (1 - ensemble.trust) * own
     assert np.allclose(model.predict_proba(X)[:, 1], expected.detach().numpy(), atol=1e-10)
 
@@ -138,12 +174,16 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
     with pytest.warns(UserWarning, match="constant noise was used"):
         model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X, X[:, 0])
     assert model.ensemble_.settings.likelihood == "gaussian"
-    few = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X[:50], X[:50, 0] + 0.1 * X[:50, 1] ** 2)
+    few = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(
+        X[:50], X[:50, 0] + 0.1 * X[:50, 1] ** 2
+    )
     assert few.ensemble_.settings.likelihood == "gaussian"
 
 
 def test_where_the_logarithmic_scale_cannot_be_fitted_the_target_keeps_its_own(monkeypatch):
-    """Most of the targets may be zero, without noise on that scale: this is no reason for a constant noise, nor for a warning."""
+    """Most of the targets may be zero, without noise on that scale: this is no reason for a
+    constant noise, nor for a warning.
+    """
     rng = np.random.default_rng(2)
     X = rng.normal(size=(80, 2))
     fit_rows = SSLARegressor._fit_rows
@@ -154,18 +194,24 @@ def test_where_the_logarithmic_scale_cannot_be_fitted_the_target_keeps_its_own(m
         return fit_rows(self, *rest)
 
     monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
-    model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(X, np.exp(X[:, 0] + rng.normal(size=80)))
+    model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(
+        X, np.exp(X[:, 0] + rng.normal(size=80))
+    )
     assert model.ensemble_.settings.likelihood == "heteroscedastic"
 
 
 @pytest.mark.parametrize("likelihood", ["heteroscedastic", "gaussian"])
-def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all(monkeypatch, likelihood):
+def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all(
+    monkeypatch, likelihood
+):
     monkeypatch.setattr(building, "MOST_FITTED", 100)
     rng = np.random.default_rng(4)
     X = rng.normal(size=(300, 2))
     y = X[:, 0] + rng.normal(size=300) * np.exp(0.5 * X[:, 1])
     model = SSLARegressor(likelihood, members=2, max_epochs=20, trees=0, random_state=0).fit(X, y)
-    assert model.ensemble_.components[0].posterior.report.n == (100 if likelihood == "heteroscedastic" else 300)
+    assert model.ensemble_.components[0].posterior.report.n == (
+        100 if likelihood == "heteroscedastic" else 300
+    )
     assert 0.8 < float(metrics.coverage(model.predict_dist(X), y, 0.9)) < 0.98
     ends = model.predictive_set(X, 0.9)
     assert np.mean((ends[:, 0] <= y) & (y <= ends[:, 1])) > 0.85
@@ -173,7 +219,9 @@ def test_last_layers_of_large_tables_take_some_rows_and_constant_noise_takes_all
 
 @pytest.mark.parametrize("column", [0, 2])
 def test_a_typing_error_in_an_input_gives_a_wide_and_consistent_prediction(column):
-    """Far from the data the log variance of a network is linear: e^(10⁵) gave NaN quantiles, and bounds beside the mean."""
+    """Far from the data the log variance of a network is linear: e^(10⁵) gave NaN quantiles,
+    and bounds beside the mean.
+    """
     rng = np.random.default_rng(0)
     X = rng.normal(size=(200, 3))
     y = X[:, 0] + 0.3 * rng.normal(size=200)
@@ -191,7 +239,9 @@ def test_a_typing_error_in_an_input_gives_a_wide_and_consistent_prediction(colum
 
 
 def test_many_columns_without_effect_leave_the_noise_as_it_is():
-    """The networks disagree as much as they overfit, but their posteriors do not, and the disagreement reduces the noise."""
+    """The networks disagree as much as they overfit, but their posteriors do not, and the
+    disagreement reduces the noise.
+    """
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(300, 1000)), rng.normal(size=300)
     model = SSLARegressor("gaussian", members=4, random_state=0).fit(X[:100], y[:100])

@@ -1,4 +1,6 @@
-"""Networks that predict worse than a constant have no share; and without any other network the constant is predicted."""
+"""Networks that predict worse than a constant have no share; and without any other network the
+constant is predicted.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ def estimator(**options) -> SSLARegressor:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...]) -> None:
-    """After training, the given networks have means with 300 times their weights in the last layer."""
+    """After training, the given networks have means with 300 times their weights in the last
+    layer.
+    """
     honest = building.train
 
     def train(*arguments, **options):
@@ -48,13 +52,19 @@ def rmse(predicted: np.ndarray, y: np.ndarray) -> float:
 def test_comparison_is_that_of_weighted_squared_errors():
     rng = np.random.default_rng(1)
     for scale in np.linspace(0.1, 2, 50):
-        y, means, weights = rng.normal(size=(20, 2)), scale * rng.normal(size=(20, 2)), rng.uniform(0.1, 3, size=20)
+        y, means, weights = (
+            rng.normal(size=(20, 2)),
+            scale * rng.normal(size=(20, 2)),
+            rng.uniform(0.1, 3, size=20),
+        )
         constant = 0.3 * rng.normal(size=2)
         errors, allowed = 0.0, 0.0
         for i in range(20):
             errors += weights[i] * sum((y[i, d] - means[i, d]) ** 2 for d in range(2))
             allowed += weights[i] * sum((y[i, d] - constant[d]) ** 2 for d in range(2))
-        found = is_worse_than_constant(*(torch.from_numpy(part) for part in (y, means, weights, constant)))
+        found = is_worse_than_constant(
+            *(torch.from_numpy(part) for part in (y, means, weights, constant))
+        )
         assert found == (errors > allowed * (1 + (2 / weights.sum()) ** 0.5))
 
 
@@ -94,12 +104,15 @@ def test_a_network_with_wild_locations_has_no_share(monkeypatch):
 def test_without_any_network_the_constant_is_predicted(monkeypatch):
     X, y, X_new, _ = table()
     spoil(monkeypatch, tuple(range(MEMBERS)))
-    with pytest.warns(UserWarning, match="All 3 networks predict their held-out rows worse than the mean of y"):
+    with pytest.warns(
+        UserWarning, match="All 3 networks predict their held-out rows worse than the mean of y"
+    ):
         model = estimator(trees=0).fit(X, y)
     assert model.ensemble_.constant
     assert "All 3 networks" in model.ensemble_.remark
     p = model.predict_dist(X_new)
-    # the mean of y and its spread, up to the prior of the bias and the spreads that held-out rows choose
+    # the mean of y and its spread, up to the prior of the bias and the spreads that held-out rows
+    # choose
     np.testing.assert_allclose(p.mean.numpy(), y.mean(), atol=0.02 * y.std())
     np.testing.assert_allclose(p.stddev.numpy(), y.std(), rtol=0.1)
     lower, upper = model.predict_interval(X_new, 0.9).T

@@ -1,4 +1,6 @@
-"""The choice between counts and numbers, against probabilities written by hand, and on tables with a known law."""
+"""The choice between counts and numbers, against probabilities written by hand, and on tables
+with a known law.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +26,11 @@ def poisson(mean, seed=0):
 
 def varied(times, mean=2.0):
     """Negative binomial counts; their variance is so many times their mean."""
-    return np.random.default_rng(1).negative_binomial(mean * RATE / (times - 1), 1 / times).astype(float)
+    return (
+        np.random.default_rng(1)
+        .negative_binomial(mean * RATE / (times - 1), 1 / times)
+        .astype(float)
+    )
 
 
 def graded():
@@ -71,7 +77,11 @@ OTHERS = {
 def test_other_targets_are_numbers_without_a_second_fit(kind, monkeypatch):
     fitted = []
     fit_rows = SSLARegressor._fit_rows
-    monkeypatch.setattr(SSLARegressor, "_fit_rows", lambda *args, **more: fitted.append(args[4]) or fit_rows(*args, **more))
+    monkeypatch.setattr(
+        SSLARegressor,
+        "_fit_rows",
+        lambda *args, **more: fitted.append(args[4]) or fit_rows(*args, **more),
+    )
     assert counts.may_be_poisson(torch.from_numpy(OTHERS[kind]), ONES) == (kind == "overdispersed")
     model = SSLARegressor(**QUICK | {"members": 2, "max_epochs": 10}).fit(X, OTHERS[kind])
     assert chosen(model) in ("heteroscedastic", "positive")
@@ -81,7 +91,9 @@ def test_other_targets_are_numbers_without_a_second_fit(kind, monkeypatch):
 @pytest.mark.parametrize("likelihood", ["heteroscedastic", "positive", "gaussian", "poisson"])
 def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
     y = poisson(2.0)
-    ensemble = SSLARegressor(likelihood, **QUICK | {"members": 2, "max_epochs": 5}).fit(X, y).ensemble_
+    ensemble = (
+        SSLARegressor(likelihood, **QUICK | {"members": 2, "max_epochs": 5}).fit(X, y).ensemble_
+    )
     x, target = torch.from_numpy(X), torch.from_numpy(y)
     z = (x - x.mean(0)) / x.std(0, unbiased=False)
     errors, means = 0.0, 0.0
@@ -89,11 +101,17 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
         f, own = ensemble.modules[m](z[held]).detach().numpy(), y[held.numpy()]
         found = counts.log_probs(ensemble, m, x[held], target[held]).numpy()
         if likelihood == "poisson":
-            assert np.allclose(found, stats.poisson.logpmf(own, np.exp(f[:, 0])), rtol=0, atol=1e-10)
+            assert np.allclose(
+                found, stats.poisson.logpmf(own, np.exp(f[:, 0])), rtol=0, atol=1e-10
+            )
             continue
         noise = next(part for part in ensemble.components if part.member == m).posterior.likelihood
         sd = np.exp(f[:, 1] / 2) if f.shape[1] == 2 else np.full(len(f), float(noise.noise))
-        into = (lambda v: v) if ensemble.scale is None else (lambda v: ensemble.scale.into(torch.from_numpy(v)).numpy())
+        into = (
+            (lambda v: v)
+            if ensemble.scale is None
+            else (lambda v: ensemble.scale.into(torch.from_numpy(v)).numpy())
+        )
         scaled = into(y)
         law = stats.norm(scaled.mean() + scaled.std() * f[:, 0], scaled.std() * sd)
         low = np.where(own == 0, 0.0, law.cdf(into(np.maximum(own - 0.5, 0))))
@@ -108,9 +126,15 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
 
 
 def test_tails_keep_their_digits():
-    """Forty standard deviations above the mean, where a difference of two distribution functions is zero."""
+    """Forty standard deviations above the mean, where a difference of two distribution
+    functions is zero.
+    """
     y = poisson(2.0)
-    ensemble = SSLARegressor("heteroscedastic", **QUICK | {"members": 1, "max_epochs": 2}).fit(X, y).ensemble_
+    ensemble = (
+        SSLARegressor("heteroscedastic", **QUICK | {"members": 1, "max_epochs": 2})
+        .fit(X, y)
+        .ensemble_
+    )
     x, far = torch.from_numpy(X[:3]), torch.full((3,), 100.0, dtype=torch.float64)
     f = ensemble.modules[0](ensemble.inputs(x)).detach().numpy()
     t = ((99.5 - y.mean()) / y.std() - f[:, 0]) / np.exp(f[:, 1] / 2)
@@ -122,7 +146,8 @@ def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypat
     y, weights = poisson(2.0), 1 + torch.arange(500, dtype=torch.float64) % 3
     monkeypatch.setattr(building, "MOST_FITTED", 300)  # `held` is then about these rows only
     numbers, own = (
-        SSLARegressor(name, **QUICK | {"max_epochs": 5}).fit(X, y).ensemble_ for name in ("heteroscedastic", "poisson")
+        SSLARegressor(name, **QUICK | {"max_epochs": 5}).fit(X, y).ensemble_
+        for name in ("heteroscedastic", "poisson")
     )
     some = torch.linspace(0, 499, 300).long()
     assert numbers.held.shape == (5, 300)
@@ -131,11 +156,15 @@ def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypat
     found = counts.gains(numbers, own, x, target, weights)
     rows = some[numbers.held[2]]
     logs = [counts.log_probs(ensemble, 2, x[rows], target[rows]) for ensemble in (own, numbers)]
-    assert torch.isclose(found[2], (weights[rows] * (logs[0] - logs[1])).sum() / weights[rows].sum())
+    assert torch.isclose(
+        found[2], (weights[rows] * (logs[0] - logs[1])).sum() / weights[rows].sum()
+    )
 
 
 def test_the_second_fit_holds_out_the_same_rows_for_a_random_state_that_moves_on():
-    model = SSLARegressor(**QUICK | {"members": 2, "max_epochs": 5, "random_state": np.random.RandomState(3)})
+    model = SSLARegressor(
+        **QUICK | {"members": 2, "max_epochs": 5, "random_state": np.random.RandomState(3)}
+    )
     held = []
     fit_rows = model._fit_rows
     model._fit_rows = lambda *args, **more: held.append(fit_rows(*args, **more)) or held[-1]
@@ -161,7 +190,9 @@ def test_files_intervals_and_more_rows(fitted, tmp_path):
     assert np.array_equal(ends, np.round(ends))
     assert (ends >= 0).all()
     before = again.predict_dist(X[:100]).epistemic.mean()
-    assert again.partial_fit(X, poisson(1.0, seed=7)).predict_dist(X[:100]).epistemic.mean() < before
+    assert (
+        again.partial_fit(X, poisson(1.0, seed=7)).predict_dist(X[:100]).epistemic.mean() < before
+    )
 
 
 def test_conformal_intervals():
@@ -182,10 +213,17 @@ def test_a_poisson_fit_that_fails_leaves_the_numbers(monkeypatch):
         return fit_rows(self, X, y, weights, likelihood, *rest, **more)
 
     monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
-    assert chosen(SSLARegressor(**QUICK | {"members": 2}).fit(X, poisson(1.0))) in ("heteroscedastic", "positive")
+    assert chosen(SSLARegressor(**QUICK | {"members": 2}).fit(X, poisson(1.0))) in (
+        "heteroscedastic",
+        "positive",
+    )
 
 
-@pytest.mark.parametrize("more", [{"early_stopping": False}, {"weights": "all", "structure": "diag"}])
+@pytest.mark.parametrize(
+    "more", [{"early_stopping": False}, {"weights": "all", "structure": "diag"}]
+)
 def test_without_held_out_rows_or_with_more_weights_counts_are_numbers(more):
-    model = SSLARegressor(**QUICK | {"members": 1, "max_epochs": 3} | more).fit(X[:100], poisson(1.0)[:100])
+    model = SSLARegressor(**QUICK | {"members": 1, "max_epochs": 3} | more).fit(
+        X[:100], poisson(1.0)[:100]
+    )
     assert chosen(model) in ("heteroscedastic", "gaussian")

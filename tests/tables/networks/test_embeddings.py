@@ -22,15 +22,28 @@ from ssla.tables.networks.training import Architecture, Rows, Schedule, train
 F64 = torch.float64
 RNG = np.random.default_rng(0)
 LEVELS, DIMENSIONS = (0, 6, 0, 3), (0, 3, 0, 2)
-X = torch.from_numpy(np.stack([RNG.normal(size=90), RNG.integers(0, 7, 90), RNG.normal(size=90), RNG.integers(0, 4, 90)], 1))
+X = torch.from_numpy(
+    np.stack(
+        [RNG.normal(size=90), RNG.integers(0, 7, 90), RNG.normal(size=90), RNG.integers(0, 4, 90)],
+        1,
+    )
+)
 Y = X[:, 0] + 0.3 * (X[:, 1] - 3) + 0.1 * torch.from_numpy(RNG.normal(size=90))
 ONES = torch.ones(90, dtype=F64)
 HELD = torch.arange(90).expand(3, -1) % 5 == torch.tensor([[1], [2], [4]])
 
 
 def trained(members=3, levels=LEVELS, x=X, epochs=10):
-    architecture = Architecture(x.shape[1], 2, (8,), levels=levels, dimensions=DIMENSIONS if levels else ())
-    return train(architecture, HeteroscedasticGaussian(), Rows(x, Y, ONES, HELD[:members]), Schedule(epochs, None), 0)
+    architecture = Architecture(
+        x.shape[1], 2, (8,), levels=levels, dimensions=DIMENSIONS if levels else ()
+    )
+    return train(
+        architecture,
+        HeteroscedasticGaussian(),
+        Rows(x, Y, ONES, HELD[:members]),
+        Schedule(epochs, None),
+        0,
+    )
 
 
 def test_an_embedding_is_a_one_hot_matrix_times_a_table():
@@ -39,7 +52,9 @@ def test_an_embedding_is_a_one_hot_matrix_times_a_table():
     assert isinstance(layer, Embeddings)
     by_hand = [X[:, [0, 2]]]
     for column, table in ((1, layer.tables[0]), (3, layer.tables[1])):
-        by_hand.append(torch.nn.functional.one_hot(X[:, column].long(), len(table)).double() @ table)
+        by_hand.append(
+            torch.nn.functional.one_hot(X[:, column].long(), len(table)).double() @ table
+        )
     assert torch.allclose(layer(X), torch.cat(by_hand, 1), atol=1e-14)
     assert layer(X).shape[1] == module[1].in_features == 2 + 3 + 2
 
@@ -61,16 +76,27 @@ def test_members_that_are_trained_together_are_those_of_their_modules():
     found = trained()
     module = found.modules[0]
     shapes = {name: p.shape for name, p in module.named_parameters()}
-    theta = torch.stack([torch.cat([p.flatten() for p in m.parameters()]) for m in found.modules]).detach()
+    theta = torch.stack(
+        [torch.cat([p.flatten() for p in m.parameters()]) for m in found.modules]
+    ).detach()
     together = training._forward(list(module.named_children()), shapes, theta, X.expand(3, -1, -1))
     assert torch.allclose(together, torch.stack([m(X) for m in found.modules]), atol=1e-12)
 
 
 def test_a_network_of_codes_is_one_of_one_hot_columns():
-    """The same function: the first layer of the one-hot network is that of the other times its table."""
+    """The same function: the first layer of the one-hot network is that of the other times its
+    table.
+    """
     module = trained().modules[1]
     first, tables = module[1], module[0].tables
-    wide = torch.cat([first.weight[:, :2], first.weight[:, 2:5] @ tables[0].mT, first.weight[:, 5:] @ tables[1].mT], 1)
+    wide = torch.cat(
+        [
+            first.weight[:, :2],
+            first.weight[:, 2:5] @ tables[0].mT,
+            first.weight[:, 5:] @ tables[1].mT,
+        ],
+        1,
+    )
     hot = [torch.nn.functional.one_hot(X[:, i].long(), n).double() for i, n in ((1, 7), (3, 4))]
     by_hand = torch.cat([X[:, [0, 2]], *hot], 1) @ wide.mT + first.bias
     assert torch.allclose(module[2:](by_hand), module(X), atol=1e-12)
@@ -86,11 +112,15 @@ def test_a_level_without_training_rows_stays_at_zero():
 
 
 def test_the_table_is_at_the_mode_of_its_prior_and_the_rows():
-    """A linear network with fixed noise: code effects are those of the posterior mode, by derivatives of the objective."""
+    """A linear network with fixed noise: code effects are those of the posterior mode, by
+    derivatives of the objective.
+    """
     rows = Rows(X, Y, ONES, torch.zeros(1, 90, dtype=torch.bool))
     likelihood = ssla.likelihoods.Gaussian(noise=0.3)
     architecture = Architecture(4, 1, (), levels=LEVELS, dimensions=DIMENSIONS)
-    module = train(architecture, likelihood, rows, Schedule(3000, None, 0.02, precision=2.0), 0).modules[0]
+    module = train(
+        architecture, likelihood, rows, Schedule(3000, None, 0.02, precision=2.0), 0
+    ).modules[0]
     parameters = list(module.parameters())
     loss = -likelihood.log_prob(Y, module(X)).sum() + sum((p * p).sum() for p in parameters)  # 2/2
     for gradient in torch.autograd.grad(loss, parameters):
@@ -161,8 +191,18 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
     model = fitted[0]
     new = pd.DataFrame({"size": [0.0] * 4, "shop": ["shop 3", "shop 61", "new", None]})
     encoded = model._rows_of(new)
-    assert encoded.values[:, 1].tolist() == [1 + model.plan_.features[1].codes.index("shop 3"), 0, 0, 0]
-    assert encoded.mixed.tolist() == [False, True, True, True]  # four rows of rare shops are too few
+    assert encoded.values[:, 1].tolist() == [
+        1 + model.plan_.features[1].codes.index("shop 3"),
+        0,
+        0,
+        0,
+    ]
+    assert encoded.mixed.tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]  # four rows of rare shops are too few
     assert encoded.notes.tolist() == [
         "",
         "shop: category 'shop 61' of too few training rows",
@@ -181,7 +221,10 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
     assert learned.plan_.levels == (0, 60)  # 59 shops, and gaps
     assert encoded.values[1:, 1].tolist() == [0, 0, 60]
     assert encoded.mixed.tolist() == [False, False, False, True]  # twelve gaps are too few
-    assert encoded.notes.tolist()[1:3] == ["", "shop: unknown category 'new', treated as a rare one"]
+    assert encoded.notes.tolist()[1:3] == [
+        "",
+        "shop: unknown category 'new', treated as a rare one",
+    ]
 
 
 def test_more_rows_predictive_sets_and_other_uses(fitted, tmp_path):
@@ -198,7 +241,9 @@ def test_more_rows_predictive_sets_and_other_uses(fitted, tmp_path):
     assert np.allclose(columns["mean"], model.predict(frame[:7]), rtol=1e-12)
     classes = SSLAClassifier(members=2, max_epochs=5, trees=5, random_state=0).fit(frame, y > 0)
     classes.save(tmp_path / "c")
-    assert np.array_equal(load(tmp_path / "c").predict_proba(frame[:9]), classes.predict_proba(frame[:9]))
+    assert np.array_equal(
+        load(tmp_path / "c").predict_proba(frame[:9]), classes.predict_proba(frame[:9])
+    )
     with pytest.raises(ValueError, match="whole numbers from 0 to 60"):
         model.ensemble_.predict(torch.tensor([[0.0, 61.0]], dtype=F64))
 
@@ -230,7 +275,9 @@ def test_a_file_with_impossible_levels_is_refused_in_words(fitted, tmp_path, nam
     if name == "codes":
         content["plan"]["features"][1]["codes"].pop()
     else:
-        changed = Decoder(tensors).decode(content["ensemble"]["architecture"], dict) | {name: tuple(wrong)}
+        changed = Decoder(tensors).decode(content["ensemble"]["architecture"], dict) | {
+            name: tuple(wrong)
+        }
         content["ensemble"]["architecture"] = Encoder().encode(changed, "architecture")
     write(tmp_path / "forged", KIND, content, tensors)
     with pytest.raises(FileError, match=words):
@@ -291,7 +338,9 @@ def test_effects_of_300_levels_are_close_to_the_shrunken_means(monkeypatch):
     inside = p.interval(0.9).numpy()
     assert 0.85 < np.mean((inside[:, 0] <= y[new]) & (y[new] <= inside[:, 1])) < 0.95
     monkeypatch.setattr(plans, "CODED", 2.0)
-    error["50 levels"] = float(np.sqrt(np.mean((make().fit(frame[seen], y[seen]).predict(frame[new]) - y[new]) ** 2)))
+    error["50 levels"] = float(
+        np.sqrt(np.mean((make().fit(frame[seen], y[seen]).predict(frame[new]) - y[new]) ** 2))
+    )
     rows = np.bincount(level[seen], minlength=300)
     shrunken = np.bincount(level[seen], y[seen], 300) / (rows + 0.09)
     oracle = float(np.sqrt(np.mean((shrunken[level[new]] - y[new]) ** 2)))

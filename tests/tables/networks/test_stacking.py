@@ -1,4 +1,6 @@
-"""Stacking weights: against a grid, against an independent solver, the conditions of the maximum, and bad input."""
+"""Stacking weights: against a grid, against an independent solver, the conditions of the
+maximum, and bad input.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ GENERATOR = torch.Generator().manual_seed(0)
 def densities(rows, models, seed=0):
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(rows, generator=generator, dtype=torch.float64)
-    centre, scale = (torch.randn(models, generator=generator, dtype=torch.float64) for _ in range(2))
+    centre, scale = (
+        torch.randn(models, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     return torch.distributions.Normal(centre, (0.5 * scale).exp()).log_prob(y[:, None])
 
 
@@ -27,7 +31,9 @@ def test_two_models_agree_with_a_grid(seed):
     L = densities(60, 2, seed)
     w = stacking_weights(L)
     share = torch.linspace(0, 1, 100_001, dtype=torch.float64)
-    values = torch.stack([torch.logaddexp(a + share.log(), b + (1 - share).log()) for a, b in L]).mean(0)
+    values = torch.stack(
+        [torch.logaddexp(a + share.log(), b + (1 - share).log()) for a, b in L]
+    ).mean(0)
     assert objective(L, w) >= float(values.max()) - 2e-7
     assert abs(float(w[0] - share[values.argmax()])) < 2e-3
 
@@ -75,7 +81,9 @@ def test_row_weights_equal_repetitions_and_scales_of_rows_do_not_matter():
     times = torch.arange(40) % 3
     one, two = stacking_weights(L, times), stacking_weights(L.repeat_interleave(times, 0))
     assert torch.allclose(one, two, atol=1e-9)
-    far = stacking_weights(L - 1e4 * torch.rand(40, 1, generator=GENERATOR, dtype=torch.float64), times)
+    far = stacking_weights(
+        L - 1e4 * torch.rand(40, 1, generator=GENERATOR, dtype=torch.float64), times
+    )
     assert torch.allclose(one, far, atol=1e-6)
 
 

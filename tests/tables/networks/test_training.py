@@ -39,7 +39,11 @@ def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
 
     def losses():
         return train(
-            Architecture(2, 2, (8,), "relu", counts_of(edges)), HeteroscedasticGaussian(), rows, Schedule(5, 16), 0
+            Architecture(2, 2, (8,), "relu", counts_of(edges)),
+            HeteroscedasticGaussian(),
+            rows,
+            Schedule(5, 16),
+            0,
         ).losses
 
     once = losses()
@@ -51,16 +55,26 @@ def test_the_scales_of_inputs_become_part_of_the_first_layer():
     """The modules predict held-out rows as well as the losses of the training say."""
     edges = edges_of(X, ONES)
     architecture = Architecture(2, 2, (8,), "relu", counts_of(edges))
-    found = train(architecture, HeteroscedasticGaussian(), Rows(X, Y, ONES, HELD, edges), Schedule(10, None, 0.1), 0)
+    found = train(
+        architecture,
+        HeteroscedasticGaussian(),
+        Rows(X, Y, ONES, HELD, edges),
+        Schedule(10, None, 0.1),
+        0,
+    )
     assert architecture.build().state_dict().keys() == found.modules[0].state_dict().keys()
     for m, module in enumerate(found.modules):
         with torch.no_grad():
             loss = -HeteroscedasticGaussian().log_prob(Y[HELD[m]], module(X[HELD[m]])).mean()
-        assert float(loss) == pytest.approx(float(found.losses[:, m].min()), abs=1e-6)  # their mean is taken in single precision
+        assert float(loss) == pytest.approx(
+            float(found.losses[:, m].min()), abs=1e-6
+        )  # their mean is taken in single precision
 
 
 def test_the_best_scale_has_the_lowest_nll_of_y():
-    """The NLL of y from the losses on the scale of the networks, against log_prob of the transformed law by hand."""
+    """The NLL of y from the losses on the scale of the networks, against log_prob of the
+    transformed law by hand.
+    """
     targets = [building._Target.of(Y, ONES, name) for name in ("heteroscedastic", "positive")]
     found = trained(4, torch.stack([target.y for target in targets]).repeat_interleave(2, 0))
     by_hand = []
@@ -69,13 +83,22 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         f = module(X[rows]).detach()
         normal = torch.distributions.Normal(f[:, 0], (0.5 * f[:, 1]).exp())
         y = Y[rows].clone().requires_grad_(True)
-        z = (y if target.scale is None else target.scale.into(y)).sub(target.unit.shift).div(target.unit.scale)
+        z = (
+            (y if target.scale is None else target.scale.into(y))
+            .sub(target.unit.shift)
+            .div(target.unit.scale)
+        )
         (slope,) = torch.autograd.grad(z.sum(), y)
         by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
     gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
     found_gain = building._gains(targets, found.losses, building._Data(X, Y, ONES, HELD))
     assert np.allclose(found_gain, gain, atol=1e-10)
-    for gains, chosen in (((0.12, 0.02), 1), ((0.12, -0.02), 0), ((0.009, 0.009), 0), ((0.02, 0.02), 1)):  # mean, error, least
+    for gains, chosen in (
+        ((0.12, 0.02), 1),
+        ((0.12, -0.02), 0),
+        ((0.009, 0.009), 0),
+        ((0.02, 0.02), 1),
+    ):  # mean, error, least
         assert building._best(torch.tensor(gains, dtype=torch.float64)) == chosen
 
 
@@ -91,11 +114,18 @@ def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_roun
             f, rows = module(X[HELD[m]]).detach(), y[HELD[m]]
             ends = [rows - 0.5, rows + 0.5]
             low, high = (
-                ((end if target.scale is None else target.scale.into(end)) - target.unit.shift) / target.unit.scale
+                ((end if target.scale is None else target.scale.into(end)) - target.unit.shift)
+                / target.unit.scale
                 for end in ends
             )
-            low, high, law = low.numpy(), high.numpy(), stats.norm(f[:, 0].numpy(), np.exp(f[:, 1].numpy() / 2))
-            by_hand[k, m] = np.log(law.cdf(high) - np.where(rows.numpy() == 0, 0, law.cdf(low))).mean()
+            low, high, law = (
+                low.numpy(),
+                high.numpy(),
+                stats.norm(f[:, 0].numpy(), np.exp(f[:, 1].numpy() / 2)),
+            )
+            by_hand[k, m] = np.log(
+                law.cdf(high) - np.where(rows.numpy() == 0, 0, law.cdf(low))
+            ).mean()
     data = building._Data(X, y, ONES, HELD)
     gains = building._gains_of_counts(targets, modules, data, HeteroscedasticGaussian())
     assert np.allclose(gains, by_hand[1] - by_hand[0], atol=1e-8)

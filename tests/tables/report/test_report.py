@@ -33,21 +33,39 @@ def posterior(kind="number", prior=None):
     noise = torch.randn(60, generator=generator(1), dtype=torch.float64)
     y, likelihood = {
         "number": (x[:, 0] + 0.3 * noise, ssla.likelihoods.Gaussian(noise=0.3)),
-        "count": (torch.poisson(torch.exp(1 + 0.5 * x[:, 0]), generator=generator(2)), ssla.likelihoods.Poisson()),
-        "class": ((x[:, 0] + 0.5 * noise > 0).long() + (x[:, 1] > 0.7).long(), ssla.likelihoods.Categorical()),
+        "count": (
+            torch.poisson(torch.exp(1 + 0.5 * x[:, 0]), generator=generator(2)),
+            ssla.likelihoods.Poisson(),
+        ),
+        "class": (
+            (x[:, 0] + 0.5 * noise > 0).long() + (x[:, 1] > 0.7).long(),
+            ssla.likelihoods.Categorical(),
+        ),
     }[kind]
-    post = ssla.fit(net, (x, y), likelihood=likelihood, prior=prior or ssla.priors.Gaussian(precision=2.0, mean=0.1))
+    post = ssla.fit(
+        net,
+        (x, y),
+        likelihood=likelihood,
+        prior=prior or ssla.priors.Gaussian(precision=2.0, mean=0.1),
+    )
     return post, x[:25] + 0.5, y[:25]
 
 
 def embedded(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]
+    )
 
 
 def strengths(post):
-    """Under the own prior the fit itself: `with_prior` moves a variational Gaussian also then, by what its averages are old."""
+    """Under the own prior the fit itself: `with_prior` moves a variational Gaussian also then,
+    by what its averages are old.
+    """
     priors = [ssla.priors.Gaussian(precision=2.0 * factor, mean=0.1) for factor in FACTORS]
-    return [post if factor == 1 else post.with_prior(prior) for factor, prior in zip(FACTORS, priors, strict=True)]
+    return [
+        post if factor == 1 else post.with_prior(prior)
+        for factor, prior in zip(FACTORS, priors, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["number", "count"])
@@ -63,7 +81,9 @@ def test_the_slider_has_the_intervals_of_with_prior(kind):
         np.testing.assert_allclose([row[k] for row in rows["interval"]], expected, **CLOSE)
         np.testing.assert_allclose([row[k] for row in rows["mean"]], p.mean, **CLOSE)
         np.testing.assert_allclose([row[k] for row in rows["doubt"]], p.epistemic.sqrt(), **CLOSE)
-        grid = torch.tensor(rows["start"][4]) + rows["step"][4] * torch.arange(len(rows["heights"][4][k]))
+        grid = torch.tensor(rows["start"][4]) + rows["step"][4] * torch.arange(
+            len(rows["heights"][4][k])
+        )
         drawn = torch.tensor(rows["heights"][4][k], dtype=torch.float64)
         density = p.log_prob(grid.double().expand(len(x), -1))[4].exp()
         np.testing.assert_allclose(drawn / drawn.sum(), density / density.sum(), atol=2e-3)
@@ -89,7 +109,11 @@ def test_scores_are_those_of_the_metrics_beside_the_plug_ins(kind):
         expected = {"negative log-likelihood": metrics.nll(p, y)}
         if kind == "class":
             hits = (p.mode == y).double().mean()
-            expected |= {"Brier score": metrics.brier(p, y), "accuracy": hits, "calibration error (ECE)": metrics.ece(p, y)}
+            expected |= {
+                "Brier score": metrics.brier(p, y),
+                "accuracy": hits,
+                "calibration error (ECE)": metrics.ece(p, y),
+            }
         else:
             expected |= {"CRPS": metrics.crps(p, y), "RMSE of the mean": metrics.rmse(p, y)}
             expected["calibration error"] = metrics.calibration_error(p, y)
@@ -109,7 +133,9 @@ def test_the_doubtful_rows_are_those_with_the_largest_share_and_are_explained():
     np.testing.assert_allclose(facts["rows"]["share"], share, **CLOSE)
     first = facts["doubtful"][0]
     why = ssla.explain(post, x[first : first + 1], top=5)
-    assert [row for row, _ in facts["why"][str(first)]["rows"]] == (why.influence.rows[0] + 1).tolist()
+    assert [row for row, _ in facts["why"][str(first)]["rows"]] == (
+        why.influence.rows[0] + 1
+    ).tolist()
     assert facts["inputNames"] == ["a", "b", "c"]
 
 
@@ -122,7 +148,11 @@ def test_a_posterior_without_its_data_says_that_reasons_are_missing(tmp_path):
     report = html_report(ssla.load(tmp_path / "post", net), x, y)
     assert "What causes the doubt is not shown" in report.text
     assert not report.facts["why"]
-    np.testing.assert_allclose([row[2][2] for row in report.facts["rows"]["interval"]], post.predict(x).interval(0.95), **CLOSE)
+    np.testing.assert_allclose(
+        [row[2][2] for row in report.facts["rows"]["interval"]],
+        post.predict(x).interval(0.95),
+        **CLOSE,
+    )
 
 
 def test_a_page_loads_nothing_and_escapes_what_it_shows():
@@ -178,11 +208,16 @@ def test_a_prior_without_a_strength_has_a_sentence_instead_of_a_slider():
 
 def test_estimators_have_scaled_priors_in_every_component():
     sklearn = pytest.importorskip("ssla.sklearn")
-    x, y = inputs(60).numpy(), inputs(60)[:, 0].numpy() * 5 + 20 + np.random.default_rng(0).normal(size=60)
+    x, y = (
+        inputs(60).numpy(),
+        inputs(60)[:, 0].numpy() * 5 + 20 + np.random.default_rng(0).normal(size=60),
+    )
     model = sklearn.SSLARegressor("gaussian", members=2, max_epochs=5, random_state=0).fit(x, y)
     before = model.predict_interval(x[:10])
     report = html_report(model, x[:10], y[:10])
-    np.testing.assert_allclose([row[2][2] for row in report.facts["rows"]["interval"]], before, **CLOSE)
+    np.testing.assert_allclose(
+        [row[2][2] for row in report.facts["rows"]["interval"]], before, **CLOSE
+    )
     weak = [row[0][2] for row in report.facts["rows"]["interval"]]
     assert np.abs(np.array(weak) - before).max() > 1e-4
     np.testing.assert_array_equal(model.predict_interval(x[:10]), before)
@@ -191,7 +226,9 @@ def test_estimators_have_scaled_priors_in_every_component():
     column, fall = report.facts["why"][str(place)]["inputs"][0]
     changed = x[place : place + 1].copy()
     changed[0, column] = x[:, column].mean()
-    doubt, less = (float(model.predict_dist(rows).epistemic) for rows in (x[place : place + 1], changed))
+    doubt, less = (
+        float(model.predict_dist(rows).epistemic) for rows in (x[place : place + 1], changed)
+    )
     assert fall == pytest.approx(1 - less / doubt, rel=1e-4)
     assert "posteriors, whose predictives are mixed" in report.text
 
@@ -199,7 +236,9 @@ def test_estimators_have_scaled_priors_in_every_component():
     chosen = sklearn.SSLAClassifier(max_epochs=5, random_state=0).fit(x, labels)
     facts = html_report(chosen, x[:10], labels[:10]).facts
     assert facts["classes"] == ["no", "yes <b>"]
-    np.testing.assert_allclose([row[2] for row in facts["rows"]["probs"]], chosen.predict_proba(x[:10]), **CLOSE)
+    np.testing.assert_allclose(
+        [row[2] for row in facts["rows"]["probs"]], chosen.predict_proba(x[:10]), **CLOSE
+    )
     with pytest.raises(ValueError, match="3 labels that were not in the training data"):
         html_report(chosen, x[:3], ["maybe"] * 3)
 
@@ -235,8 +274,14 @@ def test_a_notebook_shows_the_page_in_a_frame():
         (torch.tensor([-0.0236], dtype=torch.float64), "-0.0236"),
         (torch.tensor([[0.1, 2.0], [-3.12345, 0.0]]), "2×2 numbers from -3.123 to 2"),
         (np.ones(3), "3 numbers, all 1"),
-        ({f"layer{i}": 1.0 / 3 for i in range(9)}, "{" + ", ".join(f"layer{i}: 0.3333" for i in range(6)) + ", … 9 entries}"),
-        (ssla.priors.Gaussian(1.1522648718550217, {"2.bias": torch.zeros(1)}), "Gaussian(precision=1.152, mean={2.bias: 0})"),
+        (
+            {f"layer{i}": 1.0 / 3 for i in range(9)},
+            "{" + ", ".join(f"layer{i}: 0.3333" for i in range(6)) + ", … 9 entries}",
+        ),
+        (
+            ssla.priors.Gaussian(1.1522648718550217, {"2.bias": torch.zeros(1)}),
+            "Gaussian(precision=1.152, mean={2.bias: 0})",
+        ),
         (torch.distributions.Normal(0.0, 1.2345678), "Normal(loc: 0.0, scale: 1.235)"),
         ("output 0.12345", "'output 0.12345'"),
         ((50,), "(50,)"),
@@ -251,7 +296,10 @@ def test_the_prior_has_four_digits_in_the_page_and_all_of_them_in_the_fit():
     mean = {"weight": torch.linspace(-1, 1, 3, dtype=torch.float64)[None], "bias": 0.0}
     post, x, y = posterior(prior=ssla.priors.Gaussian(1.1522648718550217, mean))
     text = html_report(post, x, y).text
-    prior = "Gaussian(precision=1.152, mean={weight: 1×3 numbers from -1 to 1, bias: 0}) (convention: exact)"
+    prior = (
+        "Gaussian(precision=1.152, mean={weight: 1×3 numbers from -1 to 1, bias: 0}) (convention: "
+        "exact)"
+    )
     assert f"<dt>prior</dt><dd>{prior}</dd>" in text
     assert "tensor(" not in text
     assert "1.1522648718550217" in post.report.prior

@@ -1,4 +1,7 @@
-"""The report in headless Chromium, opened from disk with the network off. Skipped, with the reason, where there is no browser."""
+"""The report in headless Chromium, opened from disk with the network off.
+
+Skipped, with the reason, where there is no browser.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,11 +13,20 @@ from torch import nn
 
 import ssla
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 if CHROMIUM is None:
     pytest.skip("no chromium on the path: apt-get install chromium", allow_module_level=True)
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+]
 TIMEOUT = 120_000  # milliseconds, for the start and for each action: the machine may be busy
 
 
@@ -33,7 +45,11 @@ def fitted(classes):
     nn.init.zeros_(net.bias)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long() if classes else x[:, 0] + 0.3 * x[:, 1] ** 2
     likelihood = ssla.likelihoods.Categorical() if classes else ssla.likelihoods.Gaussian(noise=0.4)
-    return ssla.fit(net, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(precision=2.0)), x, y
+    return (
+        ssla.fit(net, (x, y), likelihood=likelihood, prior=ssla.priors.Gaussian(precision=2.0)),
+        x,
+        y,
+    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["numbers", "classes"])
@@ -47,12 +63,24 @@ def page(request, browser, model, tmp_path):
     post, x, y = model
     path = ssla.html_report(post, x, y).save(tmp_path / "report.html")
     scheme = "dark" if request.param == 400 else "light"
-    context = browser.new_context(viewport={"width": request.param, "height": 800}, color_scheme=scheme, offline=True)
+    context = browser.new_context(
+        viewport={"width": request.param, "height": 800}, color_scheme=scheme, offline=True
+    )
     context.set_default_timeout(TIMEOUT)
     opened, problems = context.new_page(), []
-    opened.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    opened.on(
+        "console",
+        lambda message: (
+            problems.append(message.text) if message.type in ("error", "warning") else None
+        ),
+    )
     opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("request", lambda asked: problems.append(asked.url) if not asked.url.startswith(path.as_uri()) else None)
+    opened.on(
+        "request",
+        lambda asked: (
+            problems.append(asked.url) if not asked.url.startswith(path.as_uri()) else None
+        ),
+    )
     opened.goto(path.as_uri())
     yield opened
     context.close()
@@ -69,16 +97,25 @@ def test_the_slider_draws_what_with_prior_gives(page, model):
     post, x, _ = model
     row = int(page.locator("#row-name").inner_text().removeprefix("Row ")) - 1
     page.locator("#prior").focus()
-    for keys, factor in ((["Home"], 0.1), (["ArrowRight"], 0.3), (["End"], 10.0), (["ArrowLeft"], 3.0)):
+    for keys, factor in (
+        (["Home"], 0.1),
+        (["ArrowRight"], 0.3),
+        (["End"], 10.0),
+        (["ArrowLeft"], 3.0),
+    ):
         for key in keys:
             page.keyboard.press(key)
         p = post.with_prior(ssla.priors.Gaussian(precision=2.0 * factor)).predict(x[row : row + 1])
         assert page.locator("#strength").inner_text() == f"{factor:g}"
         if p.kind == "class":
-            drawn = [float(bar.get_attribute("data-probability")) for bar in page.locator("rect.bar").all()]
+            drawn = [
+                float(bar.get_attribute("data-probability"))
+                for bar in page.locator("rect.bar").all()
+            ]
             np.testing.assert_allclose(drawn, p.probs[0], atol=1e-5)
             left, right = (
-                page.evaluate(f"document.querySelectorAll('rect.bar')[0].{part}.baseVal.value") for part in ("x", "width")
+                page.evaluate(f"document.querySelectorAll('rect.bar')[0].{part}.baseVal.value")
+                for part in ("x", "width")
             )
             assert right >= 0 < left
             continue
@@ -93,7 +130,10 @@ def test_the_slider_draws_what_with_prior_gives(page, model):
 def test_what_is_drawn_is_to_scale(page, model):
     """Lengths in the picture are proportional to the numbers, for all strengths of the prior."""
     if model[0].predict(model[1][:1]).kind == "class":
-        drawn = "[...document.querySelectorAll('rect.bar')].map(b => [Number(b.dataset.probability), b.width.baseVal.value])"
+        drawn = (
+            "[...document.querySelectorAll('rect.bar')].map(b => [Number(b.dataset.probability), "
+            "b.width.baseVal.value])"
+        )
     else:
         drawn = """(() => { const l = document.querySelector("#interval");
         return [[Number(l.dataset.lower), l.x1.baseVal.value], [Number(l.dataset.upper), l.x2.baseVal.value]]; })()"""
@@ -156,17 +196,25 @@ def test_columns_are_all_visible_or_the_page_says_that_they_scroll(browser, inpu
     page = browser.new_page()
     page.set_default_timeout(TIMEOUT)
     page.goto(path.as_uri())
-    hidden = page.locator("[aria-label='Table of columns']").evaluate("e => e.scrollHeight > e.clientHeight + 1")
-    assert hidden == ("60 columns: the table scrolls." in page.locator("main, body").first.inner_text())
+    hidden = page.locator("[aria-label='Table of columns']").evaluate(
+        "e => e.scrollHeight > e.clientHeight + 1"
+    )
+    assert hidden == (
+        "60 columns: the table scrolls." in page.locator("main, body").first.inner_text()
+    )
     assert hidden == (inputs == 60)
     page.close()
 
 
 def test_axe_has_no_serious_finding(page):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python"
+    )
     found = axe.Axe().run(page).response["violations"]
     serious = [
-        (f["id"], [node["html"][:120] for node in f["nodes"]][:3]) for f in found if f["impact"] in ("serious", "critical")
+        (f["id"], [node["html"][:120] for node in f["nodes"]][:3])
+        for f in found
+        if f["impact"] in ("serious", "critical")
     ]
     assert not serious
 

@@ -14,12 +14,17 @@ from ssla.maths.linalg import stack_square, symmetric_product
 
 FEW_OUTPUTS = 4  # up to these many, K entry by entry
 CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
-SEVERAL_OUTPUTS, WIDEST = 6, 128  # from so many outputs on, and up to so many features, sums over pairs are faster
+SEVERAL_OUTPUTS, WIDEST = (
+    6,
+    128,
+)  # from so many outputs on, and up to so many features, sums over pairs are faster
 
 
 @constant
 def pairs(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs i ≥ j of 0 … size−1 (m,) (m,), and the number of the pair of each i and j (size, size)."""
+    """The pairs i ≥ j of 0 … size−1 (m,) (m,), and the number of the pair of each i and j
+    (size, size).
+    """
     i, j = torch.tril_indices(size, size)
     number = torch.empty(size, size, dtype=torch.long)
     number[i, j] = number[j, i] = torch.arange(len(i))
@@ -36,7 +41,8 @@ class Features:
     phi: Tensor  # (B, F), or (B, F − 1) with bias
     outputs: int
     bias: bool = False
-    remembers: bool = False  # whether the squares in one basis are kept: for features that stay in memory between passes
+    # whether the squares in one basis are kept: for features that stay in memory between passes
+    remembers: bool = False
 
     @property
     def size(self) -> int:
@@ -56,7 +62,9 @@ class Features:
         return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
 
     def double(self) -> Features:
-        return Features(Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs)
+        return Features(
+            Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs
+        )
 
     def rotated_squares(self, basis: Tensor) -> Tensor:
         """(φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
@@ -76,7 +84,11 @@ class Features:
 
     def _times(self, matrix: Tensor) -> Tensor:
         """φ Mᵀ for M (·, F)."""
-        return torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT) if self.bias else self.phi @ matrix.mT
+        return (
+            torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT)
+            if self.bias
+            else self.phi @ matrix.mT
+        )
 
     def push(self, direction: Tensor) -> Tensor:
         return self._times(direction.view(self.outputs, -1).to(self.phi.dtype))
@@ -86,21 +98,31 @@ class Features:
         return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
 
     def push_many(self, directions: Tensor) -> Tensor:
-        D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)  # (C, k, F)
+        # Directions have the shape (C, k, F) here.
+        D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)
         return self._times(D.reshape(-1, self.width)).view(-1, self.outputs, directions.shape[1])
 
     def pull_many(self, g: Tensor) -> Tensor:
         phi = self.with_ones()
-        return (phi.mT @ g.flatten(1)).view(self.width, self.outputs, -1).movedim(0, 1).reshape(self.size, -1)
+        return (
+            (phi.mT @ g.flatten(1))
+            .view(self.width, self.outputs, -1)
+            .movedim(0, 1)
+            .reshape(self.size, -1)
+        )
 
     def dense(self) -> DenseJacobian:
         phi = self.with_ones()
         eye = torch.eye(self.outputs, dtype=phi.dtype)
-        return DenseJacobian((eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1))
+        return DenseJacobian(
+            (eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1)
+        )
 
     @property
     def by_pairs(self) -> bool:
-        """Whether sums over the pairs of features are the fastest: both matrices of outputs and of features are symmetric."""
+        """Whether sums over the pairs of features are the fastest: both matrices of outputs and
+        of features are symmetric.
+        """
         return self.outputs >= SEVERAL_OUTPUTS and self.width <= WIDEST
 
     def _products(self) -> Iterator[tuple[slice, Tensor]]:
@@ -135,17 +157,23 @@ class Features:
 
     @property
     def by_blocks(self) -> bool:
-        """Whether `form` is faster by the blocks of S than by a factor of it: wide features of several outputs."""
+        """Whether `form` is faster by the blocks of S than by a factor of it: wide features of
+        several outputs.
+        """
         return self.outputs > FEW_OUTPUTS and self.width > WIDEST
 
     def _form_by_blocks(self, S: Tensor) -> Tensor:
-        """K_ab = ((φ S_ab) ∘ φ) 1: a product B × F × F for each pair of outputs, where a factor takes C of them."""
+        """K_ab = ((φ S_ab) ∘ φ) 1: a product B × F × F for each pair of outputs, where a factor
+        takes C of them.
+        """
         C, F = self.outputs, self.width
         phi = self.double().phi
         K = torch.empty(len(phi), C, C, dtype=torch.float64)
         for a in range(C):
             for b in range(a + 1):
-                K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(phi @ S.view(C, F, C, F)[a, :, b, :], phi)
+                K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(
+                    phi @ S.view(C, F, C, F)[a, :, b, :], phi
+                )
         return K
 
     def form(self, S: Tensor) -> Tensor:
@@ -181,7 +209,8 @@ class Features:
         return (precision.diagonal(dim1=-2, dim2=-1).mT @ (phi * phi)).flatten()
 
     def quadratic(self, whitener: Tensor) -> Tensor:
-        # Output a's weights are the columns of block a of W, which is lower triangular: rows from a·F on.
+        # Output a's weights are the columns of block a of W, which is lower triangular: rows from
+        # a·F on.
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
         if C > FEW_OUTPUTS:

@@ -27,7 +27,9 @@ class LayerBlock:
 
     @property
     def single(self) -> bool:
-        """Whether the weight is used once: then J has rank one for each output, and squares factorise."""
+        """Whether the weight is used once: then J has rank one for each output, and squares
+        factorise.
+        """
         return self.a.shape[1] == 1
 
     def double(self) -> LayerBlock:
@@ -87,7 +89,9 @@ class LayerBlock:
             return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
         out = torch.empty(self.positions.shape, dtype=self.a.dtype)
         for rows, J in self.pieces():
-            out[rows] = (J.flatten(2) * (precision @ J.flatten(2))).sum((0, 1)).view(-1, out.shape[1])
+            out[rows] = (
+                (J.flatten(2) * (precision @ J.flatten(2))).sum((0, 1)).view(-1, out.shape[1])
+            )
         return out
 
     def weighted_covariance(self, weights: Tensor) -> Tensor:
@@ -115,8 +119,9 @@ class RestBlock:
 class LayerJacobian:
     """J by layers.
 
-    With `wide`, products are taken in float64, but the layers are stored in the dtype that they came in and converted one at a
-    time: those of a deep network in float64 would take most of the memory of a chunk.
+    With `wide`, products are taken in float64, but the layers are stored in the dtype that they
+    came in and converted one at a time: those of a deep network in float64 would take most of the
+    memory of a chunk.
     """
 
     size: int
@@ -143,19 +148,27 @@ class LayerJacobian:
         return self.rest
 
     def double(self) -> LayerJacobian:
-        rest = None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
+        rest = (
+            None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
+        )
         return replace(self, rest=rest, wide=True)
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors in which J is linear (B, …): the layers' inputs, and the columns of the others."""
-        return [block.a for block in self.layers] + ([] if self.rest is None else [self.rest.values])
+        """The tensors in which J is linear (B, …): the layers' inputs, and the columns of the
+        others.
+        """
+        return [block.a for block in self.layers] + (
+            [] if self.rest is None else [self.rest.values]
+        )
 
     def with_inputs(self, inputs: Iterable[Tensor]) -> LayerJacobian:
         """J with other `inputs`, in float64."""
         given = list(inputs)
         blocks = zip(self.layers, given, strict=False)
-        layers = tuple(LayerBlock(block.positions, a.double(), block.delta.double()) for block, a in blocks)
+        layers = tuple(
+            LayerBlock(block.positions, a.double(), block.delta.double()) for block, a in blocks
+        )
         rest = None if self.rest is None else RestBlock(self.rest.positions, given[-1].double())
         return replace(self, layers=layers, rest=rest)
 
@@ -172,7 +185,11 @@ class LayerJacobian:
         out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
         for block in self.blocks():
             out = out + block.push(direction)
-        return out if self.rest is None else out + self.rest.values @ direction[self.rest.positions].to(self.dtype)
+        return (
+            out
+            if self.rest is None
+            else out + self.rest.values @ direction[self.rest.positions].to(self.dtype)
+        )
 
     def pull(self, g: Tensor) -> Tensor:
         out = torch.zeros(self.size, dtype=self.dtype)
@@ -186,7 +203,11 @@ class LayerJacobian:
         out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
         for block in self.blocks():
             out += block.push_many(directions)
-        return out if self.rest is None else out + self.rest.values @ directions[self.rest.positions].to(self.dtype)
+        return (
+            out
+            if self.rest is None
+            else out + self.rest.values @ directions[self.rest.positions].to(self.dtype)
+        )
 
     def pull_many(self, g: Tensor) -> Tensor:
         out = torch.zeros(self.size, g.shape[-1], dtype=self.dtype)
@@ -218,5 +239,7 @@ class LayerJacobian:
         for block in self.blocks():
             out = out + block.weighted_covariance(variances[block.positions])
         if self.rest is not None:
-            out = out + DenseJacobian(self.rest.values).quadratic_diagonal(variances[self.rest.positions])
+            out = out + DenseJacobian(self.rest.values).quadratic_diagonal(
+                variances[self.rest.positions]
+            )
         return out

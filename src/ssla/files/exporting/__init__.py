@@ -1,7 +1,8 @@
 """A posterior as one graph from x to its answers, for programs without ssla: ONNX, or torch.export.
 
-The graph holds the network (in its own dtype), the mean and covariance of the last layer as constants, and the predictive of the
-output refit in float64 with fixed nodes and unrolled steps. `files` compares every file with the library before it is kept.
+The graph holds the network (in its own dtype), the mean and covariance of the last layer as
+constants, and the predictive of the output refit in float64 with fixed nodes and unrolled steps.
+`files` compares every file with the library before it is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ __all__ = ["Exported", "Graph", "Part", "Unit", "checked_levels", "export", "ref
 LEVELS = (0.05, 0.5, 0.95)
 
 
-def export(posterior: State, path: str | os.PathLike[str], levels: Sequence[float] = LEVELS, example: Any = None) -> Exported:
+def export(
+    posterior: State,
+    path: str | os.PathLike[str],
+    levels: Sequence[float] = LEVELS,
+    example: Any = None,
+) -> Exported:
     """Write the graph of a posterior (see Posterior.export)."""
     refuse(posterior)
     x = posterior.network.cast(_example(posterior, example))
@@ -37,8 +43,9 @@ def _example(posterior: State, example: Any) -> Inputs:
         x = next(iter(posterior.source)).x
     else:
         raise ValueError(
-            "export needs example inputs, because this posterior does not hold its training data (it was loaded, or fitted to a "
-            "stream). Give some rows: posterior.export(path, example=x)."
+            "export needs example inputs, because this posterior does not hold its training data "
+            "(it was loaded, or fitted to a stream). Give some rows: posterior.export(path, "
+            "example=x)."
         )
     if not row_count(x):
         raise ValueError("export needs at least one example row, but the example is empty.")

@@ -1,4 +1,6 @@
-"""Counts in a static graph: the blocks of `ssla.predictive.count_predictive`, for the first three reaches."""
+"""Counts in a static graph: the blocks of `ssla.predictive.count_predictive`, for the first
+three reaches.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ HIGHEST_GROWING = 1e6  # to which blocks that grow with the count go
 
 @dataclass(frozen=True, eq=False)
 class CountLaw:
-    """Tables of all reaches, and which of them each row takes: the first whose tails hold < 1e-8. Rows without one are NaN."""
+    """Tables of all reaches, and which of them each row takes: the first whose tails hold < 1e-8.
+
+    Rows without one are NaN.
+    """
 
     tables: tuple[Table, ...]
     taken: tuple[Tensor, ...]  # (N,) bool, at most one of them True
@@ -53,7 +58,10 @@ class CountLaw:
 
     @cached_property
     def _means(self) -> list[Tensor]:
-        return [(share * table.centres).sum(1) for table, share in zip(self.tables, self._shares, strict=True)]
+        return [
+            (share * table.centres).sum(1)
+            for table, share in zip(self.tables, self._shares, strict=True)
+        ]
 
     @cached_property
     def mean(self) -> Tensor:
@@ -116,17 +124,28 @@ def count_law(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor) -> C
     return CountLaw(tuple(tables), tuple(taken))
 
 
-def _location(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+def _location(
+    likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor
+) -> tuple[Tensor, Tensor]:
     """Where the blocks are centred, and their unit: as in `count_predictive`."""
     nodes, weights = normal_nodes(1)
     points = torch.exp(f + K[:, :, 0].clamp(0, SMALL_DOUBT).sqrt() * nodes[:, 0])
-    noise = points if isinstance(likelihood, Poisson) else points + likelihood.dispersion * points**2
+    noise = (
+        points if isinstance(likelihood, Poisson) else points + likelihood.dispersion * points**2
+    )
     centre = (weights * points).sum(1, keepdim=True)
     variance = (weights * ((points - centre) ** 2 + noise)).sum(1)
     return torch.exp(f[:, 0]), variance.sqrt().clamp_min(1.0)
 
 
-def _table(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor, mean: Tensor, scale: Tensor, reach: float) -> Table:
+def _table(
+    likelihood: Poisson | NegativeBinomial,
+    f: Tensor,
+    K: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    reach: float,
+) -> Table:
     edges = _edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
@@ -141,7 +160,10 @@ def _table(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor, mean: T
 
 
 def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
-    """As in `ssla.predictive.count_predictive`. Edges that a row does not have repeat its first one: blocks without a count."""
+    """As in `ssla.predictive.count_predictive`.
+
+    Edges that a row does not have repeat its first one: blocks without a count.
+    """
     pattern, single, growing = _patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)
     last = edges[:, -1:]
@@ -158,5 +180,7 @@ def _patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
     t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
     single = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)
     steps = int(math.log(HIGHEST_GROWING / SINGLE_COUNTS) * BLOCKS_PER_UNIT) + 1
-    growing = (SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / BLOCKS_PER_UNIT)).round()
+    growing = (
+        SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / BLOCKS_PER_UNIT)
+    ).round()
     return torch.sinh(t), single, growing

@@ -1,4 +1,6 @@
-"""One module from x to the answers: the network, f̂ and K of each posterior, their laws, the mixture, the target's unit."""
+"""One module from x to the answers: the network, f̂ and K of each posterior, their laws, the
+mixture, the target's unit.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class Graph(nn.Module):
     ) -> None:
         super().__init__()
         first = {part.network: part.state.network for part in reversed(parts)}
-        networks = [network for _, network in sorted(first.items()) if isinstance(network, LastLayer)]
+        networks = [
+            network for _, network in sorted(first.items()) if isinstance(network, LastLayer)
+        ]
         self.features = nn.ModuleList(LayerInputs(network, example) for network in networks)
         self.parts = tuple(parts)
         q = torch.tensor(list(levels), dtype=torch.float64)
@@ -83,7 +87,11 @@ class Graph(nn.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """Of the answers."""
-        return CLASSES if isinstance(self.parts[0].state.likelihood.predictive, Bernoulli | Categorical) else NUMBERS
+        return (
+            CLASSES
+            if isinstance(self.parts[0].state.likelihood.predictive, Bernoulli | Categorical)
+            else NUMBERS
+        )
 
     def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
         if self.inputs is not None:
@@ -96,12 +104,20 @@ class Graph(nn.Module):
                 p = p + part.weight * moment.probabilities()
             return p, p.argmax(1)
         laws = tuple(moment.law() for moment in moments)
-        law = laws[0] if len(laws) == 1 else MixtureLaw(laws, tuple(part.weight for part in self.parts))
+        law = (
+            laws[0]
+            if len(laws) == 1
+            else MixtureLaw(laws, tuple(part.weight for part in self.parts))
+        )
         mean, sd, quantiles = law.mean, law.variance.sqrt(), law.icdf(self.levels)
         if self.target is None:
             return mean, sd, quantiles
         shift, scale = self.target.shift, self.target.scale
-        return shift + scale * mean, scale * sd, shift.unsqueeze(-1) + scale.unsqueeze(-1) * quantiles
+        return (
+            shift + scale * mean,
+            scale * sd,
+            shift.unsqueeze(-1) + scale.unsqueeze(-1) * quantiles,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +151,10 @@ def _moments(state: State, phi: Tensor) -> _Moments:
     J = network.scaled(Features(phi, network.outputs, network.fold_bias))
     f = J.push(state.mean)
     return _Moments(
-        state.likelihood.predictive, f if network.offset is None else f + network.offset, J.double(), state.covariance
+        state.likelihood.predictive,
+        f if network.offset is None else f + network.offset,
+        J.double(),
+        state.covariance,
     )
 
 
@@ -143,31 +162,38 @@ def refuse(state: State) -> None:
     """ValueError for a posterior whose predictive has no static graph."""
     network, likelihood = state.network, state.likelihood.predictive
     if not isinstance(network, LastLayer):
+        names = network.layout.names
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         raise ValueError(
             "export writes posteriors of a last layer, but the free parameters of this one are "
-            f"{', '.join(network.layout.names[:3])}{', …' if len(network.layout.names) > 3 else ''}: its covariance needs the "
-            "derivatives of the whole network. Fit with weights='last_layer'."
+            f"{some}: its covariance needs the derivatives of the whole network. Fit with "
+            "weights='last_layer'."
         )
     if state.convention != EXACT:
         raise ValueError(
-            f"export works with the exact convention only, but this posterior has convention={state.convention!r}. Use "
-            "posterior.with_prior(posterior.prior)."
+            "export works with the exact convention only, but this posterior has "
+            f"convention={state.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
     if isinstance(likelihood, Poisson | HeteroscedasticGaussian) and not likelihood.linear_domain:
         raise ValueError(
-            f"{likelihood!r} does not allow every output, and its refit has no fixed number of steps. Use the default: "
-            "Poisson(link='log') or HeteroscedasticGaussian(parameters='mean_log_variance')."
+            f"{likelihood!r} does not allow every output, and its refit has no fixed number of "
+            "steps. Use the default: Poisson(link='log') or "
+            "HeteroscedasticGaussian(parameters='mean_log_variance')."
         )
     if not isinstance(likelihood, Gaussian | Bernoulli | Categorical | Poisson | NegativeBinomial):
         raise ValueError(
-            f"export writes Gaussian noise, classes and counts, but not {type(likelihood).__name__}: its predictive is found by "
-            "an adaptive search, which a static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
+            "export writes Gaussian noise, classes and counts, but not "
+            f"{type(likelihood).__name__}: its predictive is found by an adaptive search, which a "
+            "static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )
-    whole = isinstance(likelihood, Categorical) and not isinstance(state.covariance, KfacOperator | DiagonalOperator)
+    whole = isinstance(likelihood, Categorical) and not isinstance(
+        state.covariance, KfacOperator | DiagonalOperator
+    )
     if whole and network.outputs > MOST_CLASSES:
         raise ValueError(
-            f"The probabilities of {network.outputs} classes need the root of a {network.outputs}×{network.outputs} covariance, "
-            f"which the graph would compute in as many steps; up to {MOST_CLASSES} are written. Fit with structure='kfac' or "
-            "'diag', whose roots need no steps."
+            f"The probabilities of {network.outputs} classes need the root of a "
+            f"{network.outputs}×{network.outputs} covariance, which the graph would compute in as "
+            f"many steps; up to {MOST_CLASSES} are written. Fit with structure='kfac' or 'diag', "
+            "whose roots need no steps."
         )

@@ -1,7 +1,9 @@
-"""The predictives of the output refit in a static graph: fixed nodes, unrolled Newton steps, no step that depends on the data.
+"""The predictives of the output refit in a static graph: fixed nodes, unrolled Newton steps, no
+step that depends on the data.
 
-They have the nodes of `ssla.predictive`, so they give the same numbers. Where the library would go on with other nodes, a row is
-NaN. Operations are those that onnxruntime has in float64 (see `ssla.maths.portable`).
+They have the nodes of `ssla.predictive`, so they give the same numbers. Where the library would go
+on with other nodes, a row is NaN. Operations are those that onnxruntime has in float64 (see
+`ssla.maths.portable`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Levels(NamedTuple):
 
 
 class Numbers(Protocol):
-    """A law of numbers or counts. Moments are (N,), or (N, D); quantiles have one more axis at the end."""
+    """A law of numbers or counts.
+
+    Moments are (N,), or (N, D); quantiles have one more axis at the end.
+    """
 
     @property
     def mean(self) -> Tensor: ...
@@ -88,7 +93,9 @@ class GaussianLaw:
 
 def gaussian(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
     mean, variance = f, (noise + K).diagonal(dim1=-2, dim2=-1)
-    return GaussianLaw(mean[:, 0], variance[:, 0]) if f.shape[1] == 1 else GaussianLaw(mean, variance)
+    return (
+        GaussianLaw(mean[:, 0], variance[:, 0]) if f.shape[1] == 1 else GaussianLaw(mean, variance)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +133,11 @@ class MixtureLaw:
         """Between the members' own quantiles."""
         ends = torch.stack([law.icdf(levels) for law in self.laws])
         low, high = ends.amin(0), ends.amax(0)
-        return self._first_count(levels.q, low, high) if self.whole else self._root(levels.q, low, high)
+        return (
+            self._first_count(levels.q, low, high)
+            if self.whole
+            else self._root(levels.q, low, high)
+        )
 
     def _root(self, levels: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """Newton steps inside a shrinking bracket."""
@@ -178,7 +189,10 @@ def _moved(root: Root, z: Tensor) -> Iterator[Tensor]:
 
 
 def root_of(operator: Operator, J: Features) -> Root:
-    """The root of K that the library takes: Cholesky, by columns. Kronecker factors and a diagonal have theirs at once."""
+    """The root of K that the library takes: Cholesky, by columns.
+
+    Kronecker factors and a diagonal have theirs at once.
+    """
     if isinstance(operator, KfacOperator | DiagonalOperator):
         return operator.root(J)
     return FullRoot(_cholesky(operator.covariance(J)))

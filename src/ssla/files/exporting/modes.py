@@ -1,4 +1,5 @@
-"""The log density of an output refit in unrolled steps: log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + ΛK|.
+"""The log density of an output refit in unrolled steps: log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I
++ ΛK|.
 
 Every likelihood leaves one equation in one unknown. y (N, k), f̂ (N, C), K (N, C, C) -> (N, k).
 """
@@ -34,7 +35,11 @@ def poisson(likelihood: Poisson, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
 def _lambert(x: Tensor) -> Tensor:
     """w with w + log w = x, by Newton steps in log w, from a start that is never far."""
     large = x.clamp_min(1.0)
-    s = torch.where(x > 1, (large - large.log() + large.log() / large).log(), x - torch.exp(x.clamp_max(1.0)) * 0.5)
+    s = torch.where(
+        x > 1,
+        (large - large.log() + large.log() / large).log(),
+        x - torch.exp(x.clamp_max(1.0)) * 0.5,
+    )
     for _ in range(LAMBERT_ROUNDS):
         w = s.exp()
         s = s - (w + s - x) / (1 + w)
@@ -42,10 +47,16 @@ def _lambert(x: Tensor) -> Tensor:
 
 
 def negative_binomial(likelihood: NegativeBinomial, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α. The root lies between f̂ and log y, and in [f̂ − Kr, f̂ + Ky]."""
+    """f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α.
+
+    The root lies between f̂ and log y, and in [f̂ − Kr, f̂ + Ky].
+    """
     v, r, shift = K[:, :, 0], 1 / likelihood.dispersion, math.log(likelihood.dispersion)
     best = y.clamp_min(1e-300).log()
-    low, high = torch.maximum(torch.minimum(f, best), f - v * r), torch.minimum(torch.maximum(f, best), f + v * y)
+    low, high = (
+        torch.maximum(torch.minimum(f, best), f - v * r),
+        torch.minimum(torch.maximum(f, best), f + v * y),
+    )
     at = torch.minimum(torch.maximum(best, low), high)
     step = 2 * (high - low)
     for _ in range(BRACKET_ROUNDS):
@@ -60,5 +71,7 @@ def negative_binomial(likelihood: NegativeBinomial, y: Tensor, f: Tensor, K: Ten
     z = at + shift
     p, q = torch.sigmoid(z), torch.sigmoid(-z)
     u = y * q - r * p
-    log_prob = log_gamma(y + r) - math.lgamma(r) - log_gamma(y + 1) - r * softplus(z) - y * softplus(-z)
+    log_prob = (
+        log_gamma(y + r) - math.lgamma(r) - log_gamma(y + 1) - r * softplus(z) - y * softplus(-z)
+    )
     return log_prob - 0.5 * v * u * u - 0.5 * torch.log1p(v * (y + r) * p * q)

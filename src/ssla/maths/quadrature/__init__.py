@@ -1,7 +1,7 @@
 """One-dimensional densities known pointwise: location, integrals, quantiles. Vectorised over rows.
 
-A row is a log density over the real line. Nodes are z = c + s·sinh(t) with t uniform on [−T, T], so a
-few dozen nodes cover the bulk and far tails, and the trapezoidal rule in t converges
+A row is a log density over the real line. Nodes are z = c + s·sinh(t) with t uniform on [−T, T], so
+a few dozen nodes cover the bulk and far tails, and the trapezoidal rule in t converges
 exponentially for smooth densities. Accuracy is checked: a row is accepted when
 
   * every second node gives the same mass to 5e-4 (the full rule then has about the square of that),
@@ -9,12 +9,13 @@ exponentially for smooth densities. Accuracy is checked: a row is accepted when
   * the nodes are centred on the bulk.
 
 Rows that fail are refined together until they pass or the node limit is reached; those that never
-pass are flagged `accurate = False`. A density that has no integral is cut where it stops falling, and flagged.
+pass are flagged `accurate = False`. A density that has no integral is cut where it stops falling,
+and flagged.
 
-Between nodes log p is a not-a-knot cubic spline in z (exact for a Gaussian), integrated by four-point
-Gauss–Legendre in each panel. Beyond the last node log p continues as a power law with its last slope.
-Fails for densities with jumps or poles: they are flagged.
-Moments of a function of z (a target with a transformed support) have their own rule: see `mapped`.
+Between nodes log p is a not-a-knot cubic spline in z (exact for a Gaussian), integrated by
+four-point Gauss–Legendre in each panel. Beyond the last node log p continues as a power law with
+its last slope. Fails for densities with jumps or poles: they are flagged. Moments of a function of
+z (a target with a transformed support) have their own rule: see `mapped`.
 """
 
 from ssla.maths.quadrature.circle import Around, Circle, build_circles, wrapped

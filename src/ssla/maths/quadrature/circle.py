@@ -1,7 +1,9 @@
-"""Densities over the circle known pointwise: the trapezoidal rule on equally spaced angles, and Fourier series between them.
+"""Densities over the circle known pointwise: the trapezoidal rule on equally spaced angles, and
+Fourier series between them.
 
-For a smooth periodic density both converge exponentially. A row is accepted when every second angle gives the same mass to 1e-7;
-rows that never pass (jumps, peaks narrower than about 1e-3) are flagged `accurate = False`.
+For a smooth periodic density both converge exponentially. A row is accepted when every second angle
+gives the same mass to 1e-7; rows that never pass (jumps, peaks narrower than about 1e-3) are
+flagged `accurate = False`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ ANGLES_AT_ONCE = 1 << 18
 def wrapped(y: Tensor) -> Tensor:
     """The same angle in [−π, π)."""
     turned = torch.remainder(y + math.pi, 2 * math.pi) - math.pi
-    return torch.where((y >= -math.pi) & (y < math.pi), y, turned)  # angles inside are returned without rounding
+    return torch.where(
+        (y >= -math.pi) & (y < math.pi), y, turned
+    )  # angles inside are returned without rounding
 
 
 @dataclass(frozen=True)
 class Circle:
-    """Rows on the angles −π + 2πj/k, with log p in `logs`. The distribution function is cut at −π."""
+    """Rows on the angles −π + 2πj/k, with log p in `logs`.
+
+    The distribution function is cut at −π.
+    """
 
     logs: Tensor  # (m, k)
     accurate: Tensor  # (m,) bool
@@ -65,14 +72,22 @@ class Circle:
 
     @cached_property
     def variance(self) -> Tensor:
-        """E d², d = Y − mean wrapped to [−π, π): by the Fourier series of d², π²/3 + 4 Σ (−1)ʲ cos(jd)/j²."""
+        """E d², d = Y − mean wrapped to [−π, π): by the Fourier series of d², π²/3 + 4 Σ (−1)ʲ
+        cos(jd)/j².
+        """
         j = torch.arange(1, self._harmonics.shape[1], dtype=torch.float64)
-        turn = torch.polar(torch.ones_like(self.mean[:, None] * j), -(self.mean[:, None] + math.pi) * j)
-        return math.pi**2 / 3 + 4 * ((self._harmonics[:, 1:] * turn).real * (1 - 2 * (j % 2)) / j**2).sum(1)
+        turn = torch.polar(
+            torch.ones_like(self.mean[:, None] * j), -(self.mean[:, None] + math.pi) * j
+        )
+        return math.pi**2 / 3 + 4 * (
+            (self._harmonics[:, 1:] * turn).real * (1 - 2 * (j % 2)) / j**2
+        ).sum(1)
 
     @cached_property
     def _fine(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Points from −π to π (K + 1,), the density and the distribution function there (m, K + 1)."""
+        """Points from −π to π (K + 1,), the density and the distribution function there (m, K +
+        1).
+        """
         count = FINER * self.logs.shape[1]
         phi = self._harmonics.conj()
         j = torch.arange(phi.shape[1], dtype=torch.float64)
@@ -92,7 +107,9 @@ class Circle:
         t = ((y - place[panel]) / width).clamp(0, 1)
         low, high = below.gather(1, panel), below.gather(1, panel + 1)
         up, down = density.gather(1, panel) * width, density.gather(1, panel + 1) * width
-        cubic = low + t * (up + t * (3 * (high - low) - 2 * up - down + t * (up + down - 2 * (high - low))))
+        cubic = low + t * (
+            up + t * (3 * (high - low) - 2 * up - down + t * (up + down - 2 * (high - low)))
+        )
         return torch.minimum(torch.maximum(cubic, low), high)
 
     def icdf(self, q: Tensor) -> Tensor:
@@ -103,7 +120,9 @@ class Circle:
 
     @property
     def mode(self) -> Tensor:
-        """The highest point (m,): the vertex of the parabola through the best fine point and its neighbours."""
+        """The highest point (m,): the vertex of the parabola through the best fine point and
+        its neighbours.
+        """
         place, density, _ = self._fine
         p = density[:, :-1]
         best = p.argmax(1, keepdim=True)
@@ -119,7 +138,10 @@ class Circle:
         for _ in range(45):
             middle = (low + high) / 2
             lower, upper = regions_above(density, place, middle)
-            inside = [torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=-math.pi)), nan=0.0) for ends in (lower, upper)]
+            inside = [
+                torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=-math.pi)), nan=0.0)
+                for ends in (lower, upper)
+            ]
             enough = (inside[1] - inside[0]).sum(1) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
         return regions_above(density, place, low)
@@ -138,7 +160,10 @@ class Around(NamedTuple):
 
 
 def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) -> list[Around]:
-    """Equally spaced angles for all rows, doubled until they suffice. log_density as for `build`, over angles."""
+    """Equally spaced angles for all rows, doubled until they suffice.
+
+    log_density as for `build`, over angles.
+    """
     found: list[Around] = []
     pending, count = torch.arange(rows), FIRST_ANGLES
     while pending.numel():

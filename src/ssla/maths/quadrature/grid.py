@@ -1,4 +1,6 @@
-"""Rows of densities on shared node patterns: mass, moments, distribution function, quantiles, regions."""
+"""Rows of densities on shared node patterns: mass, moments, distribution function, quantiles,
+regions.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from torch import Tensor
 
 from ssla.maths.constants import constant
 
-OVERSHOOT = 0.3  # of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about 0.01)
-LEAST_MARGIN = 1e-6  # of a tail's power above the one at which a moment is infinite: a smaller difference is rounding error
+# of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about
+# 0.01)
+OVERSHOOT = 0.3
+# of a tail's power above the one at which a moment is infinite: a smaller difference is rounding
+# error
+LEAST_MARGIN = 1e-6
 TAIL_RATIO, TAIL_PLACES = 2.0**0.25, 240  # of the places beyond the last node, for regions
 RELEVANT = 25.0  # log p below the peak at which the density is negligible
 
@@ -32,7 +38,9 @@ def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
 
 @constant
 def _spline(count: int, reach: float) -> Tensor:
-    """The matrix that maps nodal values to the second derivatives of their not-a-knot cubic spline."""
+    """The matrix that maps nodal values to the second derivatives of their not-a-knot cubic
+    spline.
+    """
     x = pattern_of(count, reach)[0].numpy()
     h = np.diff(x)
     system = np.zeros((count, count))
@@ -48,7 +56,9 @@ def _spline(count: int, reach: float) -> Tensor:
 
 @constant
 def _midpoints(count: int, reach: float) -> Tensor:
-    """The matrix (k − 1, k) that maps nodal values to the spline's values in the middle of its panels."""
+    """The matrix (k − 1, k) that maps nodal values to the spline's values in the middle of its
+    panels.
+    """
     x, bends = pattern_of(count, reach)[0], _spline(count, reach)
     eye = torch.eye(count, dtype=torch.float64)
     square = ((x[1:] - x[:-1]) ** 2)[:, None]
@@ -85,7 +95,9 @@ def _tail(distance: Tensor, logs: Tensor) -> Tail:
     """From the last two nodes (inner, outer), each (m, 2)."""
     fall = logs[:, 0] - logs[:, 1]
     power = fall / (distance[:, 1].log() - distance[:, 0].log())
-    power = torch.where(logs[:, 1] == -math.inf, math.inf, power)  # no density there, so none beyond
+    power = torch.where(
+        logs[:, 1] == -math.inf, math.inf, power
+    )  # no density there, so none beyond
     return Tail(distance[:, 1], logs[:, 1], power)
 
 
@@ -117,7 +129,13 @@ class Grid:
 
     def rows(self, index: Tensor) -> Grid:
         """Some of the rows."""
-        return Grid(self.centre[index], self.scale[index], self.reach, self.logs[index], self.accurate[index])
+        return Grid(
+            self.centre[index],
+            self.scale[index],
+            self.reach,
+            self.logs[index],
+            self.accurate[index],
+        )
 
     @cached_property
     def peak(self) -> Tensor:
@@ -134,12 +152,16 @@ class Grid:
     @property
     def log_terms(self) -> Tensor:
         """log(p dz) (m, k): the terms of the rule."""
-        return self.logs + (pattern_of(self.logs.shape[1], self.reach)[1] * self.scale[:, None]).log()
+        return (
+            self.logs + (pattern_of(self.logs.shape[1], self.reach)[1] * self.scale[:, None]).log()
+        )
 
     @cached_property
     def relative(self) -> Tensor:
         """exp(log p − peak) dx, in units of the scale (m, k): the terms of the rule."""
-        return (self.logs - self.peak[:, None]).exp() * pattern_of(self.logs.shape[1], self.reach)[1]
+        return (self.logs - self.peak[:, None]).exp() * pattern_of(self.logs.shape[1], self.reach)[
+            1
+        ]
 
     @cached_property
     def log_mass(self) -> Tensor:
@@ -161,7 +183,9 @@ class Grid:
         unit = self.log_mass
         first = (self.shares * offset).sum(1) + right.moment(1, unit) - left.moment(1, unit)
         spread = offset - first[:, None]
-        second = (self.shares * spread * spread).sum(1) + left.moment(2, unit) + right.moment(2, unit)
+        second = (
+            (self.shares * spread * spread).sum(1) + left.moment(2, unit) + right.moment(2, unit)
+        )
         return self.centre + first, second
 
     def expectation(self, values: Tensor) -> Tensor:
@@ -170,7 +194,10 @@ class Grid:
 
     @cached_property
     def mode(self) -> Tensor:
-        """The highest point: the vertex of the parabola through the best node and its neighbours.  (m,)."""
+        """The highest point: the vertex of the parabola through the best node and its neighbours.
+
+        (m,).
+        """
         best = self.logs.argmax(1).clamp(1, self.logs.shape[1] - 2)[:, None]
         x = self.pattern
         left, mid, right = (self.logs.gather(1, best + d).squeeze(1) for d in (-1, 0, 1))
@@ -196,14 +223,18 @@ class Grid:
         return self._logs @ _spline(self.logs.shape[1], self.reach).mT
 
     def overshoots(self) -> Tensor:
-        """Rows (m,) whose spline rises well above the nodes in the middle of a relevant panel: a kink or a jump."""
+        """Rows (m,) whose spline rises well above the nodes in the middle of a relevant panel:
+        a kink or a jump.
+        """
         logs = self._logs
         middle = logs @ _midpoints(logs.shape[1], self.reach).mT
         above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
     def _panel_ends(self, panel: Tensor) -> tuple[Tensor, ...]:
-        """Spline data of the panels (m, q): width, left value, right value, left and right second derivative."""
+        """Spline data of the panels (m, q): width, left value, right value, left and right
+        second derivative.
+        """
         x = self.pattern
         right = panel + 1
         return (
@@ -259,7 +290,9 @@ class Grid:
         """The z with P(Z ≤ z) = q.  q (m, k) -> (m, k); 0 and 1 give −∞ and ∞."""
         pattern = self.pattern
         target = q * self._total[:, None]
-        panel = (torch.searchsorted(self._cumulative, target.contiguous()) - 1).clamp(0, pattern.numel() - 2)
+        panel = (torch.searchsorted(self._cumulative, target.contiguous()) - 1).clamp(
+            0, pattern.numel() - 2
+        )
         ends = self._panel_ends(panel)
         need = (target - self._cumulative.gather(1, panel)).clamp_min(0)
         low, high = torch.zeros_like(need), torch.ones_like(need)
@@ -284,7 +317,9 @@ class Grid:
                 radius = tail.radius((mass / rest).clamp(0, 1))
                 z = torch.where(beyond, self.centre[:, None] + (radius if side else -radius), z)
         z = torch.where(q <= 0, -math.inf, z)
-        return torch.where(self._total[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z))
+        return torch.where(
+            self._total[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z)
+        )
 
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
         """{z: p(z) ≥ c} with c such that its probability is `level`: the smallest such set.
@@ -313,7 +348,9 @@ class Grid:
         return self._above(fine, place, low)
 
     def _fine(self) -> tuple[Tensor, Tensor]:
-        """Log p relative to its peak (m, F), and places (F,) in units of the scale: eight in a panel."""
+        """Log p relative to its peak (m, F), and places (F,) in units of the scale: eight in a
+        panel.
+        """
         x = self.pattern
         count = x.numel() - 1
         parts = torch.arange(8, dtype=x.dtype) / 8
@@ -327,14 +364,18 @@ class Grid:
         """The same with places beyond the last nodes."""
         x = self.pattern
         ratios = TAIL_RATIO ** torch.arange(1, TAIL_PLACES + 1, dtype=x.dtype)
-        left, right = ((t.log_end - self.peak)[:, None] - t.power[:, None] * ratios.log() for t in self.tails)
+        left, right = (
+            (t.log_end - self.peak)[:, None] - t.power[:, None] * ratios.log() for t in self.tails
+        )
         fine = torch.cat([left.flip(1), fine, right], 1).clamp_min(-700.0)
         return fine, torch.cat([x[0] * ratios.flip(0), place, x[-1] * ratios])
 
     def _probability(self, regions: Regions) -> Tensor:
         """Of unions of intervals (m,)."""
         ends = torch.cat([regions.lower, regions.upper], 1)
-        sums = torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=0.0)).where(~ends.isnan(), ends.new_zeros(())))
+        sums = torch.nan_to_num(
+            self.cdf(torch.nan_to_num(ends, nan=0.0)).where(~ends.isnan(), ends.new_zeros(()))
+        )
         half = regions.lower.shape[1]
         return (sums[:, half:] - sums[:, :half]).sum(1)
 

@@ -1,6 +1,7 @@
 """E σ(f) and E σ(f)σ(−f) for f ~ N(m, s²), to about 1e-8 for every m and s.
 
-The trapezoidal rule is exponentially accurate for both forms of the same integral. A small s takes nodes of the normal variable,
+The trapezoidal rule is exponentially accurate for both forms of the same integral. A small s takes
+nodes of the normal variable,
 
     E σ(f) = ∫ σ(m + s z) φ(z) dz,                 error e^(−2π²/(s h)),
 
@@ -8,8 +9,8 @@ a large s those of a logistic variable L, because σ(f) = P(L ≤ f):
 
     E σ(f) = ∫ Φ((m − l)/s) σ(l)σ(−l) dl,          error e^(−2π²/h).
 
-Sums are taken in logarithms, and the tail of L beyond the last node is added in closed form: logarithms of probabilities below
-1e-17 are right to 0.03.
+Sums are taken in logarithms, and the tail of L beyond the last node is added in closed form:
+logarithms of probabilities below 1e-17 are right to 0.03.
 """
 
 from __future__ import annotations
@@ -36,17 +37,28 @@ class LogisticNormal(NamedTuple):
     spread: Tensor  # Var σ(f)
 
 
-def logistic_normal(mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tensor] = torch.special.log_ndtr) -> LogisticNormal:
-    """mean, sd (N,), in float64. log_ndtr: another implementation, where torch's own cannot be exported."""
-    small, large = _by_normal(mean, sd.clamp_max(LARGE)), _by_logistic(mean, sd.clamp_min(LARGE), log_ndtr)
-    return LogisticNormal(*(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True)))
+def logistic_normal(
+    mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tensor] = torch.special.log_ndtr
+) -> LogisticNormal:
+    """mean, sd (N,), in float64.
+
+    log_ndtr: another implementation, where torch's own cannot be exported.
+    """
+    small, large = (
+        _by_normal(mean, sd.clamp_max(LARGE)),
+        _by_logistic(mean, sd.clamp_min(LARGE), log_ndtr),
+    )
+    return LogisticNormal(
+        *(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True))
+    )
 
 
 def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
-    """E h(σ(f)) in nats for f ~ N(mean, sd²), h(p) = −p log p − (1−p) log(1−p): the noise of a coin with a doubtful logit.
+    """E h(σ(f)) in nats for f ~ N(mean, sd²), h(p) = −p log p − (1−p) log(1−p): the noise of a coin
+    with a doubtful logit.
 
-    By the same nodes: of the normal variable for small sd; of f itself, ∫ h(σ(l)) φ((l − m)/s) dl/s, for large ones. Beyond
-    the last node h is below 1e-15.  (N,), (N,) -> (N,).
+    By the same nodes: of the normal variable for small sd; of f itself, ∫ h(σ(l)) φ((l − m)/s)
+    dl/s, for large ones. Beyond the last node h is below 1e-15.  (N,), (N,) -> (N,).
     """
     z, weights = normal_line()
     near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
@@ -80,7 +92,10 @@ def _by_logistic(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> 
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
     one, zero = (
-        torch.logaddexp((log_weights + log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s, log_ndtr)) for sign in (1, -1)
+        torch.logaddexp(
+            (log_weights + log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s, log_ndtr)
+        )
+        for sign in (1, -1)
     )
     noise = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))  # dE σ/dm
     return LogisticNormal(one, zero, ((one + zero).exp() - noise).clamp_min(0))
@@ -89,15 +104,18 @@ def _by_logistic(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> 
 def _beyond(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
     """log ∫ e^l Φ((m − l)/s) dl over l < end = −LOGISTIC_REACH, where the logistic density is e^l.
 
-    By parts it is e^end Φ((m − end)/s) + e^(m + s²/2) Φ(t), with t = a − s and a = (end − m)/s. For large s the second term is
-    a difference of numbers of size s², which rounding decides. There it is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
+    By parts it is e^end Φ((m − end)/s) + e^(m + s²/2) Φ(t), with t = a − s and a = (end − m)/s. For
+    large s the second term is a difference of numbers of size s², which rounding decides. There it
+    is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
     """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)
     a = (end - m) / s
     t = a - s
     far = t < -FAR
-    near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(torch.where(far, torch.zeros_like(t), t))
+    near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(
+        torch.where(far, torch.zeros_like(t), t)
+    )
     mills = end - a * a / 2 + _log_mills(torch.where(far, t, torch.full_like(t, -FAR)))
     return torch.logaddexp(ends, torch.where(far, mills, near))
 

@@ -12,8 +12,11 @@ from torch import Tensor
 from ssla.maths.quadrature.grid import Grid
 from ssla.maths.quadrature.search import Accuracy, Built, LogDensity, build
 
-FALL = 1.0  # of a log integrand from its highest to its last point; with a smaller fall it has no integral
-LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)  # in scales, to either side: where an integrand is evaluated
+# of a log integrand from its highest to its last point; with a smaller fall it has no integral
+FALL = 1.0
+LADDER = torch.logspace(
+    0, 6, 241, dtype=torch.float64
+)  # in scales, to either side: where an integrand is evaluated
 
 Map = Callable[[Tensor], Tensor]
 
@@ -24,10 +27,13 @@ def mapped_moments(
     h: Map,
     accuracy: Accuracy = Accuracy(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of h(Z) for the rows of all pieces; infinite where they do not exist.  (N,), (N,).
+    """Mean and variance of h(Z) for the rows of all pieces; infinite where they do not exist.
 
-    Nodes that resolve the mass may miss a moment: a log-normal with σ = 3 has its second moment six standard deviations out. So
-    the nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)², and rows where they do not get other nodes.
+    (N,), (N,).
+
+    Nodes that resolve the mass may miss a moment: a log-normal with σ = 3 has its second moment six
+    standard deviations out. So the nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)²,
+    and rows where they do not get other nodes.
     """
     count = sum(piece.rows.numel() for piece in pieces)
     mean, variance = torch.empty(2, count, dtype=torch.float64).unbind(0)
@@ -37,19 +43,28 @@ def mapped_moments(
         lost = (~_integrated(grid, h, accuracy)).nonzero().squeeze(-1)
         for order, moment in ((1, mean), (2, variance)) if lost.numel() else ():
             around = h(grid.centre[lost]) if order == 1 else mean[rows[lost]]
-            moment[rows[lost]] = _sought(log_density, Built(rows[lost], grid.rows(lost)), h, around, order, accuracy)
+            moment[rows[lost]] = _sought(
+                log_density, Built(rows[lost], grid.rows(lost)), h, around, order, accuracy
+            )
     return mean, variance
 
 
 def _sum(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
-    """around + E[y − around], or E[(y − around)²] (m,), from the grid's nodes. By logarithms, for y from 1e-300 to 1e300."""
+    """around + E[y − around], or E[(y − around)²] (m,), from the grid's nodes.
+
+    By logarithms, for y from 1e-300 to 1e300.
+    """
     off = h(grid.nodes) - around[:, None]
     terms = torch.exp(grid.log_terms + order * off.abs().log() - log_mass[:, None])
     return around + (terms * off.sign()).sum(1) if order == 1 else terms.sum(1)
 
 
-def _sought(log_density: LogDensity, piece: Built, h: Map, around: Tensor, order: int, accuracy: Accuracy) -> Tensor:
-    """The moment of the rows of a piece (m,), from nodes found for p·wᵒʳᵈᵉʳ; infinite where that has no integral."""
+def _sought(
+    log_density: LogDensity, piece: Built, h: Map, around: Tensor, order: int, accuracy: Accuracy
+) -> Tensor:
+    """The moment of the rows of a piece (m,), from nodes found for p·wᵒʳᵈᵉʳ; infinite where
+    that has no integral.
+    """
     rows, grid = piece
 
     def tilted(z: Tensor, i: Tensor) -> Tensor:
@@ -58,9 +73,13 @@ def _sought(log_density: LogDensity, piece: Built, h: Map, around: Tensor, order
     moment = torch.full_like(grid.centre, math.inf)
     keep = _falls(tilted, grid, h).nonzero().squeeze(-1)
     if keep.numel():
-        for part, built in build(lambda z, i: tilted(z, keep[i]), grid.centre[keep], grid.scale[keep], accuracy):
+        for part, built in build(
+            lambda z, i: tilted(z, keep[i]), grid.centre[keep], grid.scale[keep], accuracy
+        ):
             i = keep[part]
-            plain = replace(built, logs=built.logs - order * _log_weight(grid.rows(i), h, built.nodes))
+            plain = replace(
+                built, logs=built.logs - order * _log_weight(grid.rows(i), h, built.nodes)
+            )
             moment[i] = _sum(plain, grid.log_mass[i], h, around[i], order)
     return moment
 
@@ -81,9 +100,13 @@ def _integrated(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
 
 
 def _falls(log_density: LogDensity, grid: Grid, h: Map) -> Tensor:
-    """Whether an integrand is lower at the last points at which h changes than somewhere between (m,)."""
+    """Whether an integrand is lower at the last points at which h changes than somewhere
+    between (m,).
+    """
     z = grid.centre[:, None] + grid.scale[:, None] * torch.cat([-LADDER.flip(0), LADDER])
     y, logs, place = h(z), log_density(z, torch.arange(len(z))), torch.arange(z.shape[1])
     first = torch.where(y > y[:, :1], place, z.shape[1] - 1).amin(1, keepdim=True)
     last = torch.where(y < y[:, -1:], place, 0).amax(1, keepdim=True)
-    return logs.amax(1) - torch.maximum(logs.gather(1, first), logs.gather(1, last)).squeeze(1) > FALL
+    return (
+        logs.amax(1) - torch.maximum(logs.gather(1, first), logs.gather(1, last)).squeeze(1) > FALL
+    )

@@ -23,8 +23,9 @@ def hermite(count: int) -> tuple[Tensor, Tensor]:
 def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     """Points z (J, C) and weights (J,) with Σ_j w_j h(z_j) ≈ E h(Z), Z ~ N(0, I).
 
-    Gauss–Hermite for C ≤ 2; else scrambled Sobol points with a fixed seed and their mirror images. Where there are enough of
-    them, the set is whitened: its first, second and third moments are then those of N(0, I) (the second of every direction).
+    Gauss–Hermite for C ≤ 2; else scrambled Sobol points with a fixed seed and their mirror images.
+    Where there are enough of them, the set is whitened: its first, second and third moments are
+    then those of N(0, I) (the second of every direction).
     """
     if size <= 2:
         x, w = hermite(HERMITE_NODES[size])
@@ -34,5 +35,7 @@ def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     u = torch.quasirandom.SobolEngine(size, scramble=True, seed=0).draw(pairs, dtype=torch.float64)
     z = torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
     if pairs >= 2 * size:
-        z = torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False).mT
+        z = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(z.mT @ z / pairs), z.mT, upper=False
+        ).mT
     return torch.cat([z, -z]), torch.full((2 * pairs,), 0.5 / pairs, dtype=torch.float64)

@@ -11,12 +11,16 @@ MOST_ROUNDS = 100
 RELATIVE = 4e-15
 
 
-def bracketed_root(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    """x in [low, high] with function(x) = 0, elementwise; function rises from ≤ 0 at low to ≥ 0 at high.
+def bracketed_root(
+    function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, noise: Tensor | float = 0.0
+) -> Tensor:
+    """x in [low, high] with function(x) = 0, elementwise; function rises from ≤ 0 at low to ≥ 0 at
+    high.
 
-    Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends when every bracket has
-    the width of rounding error, or a value of at most `noise`, which is the rounding error of the function. Where low = high,
-    or either is infinite, the result is low. An end where the function is zero, or has the other sign by rounding, is the root.
+    Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends
+    when every bracket has the width of rounding error, or a value of at most `noise`, which is the
+    rounding error of the function. Where low = high, or either is infinite, the result is low. An
+    end where the function is zero, or has the other sign by rounding, is the root.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
     anywhere = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)

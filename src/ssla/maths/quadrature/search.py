@@ -1,4 +1,6 @@
-"""Adaptive grids, which are refined, widened and moved until they pass, and a first location of a density."""
+"""Adaptive grids, which are refined, widened and moved until they pass, and a first location of
+a density.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,25 @@ class Built(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """Limits for a row: mass beyond the nodes, difference of the half rule and, if given, of the spline."""
+    """Limits for a row: mass beyond the nodes, difference of the half rule and, if given, of
+    the spline.
+    """
 
     tail: float = TAIL_MASS
     half_rule: float = HALF_RULE_TOLERANCE
     spline: float | None = None
 
 
-def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accuracy = Accuracy()) -> list[Built]:  # noqa: B008
+def build(
+    log_density: LogDensity,
+    centre: Tensor,
+    scale: Tensor,
+    accuracy: Accuracy = Accuracy(),  # noqa: B008
+) -> list[Built]:
     """Adaptive grids for all rows, from a first guess of centre and scale (m,).
 
-    A row whose density has no integral (it does not decay, or has a pole) is cut at the minima around its first
-    guess and flagged.
+    A row whose density has no integral (it does not decay, or has a pole) is cut at the minima
+    around its first guess and flagged.
     """
     accepted: dict[tuple[int, float], list[Built]] = defaultdict(list)
     first_centre, first_scale = centre.double(), scale.double()
@@ -56,10 +65,21 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
             grid = _evaluate(log_density, rows[part], c[part], s[part], reach, count)
             verdict = _judge(grid, accuracy)
             ok = torch.ones_like(verdict.good) if last_chance else verdict.good
-            endless = ok & ~verdict.good & _runaway(grid, verdict, first_centre[rows[part]], first_scale[rows[part]])
+            endless = (
+                ok
+                & ~verdict.good
+                & _runaway(grid, verdict, first_centre[rows[part]], first_scale[rows[part]])
+            )
             if bool(endless.any()):
                 lost = rows[part][endless]
-                cut = _evaluate(log_density, lost, first_centre[lost], first_scale[lost], FIRST_REACH, 2 * FIRST_NODES - 1)
+                cut = _evaluate(
+                    log_density,
+                    lost,
+                    first_centre[lost],
+                    first_scale[lost],
+                    FIRST_REACH,
+                    2 * FIRST_NODES - 1,
+                )
                 accepted[2 * FIRST_NODES - 1, FIRST_REACH].append(Built(lost, _cut_at_valleys(cut)))
             kept = ok & ~endless
             if bool(kept.any()):
@@ -78,14 +98,26 @@ def build(log_density: LogDensity, centre: Tensor, scale: Tensor, accuracy: Accu
                     work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
     if not centre.numel():  # no rows: an empty grid
         none = torch.arange(0)
-        return [Built(none, _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES))]
+        return [
+            Built(
+                none,
+                _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES),
+            )
+        ]
     return [_join(parts) for parts in accepted.values()]
 
 
 def _runaway(grid: Grid, verdict: _Verdict, first_centre: Tensor, first_scale: Tensor) -> Tensor:
-    """Rows whose grid diverged on a density without integral: to infinity, away from the start, or into a pole."""
+    """Rows whose grid diverged on a density without integral: to infinity, away from the start,
+    or into a pole.
+    """
     away = (grid.centre - first_centre).abs() > 3 * first_scale
-    return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | (grid.scale < 1e-4 * first_scale)
+    return (
+        ~torch.isfinite(grid.log_mass)
+        | verdict.off_centre
+        | away
+        | (grid.scale < 1e-4 * first_scale)
+    )
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:
@@ -106,7 +138,9 @@ def _chunks(rows: int, count: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def _evaluate(log_density: LogDensity, rows: Tensor, c: Tensor, s: Tensor, reach: float, count: int) -> Grid:
+def _evaluate(
+    log_density: LogDensity, rows: Tensor, c: Tensor, s: Tensor, reach: float, count: int
+) -> Grid:
     x = pattern_of(count, reach)[0]
     logs = log_density(c[:, None] + s[:, None] * x, rows).double()
     return Grid(c, s, reach, logs, torch.ones_like(c, dtype=torch.bool))
@@ -132,10 +166,14 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
     first = moments[:, 0]
     second = (moments[:, 1] - first * first).clamp_min(0).sqrt()
     wide = (second > 3.0).nonzero().squeeze(-1)
-    if wide.numel():  # far tails have most of the second moment; the bulk is where most of the mass is
+    if (
+        wide.numel()
+    ):  # far tails have most of the second moment; the bulk is where most of the mass is
         first[wide], second[wide] = _bulk(share[wide], x)
     spacing = float(x[x.numel() // 2 + 1])
-    width = torch.maximum(second, torch.full_like(second, spacing))  # narrower than the nodes: zoom in
+    width = torch.maximum(
+        second, torch.full_like(second, spacing)
+    )  # narrower than the nodes: zoom in
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
     coarse = ~((half / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
@@ -152,9 +190,14 @@ def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
 
 
 def _bulk(share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The median and half the distance between the 16% and the 84% quantile, from the mass (m, k) at nodes x.  (m,), (m,)."""
+    """The median and half the distance between the 16% and the 84% quantile, from the mass (m,
+    k) at nodes x.  (m,), (m,).
+    """
     sums = share.cumsum(1)
-    low, middle, high = (x[(sums < level * sums[:, -1:]).sum(1).clamp_max(x.numel() - 1)] for level in (0.16, 0.5, 0.84))
+    low, middle, high = (
+        x[(sums < level * sums[:, -1:]).sum(1).clamp_max(x.numel() - 1)]
+        for level in (0.16, 0.5, 0.84)
+    )
     return middle, (high - low) / 2
 
 
@@ -187,7 +230,12 @@ def locate(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
     reach, count = 42.0, 513
     for _ in range(12):
         x = pattern_of(count, reach)[0]
-        logs = torch.cat([log_density(centre[p, None] + scale[p, None] * x, index[p]) for p in _chunks(rows, count)])
+        logs = torch.cat(
+            [
+                log_density(centre[p, None] + scale[p, None] * x, index[p])
+                for p in _chunks(rows, count)
+            ]
+        )
         logs = torch.nan_to_num(logs.double(), nan=-math.inf, neginf=-1e300)
         best = logs.argmax(1).clamp(1, count - 2)
         share = (logs - logs.max(1, keepdim=True).values).exp() * pattern_of(count, reach)[1]

@@ -1,9 +1,11 @@
-"""Refits of any set of weights: all tasks at once through `torch.func`, preconditioned by the fitted curvature.
+"""Refits of any set of weights: all tasks at once through `torch.func`, preconditioned by the
+fitted curvature.
 
-The network is run for m parameter vectors at a time; gradients come by one backward pass through all of them. Few weights are
-preconditioned with their exact Hessian at θ̂, many with the fitted structure, to which Anderson's mixing adds what the structure
-leaves out. Gradients of many weights are in float32 until they are as small as its rounding allows; every task ends with
-gradients in float64, which decide whether it has converged.
+The network is run for m parameter vectors at a time; gradients come by one backward pass through
+all of them. Few weights are preconditioned with their exact Hessian at θ̂, many with the fitted
+structure, to which Anderson's mixing adds what the structure leaves out. Gradients of many weights
+are in float32 until they are as small as its rounding allows; every task ends with gradients in
+float64, which decide whether it has converged.
 """
 
 from __future__ import annotations
@@ -26,23 +28,44 @@ from ssla.network.any_parameters import AnyParameters
 from ssla.network.stacked import ROWS_AT_ONCE, Stacked, stacked
 from ssla.refit.increments import at_mode
 from ssla.refit.interrupts import Interrupted
-from ssla.refit.weights.anderson import SHARED_STEPS, Found, Progress, Slope, ascend, finished, saddle_free
+from ssla.refit.weights.anderson import (
+    SHARED_STEPS,
+    Found,
+    Progress,
+    Slope,
+    ascend,
+    finished,
+    saddle_free,
+)
 from ssla.refit.weights.determinants import SMALL, Determinants
-from ssla.refit.weights.refit_rows import PriorChange, TrainingRows, check_seen, leading, open_rows, solve_rows, take
+from ssla.refit.weights.refit_rows import (
+    PriorChange,
+    TrainingRows,
+    check_seen,
+    leading,
+    open_rows,
+    solve_rows,
+    take,
+)
 from ssla.refit.weights.solved import HESSIAN, Options, Solved, own_pull
 from ssla.state import AS_IS, State
 
 MOST_TASKS = 256
 TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
-ABOVE_ROUNDING = 5.0  # times the rounding error of float32 gradients: from here on they are in float64
+ABOVE_ROUNDING = (
+    5.0  # times the rounding error of float32 gradients: from here on they are in float64
+)
 NEARLY = 0.9  # of the tolerance: where float32 ends, so that float64 confirms it
-LOST = 0.1  # posterior standard deviations from a mode after the shared steps: Newton starts at θ̂ again
+# posterior standard deviations from a mode after the shared steps: Newton starts at θ̂ again
+LOST = 0.1
 PROGRESS = 0.1  # a trial that comes nearer than this part of the way is not stuck
 
 
 @dataclass(frozen=True, eq=False)
 class ManyNetworks:
-    """f_θ for many θ at once on the CPU, in the dtype of θ: by matrix products where the network is a chain, else by `vmap`."""
+    """f_θ for many θ at once on the CPU, in the dtype of θ: by matrix products where the
+    network is a chain, else by `vmap`.
+    """
 
     network: AnyParameters
     chain: Stacked | None = None
@@ -55,7 +78,9 @@ class ManyNetworks:
         """Every θ (m, P) on the same rows: (m, b, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             chain, rows = self.chain, x
-            return torch.cat([chain.run(chain.parameters(part), rows) for part in thetas.split(_at_once(rows))])
+            return torch.cat(
+                [chain.run(chain.parameters(part), rows) for part in thetas.split(_at_once(rows))]
+            )
         return self._mapped(lambda theta: self.one(theta, x), thetas)
 
     def own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
@@ -73,8 +98,13 @@ class ManyNetworks:
             result = torch.stack([function(*(take(value, i) for value in values)) for i in index])
         return result
 
-    def gradient(self, thetas: Tensor, x: Inputs, score: Callable[[Tensor], Tensor], own: bool = False) -> tuple[Tensor, Tensor]:
-        """Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs. `score` is elementwise in the θ where x is shared."""
+    def gradient(
+        self, thetas: Tensor, x: Inputs, score: Callable[[Tensor], Tensor], own: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs.
+
+        `score` is elementwise in the θ where x is shared.
+        """
         if self.chain is not None and isinstance(x, Tensor):
             if own:
                 f, total = self.chain.outputs_and_gradient(
@@ -82,7 +112,9 @@ class ManyNetworks:
                 )
                 return total, f.squeeze(1)
             cast = lambda f: score(f).to(f.dtype)  # noqa: E731
-            parts = [self.chain.outputs_and_gradient(part, x, cast) for part in thetas.split(_at_once(x))]
+            parts = [
+                self.chain.outputs_and_gradient(part, x, cast) for part in thetas.split(_at_once(x))
+            ]
             return torch.cat([part[1] for part in parts]), torch.cat([part[0] for part in parts])
         run = self.own_rows if own else self.same_rows
         with torch.enable_grad():
@@ -125,14 +157,21 @@ class AllWeightsRefit:
     @property
     def tasks_at_once(self) -> int:
         frozen = self.many.network.frozen
-        rows = min(self.posterior.network.rows_at_once(self.posterior.memory_budget), self.posterior.statistics.n)
-        each = 8 * self.gradient.numel() * (4 * self.options.memory + 16) + 6 * frozen.bytes_per_row * rows
+        rows = min(
+            self.posterior.network.rows_at_once(self.posterior.memory_budget),
+            self.posterior.statistics.n,
+        )
+        each = (
+            8 * self.gradient.numel() * (4 * self.options.memory + 16)
+            + 6 * frozen.bytes_per_row * rows
+        )
         return max(min(self.posterior.memory_budget // 2 // each, MOST_TASKS), 1)
 
     def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
         """Tasks (row of x, y): the three increments at each one's own mode.
 
-        Ctrl-C ends the ascent: tasks that have converged keep their answers, the others and all later tasks have not converged.
+        Ctrl-C ends the ascent: tasks that have converged keep their answers, the others and all
+        later tasks have not converged.
         """
         if self.interrupted.asked:
             return Solved.untried(len(where))
@@ -140,32 +179,44 @@ class AllWeightsRefit:
             group = _Group(self, where, y)
             found = self._ascend(group, self.options.max_steps, progress)
             likelihood, prior, own = group.values(found.point)
-            curvature, fallback, positive = self.determinants(found.point, own, y, group.x, group.root)
+            curvature, fallback, positive = self.determinants(
+                found.point, own, y, group.x, group.root
+            )
             converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         if self.interrupted.asked:
             warn(
-                f"Refits of the weights were interrupted: {int(converged.sum()):,} of {len(where):,} under way were finished. "
-                "The others, and all that had not started, count as not converged.",
+                f"Refits of the weights were interrupted: {int(converged.sum()):,} of "
+                f"{len(where):,} under way were finished. The others, and all that had not "
+                "started, count as not converged.",
                 RuntimeWarning,
             )
         error = torch.zeros_like(curvature)
-        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error)
+        return Solved(
+            likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error
+        )
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Whether √(gᵀP⁻¹g) does not fall to a tenth of its value at θ̂ within TRIAL_STEPS gradients.
+        """Whether √(gᵀP⁻¹g) does not fall to a tenth of its value at θ̂ within TRIAL_STEPS
+        gradients.
 
-        At a mode each few gradients bring a digit. At a saddle the objective rises without bound along some direction, or to a
-        mode far away.
+        At a mode each few gradients bring a digit. At a saddle the objective rises without bound
+        along some direction, or to a mode far away.
         """
         group = _Group(self, where, y)
-        at_start = group.evaluate(torch.zeros(len(where), self.gradient.numel(), dtype=torch.float64), torch.arange(len(where)))
+        at_start = group.evaluate(
+            torch.zeros(len(where), self.gradient.numel(), dtype=torch.float64),
+            torch.arange(len(where)),
+        )
         before = (at_start.gradient * at_start.step).sum(-1).clamp_min(0).sqrt()
         enough = max(PROGRESS * float(before.min()), self.options.tolerance)
         found = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
         return ~(found.norm <= (PROGRESS * before).clamp_min(self.options.tolerance))
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        return self.posterior.theta + self._ascend(_Group(self, where, y), self.options.max_steps).point
+        return (
+            self.posterior.theta
+            + self._ascend(_Group(self, where, y), self.options.max_steps).point
+        )
 
     @cached_property
     def rounding(self) -> float:
@@ -174,12 +225,25 @@ class AllWeightsRefit:
         error = -self.gradient
         for block in self.rows:
             score = lambda f, b=block: b.weighted(likelihood.score(b.y, f[0].double())).unsqueeze(0)  # noqa: E731
-            error = error + self.single.gradient(theta, map_inputs(_single, block.x), score)[0].squeeze(0).double()
+            error = (
+                error
+                + self.single.gradient(theta, map_inputs(_single, block.x), score)[0]
+                .squeeze(0)
+                .double()
+            )
         size = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
         return max(size, 0.0) ** 0.5 if size == size else float("inf")
 
-    def _ascend(self, group: _Group, most: int, progress: Progress | None = None, tolerance: float | None = None) -> Found:
-        """With the shared preconditioner; tasks of few weights that have not converged continue with their own Hessians."""
+    def _ascend(
+        self,
+        group: _Group,
+        most: int,
+        progress: Progress | None = None,
+        tolerance: float | None = None,
+    ) -> Found:
+        """With the shared preconditioner; tasks of few weights that have not converged continue
+        with their own Hessians.
+        """
         tolerance = self.options.tolerance if tolerance is None else tolerance
         small = self.gradient.numel() <= SMALL
         first = min(most, SHARED_STEPS) if small else most
@@ -201,7 +265,11 @@ class AllWeightsRefit:
             stop=self.interrupted,
         )
         lost = (~found.converged & (found.norm > LOST)).unsqueeze(-1)
-        found = replace(found, point=torch.where(lost, torch.zeros_like(found.point), found.point)) if small else found
+        found = (
+            replace(found, point=torch.where(lost, torch.zeros_like(found.point), found.point))
+            if small
+            else found
+        )
         own = lambda rest: group.take(rest).evaluate_newton  # noqa: E731
         return finished(found, own, tolerance=tolerance, max_steps=most - first, progress=progress)
 
@@ -267,8 +335,16 @@ class _Group:
         if len(tasks) == len(self.y):
             return self
         part = _Group(self.refit, self.where[tasks], self.y[tasks])
-        known = ("jacobian", "pulled", "root", "jacobian_single", "pulled_single")  # computed once for the whole group
-        part.__dict__.update({name: self.__dict__[name][tasks] for name in known if name in self.__dict__})
+        known = (
+            "jacobian",
+            "pulled",
+            "root",
+            "jacobian_single",
+            "pulled_single",
+        )  # computed once for the whole group
+        part.__dict__.update(
+            {name: self.__dict__[name][tasks] for name in known if name in self.__dict__}
+        )
         return part
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
@@ -281,18 +357,24 @@ class _Group:
         """The gradient, and |H̃|⁻¹ of it with the task's own Hessian where it stands."""
         group = self.take(tasks)
         total, _ = group.gradient(point)
-        H = self.refit.determinants.full(HESSIAN, self.refit.posterior.theta + point, group.y, group.x)
+        H = self.refit.determinants.full(
+            HESSIAN, self.refit.posterior.theta + point, group.y, group.x
+        )
         return Slope(total, saddle_free(H, total))
 
     def gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) (m, P), in the dtype of the point; and the outputs at x (m, C)."""
+        """Of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) (m, P), in the dtype of the point; and the
+        outputs at x (m, C).
+        """
         refit, law, likelihood = self.refit, self.refit.law, self.refit.posterior.likelihood
         if not bool(point.any()):
             return self._gradient_at_start(point)
         double = point.dtype == torch.float64
         many, cast = (refit.many, _double) if double else (refit.single, _single)
         theta = refit.posterior.theta.to(point.dtype) + point
-        total, own = many.gradient(theta, map_inputs(cast, self.x), lambda f: law.score(self.y, f.double()), own=True)
+        total, own = many.gradient(
+            theta, map_inputs(cast, self.x), lambda f: law.score(self.y, f.double()), own=True
+        )
         outside = torch.zeros(len(point), dtype=torch.bool)
         for block in refit.rows:
 
@@ -320,27 +402,43 @@ class _Group:
         own = refit.f[self.where]
         total = (refit.law.score(self.y, own).unsqueeze(-2) @ self.jacobian).squeeze(-2)
         if refit.posterior.mode == AS_IS:
-            total = total + refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            total = (
+                total + refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            )
         return total.to(zero.dtype), own
 
     def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
         """z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g: Woodbury."""
         double = gradient.dtype == torch.float64
-        z = self.refit.precondition(gradient) if double else self.refit.precondition_single(gradient)
-        J, pulled = (self.jacobian, self.pulled) if double else (self.jacobian_single, self.pulled_single)
-        u = own_pull(self.refit.law, self.y, own, self.root, (J @ z.unsqueeze(-1)).squeeze(-1).double())
+        z = (
+            self.refit.precondition(gradient)
+            if double
+            else self.refit.precondition_single(gradient)
+        )
+        J, pulled = (
+            (self.jacobian, self.pulled) if double else (self.jacobian_single, self.pulled_single)
+        )
+        u = own_pull(
+            self.refit.law, self.y, own, self.root, (J @ z.unsqueeze(-1)).squeeze(-1).double()
+        )
         return z - (u.to(z.dtype).unsqueeze(-2) @ pulled).squeeze(-2)
 
     def values(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Likelihood increment (with the tilt), prior increment (m,), and the outputs at x (m, C)."""
+        """Likelihood increment (with the tilt), prior increment (m,), and the outputs at x (m,
+        C).
+        """
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point
         with torch.no_grad():
             own = refit.many.own_rows(theta, self.x)
             total = refit.law.log_prob(self.y, own)
             for block in refit.rows:
-                change = likelihood.log_prob_difference(block.y, refit.many.same_rows(theta, block.x), block.f)
-                total = total + (change if block.weights is None else change * block.weights).sum(-1)
+                change = likelihood.log_prob_difference(
+                    block.y, refit.many.same_rows(theta, block.x), block.f
+                )
+                total = total + (change if block.weights is None else change * block.weights).sum(
+                    -1
+                )
         if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
             total = total - point @ slope
@@ -348,10 +446,15 @@ class _Group:
 
 
 def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -> AllWeightsRefit:
-    """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights), J at x."""
+    """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights),
+    J at x.
+    """
     network = posterior.network
     if not isinstance(network, AnyParameters):
-        raise TypeError(f"A refit of the weights does not support networks of type {type(network).__name__}. Use refit='output'.")
+        raise TypeError(
+            f"A refit of the weights does not support networks of type {type(network).__name__}. "
+            "Use refit='output'."
+        )
     many = ManyNetworks(replace(network, rest=_changed(network.rest, _double)))
 
     def prepare(inputs: Inputs) -> tuple[Inputs, Tensor]:
@@ -368,7 +471,9 @@ def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -
     for block in rows:
         n += row_count(block.x)
         score = block.weighted(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
-        gradient += many.gradient(posterior.theta.unsqueeze(0), block.x, score.expand_as)[0].squeeze(0)
+        gradient += many.gradient(posterior.theta.unsqueeze(0), block.x, score.expand_as)[
+            0
+        ].squeeze(0)
     check_seen(posterior, n, gradient)
     determinants = Determinants(posterior, options, many.one, rows)
     factor = determinants.start_factor
@@ -393,7 +498,9 @@ def _in_single(posterior: State, factor: Tensor | None) -> Callable[[Tensor], Te
     """H⁻¹ on the rows of (m, P) in float32, where the structure allows it."""
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):
-        narrow = WoodburyOperator(operator.prior.float(), operator.basis.float(), operator.spectrum.float())
+        narrow = WoodburyOperator(
+            operator.prior.float(), operator.basis.float(), operator.spectrum.float()
+        )
         return lambda v: narrow.solve_many(v.mT).mT
     if factor is not None:
         half = factor.float()

@@ -2,8 +2,9 @@
 
     log|Π + JᵀΛJ| = log|Π| + log|I + RᵀΛR|,   R Rᵀ = G = J Π⁻¹ Jᵀ (nC × nC),
 
-with J and Λ of all rows at a task's own θ̃. The prior is Gaussian, so log|Π| is the same for every task and cancels. H is positive
-definite exactly where I + RᵀΛR is. A task costs its Jacobian (nC × P), one product and two factorisations of nC × nC.
+with J and Λ of all rows at a task's own θ̃. The prior is Gaussian, so log|Π| is the same for every
+task and cancels. H is positive definite exactly where I + RᵀΛR is. A task costs its Jacobian (nC ×
+P), one product and two factorisations of nC × nC.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ AT_ONCE = 1 << 27  # bytes, where one task needs less
 
 
 def fits(posterior: State) -> bool:
-    """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision for each weight."""
+    """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision
+    for each weight.
+    """
     precision = posterior.bound_prior.precision(posterior.theta)
     few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
 
 
 def bytes_needed(posterior: State) -> int:
-    """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC."""
+    """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices
+    of nC × nC.
+    """
     outputs = (posterior.statistics.n + 1) * posterior.network.outputs
     return 8 * (3 * outputs * posterior.theta.numel() + 6 * outputs**2)
 
@@ -49,32 +54,46 @@ class Dual:
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind
 
     def __call__(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """θ − θ̂ (m, P) and the tasks' y and x -> increments (m,), and where H̃ is positive definite."""
+        """θ − θ̂ (m, P) and the tasks' y and x -> increments (m,), and where H̃ is positive
+        definite.
+        """
         if kind not in self.known:
             self.known[kind] = self._half_logdet(self.posterior.theta.unsqueeze(0), kind, None)
         before, exists = self.known[kind]
         parts = [
             self._half_logdet(self.posterior.theta + point[tasks], kind, (y[tasks], take(x, tasks)))
-            for tasks in torch.arange(len(point)).split(max(AT_ONCE // bytes_needed(self.posterior), 1))
+            for tasks in torch.arange(len(point)).split(
+                max(AT_ONCE // bytes_needed(self.posterior), 1)
+            )
         ]
-        return before - torch.cat([half for half, _ in parts]), torch.cat([good for _, good in parts]) & exists
+        return before - torch.cat([half for half, _ in parts]), torch.cat(
+            [good for _, good in parts]
+        ) & exists
 
-    def _half_logdet(self, thetas: Tensor, kind: str, own: tuple[Tensor, Inputs] | None) -> tuple[Tensor, Tensor]:
-        """½ log|I + RᵀΛR| at each θ (m, P), of the data and the task's own (y, x); and where that is positive definite."""
+    def _half_logdet(
+        self, thetas: Tensor, kind: str, own: tuple[Tensor, Inputs] | None
+    ) -> tuple[Tensor, Tensor]:
+        """½ log|I + RᵀΛR| at each θ (m, P), of the data and the task's own (y, x); and where
+        that is positive definite.
+        """
         likelihood = self.posterior.likelihood
         parts, precisions = [], []
         for block in self.rows:
             J, f = jacobians.of_rows(self.run, thetas, block.x)
             precision = _curvature(likelihood, kind, block.y, f)
             parts.append(J)
-            precisions.append(precision if block.weights is None else precision * block.weights[:, None, None])
+            precisions.append(
+                precision if block.weights is None else precision * block.weights[:, None, None]
+            )
         if own is not None:
             y, x = own
             J, f = jacobians.of_own(self.run, thetas, x)
             parts.append(J.unsqueeze(1))
             precisions.append(_curvature(likelihood.predictive, kind, y, f).unsqueeze(1))
         J, Lambda = torch.cat(parts, 1), torch.cat(precisions, 1)
-        white = (J / self.posterior.bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
+        white = (J / self.posterior.bound_prior.precision(self.posterior.theta).sqrt()).flatten(
+            1, 2
+        )
         R = _root(white @ white.mT)
         LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
         factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)

@@ -1,4 +1,7 @@
-"""Jacobians of the outputs in the weights, for many weights at once. Each row for itself: the work grows with b, not with b²."""
+"""Jacobians of the outputs in the weights, for many weights at once.
+
+Each row for itself: the work grows with b, not with b².
+"""
 
 from __future__ import annotations
 
@@ -31,5 +34,7 @@ def _of_row(run: Run) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
         f = run(theta, leading(row)).squeeze(0)
         return f, f
 
-    jacobian: Callable[[Tensor, Inputs], tuple[Tensor, Tensor]] = torch.func.jacrev(both, has_aux=True)
+    jacobian: Callable[[Tensor, Inputs], tuple[Tensor, Tensor]] = torch.func.jacrev(
+        both, has_aux=True
+    )
     return jacobian

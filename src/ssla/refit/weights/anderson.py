@@ -1,10 +1,12 @@
 """Maximising thousands of smooth objectives at once, from their gradients alone.
 
-Every task starts close to its maximum and shares a good preconditioner with the others, so a fixed-point iteration
-θ ← θ + P⁻¹g converges by a constant factor in each round. Anderson's mixing of the last few rounds makes it a Krylov method:
-near the maximum it is conjugate gradients on the true Hessian, without a product with it.
+Every task starts close to its maximum and shares a good preconditioner with the others, so a
+fixed-point iteration θ ← θ + P⁻¹g converges by a constant factor in each round. Anderson's mixing
+of the last few rounds makes it a Krylov method: near the maximum it is conjugate gradients on the
+true Hessian, without a product with it.
 
-The line search uses slopes, not values: a gain of 1e-16 is lost in the rounding of a sum over n rows, its slope is not.
+The line search uses slopes, not values: a gain of 1e-16 is lost in the rounding of a sum over n
+rows, its slope is not.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-OVERSHOOT = 0.5  # a step may end where the slope along it has turned to at most minus this part of what it was
+# a step may end where the slope along it has turned to at most minus this part of what it was
+OVERSHOOT = 0.5
 SHORTEST = 2.0**-24
 RIDGE = 1e-14
 SINGLE_RIDGE = 1e-7  # in single precision
-SHARED_STEPS = 20  # evaluations with a shared preconditioner before a task continues with its own Hessian
-FARTHEST = 1000.0  # a mixed step may be this many times as long as the plain one: as weak as a direction of H may be beside P
+SHARED_STEPS = (
+    20  # evaluations with a shared preconditioner before a task continues with its own Hessian
+)
+# a mixed step may be this many times as long as the plain one: as weak as a direction of H may be
+# beside P
+FARTHEST = 1000.0
 
 
 class Slope(NamedTuple):
@@ -33,13 +40,17 @@ class Slope(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """Where each task ended: point (M, P), √(gᵀP⁻¹g) there, evaluations, and whether the norm is within tolerance."""
+    """Where each task ended: point (M, P), √(gᵀP⁻¹g) there, evaluations, and whether the norm
+    is within tolerance.
+    """
 
     point: Tensor
     norm: Tensor
     steps: Tensor
     converged: Tensor
-    history: History | None = None  # of the last rounds of each task, for an ascent that continues this one
+    history: History | None = (
+        None  # of the last rounds of each task, for an ascent that continues this one
+    )
 
     @staticmethod
     def nowhere(point: Tensor) -> Found:
@@ -49,7 +60,12 @@ class Found:
 
     def followed_by(self, rows: Tensor, later: Found) -> Found:
         """With the results of a later ascent of some tasks."""
-        point, norm, steps, converged = self.point.clone(), self.norm.clone(), self.steps.clone(), self.converged.clone()
+        point, norm, steps, converged = (
+            self.point.clone(),
+            self.norm.clone(),
+            self.steps.clone(),
+            self.converged.clone(),
+        )
         point[rows], norm[rows], converged[rows] = later.point, later.norm, later.converged
         steps[rows] += later.steps
         return Found(point, norm, steps, converged)
@@ -73,18 +89,20 @@ def ascend(
     earlier: Found | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Found:
-    """Preconditioned ascent with Anderson mixing over `memory` rounds; a task that has converged is not evaluated again.
+    """Preconditioned ascent with Anderson mixing over `memory` rounds; a task that has converged is
+    not evaluated again.
 
-    A trial is taken where the slope along it is still above −½ of what it was, and halved otherwise. All tasks advance in
-    the same round, those that halve and those that go on, so no task waits for another's line search. Works in the dtype of
-    `start`.
+    A trial is taken where the slope along it is still above −½ of what it was, and halved
+    otherwise. All tasks advance in the same round, those that halve and those that go on, so no
+    task waits for another's line search. Works in the dtype of `start`.
 
-    toward: a first direction from `start` in place of the preconditioned gradient, for a guess that may be too far.
-    progress: called with the number of tasks that converged (see `Progress`).
-    earlier: an ascent of the same tasks, which this one continues; its evaluations count towards max_steps.
-    stop: asked before each round; the ascent ends where it is when the answer is yes.
+    toward: a first direction from `start` in place of the preconditioned gradient, for a guess that
+    may be too far. progress: called with the number of tasks that converged (see `Progress`).
+    earlier: an ascent of the same tasks, which this one continues; its evaluations count towards
+    max_steps. stop: asked before each round; the ascent ends where it is when the answer is yes.
 
-    Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step helps.
+    Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step
+    helps.
     """
     count = start.shape[0]
     point, norm = start.clone(), torch.full((count,), torch.inf, dtype=start.dtype)
@@ -105,7 +123,10 @@ def ascend(
         guess = toward[keep]
         rise = (state.gradient * guess).sum(-1)
         uphill = torch.isfinite(rise) & (rise > 0)
-        direction, slope = torch.where(uphill.unsqueeze(-1), guess, direction), torch.where(uphill, rise, slope)
+        direction, slope = (
+            torch.where(uphill.unsqueeze(-1), guess, direction),
+            torch.where(uphill, rise, slope),
+        )
     factor = torch.ones_like(slope)
     while rows.numel() and not (stop is not None and stop()):
         trial = state.point + factor.unsqueeze(-1) * direction
@@ -117,7 +138,11 @@ def ascend(
         past.push(rows, change)
         factor = torch.where(good, torch.ones_like(factor), factor / 2)
         point[rows], norm[rows] = state.point, state.norm
-        keep = ((state.norm > tolerance) & (factor >= SHORTEST) & (steps[rows] < max_steps)).nonzero().squeeze(-1)
+        keep = (
+            ((state.norm > tolerance) & (factor >= SHORTEST) & (steps[rows] < max_steps))
+            .nonzero()
+            .squeeze(-1)
+        )
         if progress is not None:
             progress(int((state.norm <= tolerance).sum()))
         rows, state, factor = rows[keep], state.take(keep), factor[keep]
@@ -129,19 +154,37 @@ def ascend(
 
 
 def finished(
-    found: Found, newton: Callable[[Tensor], Evaluate], *, tolerance: float, max_steps: int, progress: Progress | None = None
+    found: Found,
+    newton: Callable[[Tensor], Evaluate],
+    *,
+    tolerance: float,
+    max_steps: int,
+    progress: Progress | None = None,
 ) -> Found:
-    """Tasks that have not converged continue with their own Hessians: `newton(which tasks)` evaluates them."""
+    """Tasks that have not converged continue with their own Hessians: `newton(which tasks)`
+    evaluates them.
+    """
     rest = (~found.converged).nonzero().squeeze(-1)
     if not rest.numel() or max_steps < 1:
         return found
-    later = ascend(newton(rest), found.point[rest], tolerance=tolerance, max_steps=max_steps, memory=0, progress=progress)
+    later = ascend(
+        newton(rest),
+        found.point[rest],
+        tolerance=tolerance,
+        max_steps=max_steps,
+        memory=0,
+        progress=progress,
+    )
     return found.followed_by(rest, later)
 
 
 def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:
     """|H|⁻¹g: Newton's step, uphill also where H is indefinite.  (m, P, P), (m, P) -> (m, P)."""
-    H = torch.where(torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True), H, torch.eye(H.shape[-1], dtype=H.dtype))
+    H = torch.where(
+        torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True),
+        H,
+        torch.eye(H.shape[-1], dtype=H.dtype),
+    )
     values, vectors = torch.linalg.eigh((H + H.mT) / 2)
     size = values.abs()
     size = torch.maximum(size, 1e-8 * size.amax(-1, keepdim=True))
@@ -181,12 +224,17 @@ class _State:
                 torch.where(taken, there.gradient, self.gradient),
                 torch.where(taken, there.step, self.step),
             )
-        return new, _State(new.point - self.point, new.gradient - self.gradient, new.step - self.step)
+        return new, _State(
+            new.point - self.point, new.gradient - self.gradient, new.step - self.step
+        )
 
 
 @dataclass(eq=False)
 class History:
-    """How points and steps of M tasks changed over the last k rounds. A round without a change is zero and counts for nothing."""
+    """How points and steps of M tasks changed over the last k rounds.
+
+    A round without a change is zero and counts for nothing.
+    """
 
     mixes: Tensor  # Δθ + Δs (M, k, P)
     changes: Tensor  # Δs (M, k, P)
@@ -199,20 +247,31 @@ class History:
         return History(past, past.clone(), torch.zeros(count, memory, memory, dtype=torch.float64))
 
     def take(self, tasks: Tensor, dtype: torch.dtype) -> History:
-        return History(self.mixes[tasks].to(dtype), self.changes[tasks].to(dtype), self.gram[tasks], self.round)
+        return History(
+            self.mixes[tasks].to(dtype), self.changes[tasks].to(dtype), self.gram[tasks], self.round
+        )
 
     def put(self, tasks: Tensor, part: History) -> None:
-        self.mixes[tasks], self.changes[tasks], self.gram[tasks] = part.mixes, part.changes, part.gram
+        self.mixes[tasks], self.changes[tasks], self.gram[tasks] = (
+            part.mixes,
+            part.changes,
+            part.gram,
+        )
         self.round = part.round
 
 
 class _Past:
-    """The history of the tasks still under way. It is copied only when a quarter of the tasks in it have ended."""
+    """The history of the tasks still under way.
+
+    It is copied only when a quarter of the tasks in it have ended.
+    """
 
     whole: History | None
     part: History
 
-    def __init__(self, earlier: History | None, rows: Tensor, count: int, memory: int, like: _State) -> None:
+    def __init__(
+        self, earlier: History | None, rows: Tensor, count: int, memory: int, like: _State
+    ) -> None:
         """Of the tasks `rows` out of `count`."""
         size, dtype = like.point.shape[1], like.point.dtype
         if earlier is not None:
@@ -235,7 +294,8 @@ class _Past:
         part.gram[place, :, j] = along
 
     def mixed(self, rows: Tensor, state: _State) -> tuple[Tensor, Tensor]:
-        """Anderson: d = s − Σ γ_j (Δθ_j + Δs_j), γ minimising ‖s − Σ γ_j Δs_j‖ in the metric of P (⟨s, s'⟩ = sᵀg').
+        """Anderson: d = s − Σ γ_j (Δθ_j + Δs_j), γ minimising ‖s − Σ γ_j Δs_j‖ in the metric of P
+        (⟨s, s'⟩ = sᵀg').
 
         The plain step where d does not point uphill.  -> (d, its slope).
         """
@@ -250,15 +310,23 @@ class _Past:
         idle = size <= 0  # rounds without a change
         size = torch.where(idle, torch.ones_like(size), size)
         scaled = gram / size.unsqueeze(-1) / size.unsqueeze(-2)
-        scaled = torch.where(idle.unsqueeze(-1) | idle.unsqueeze(-2), torch.zeros_like(scaled), scaled)
+        scaled = torch.where(
+            idle.unsqueeze(-1) | idle.unsqueeze(-2), torch.zeros_like(scaled), scaled
+        )
         ridge = RIDGE if state.step.dtype == torch.float64 else SINGLE_RIDGE
-        solved, _ = torch.linalg.solve_ex(scaled + torch.diag_embed(idle + ridge), (right / size).unsqueeze(-1))
+        solved, _ = torch.linalg.solve_ex(
+            scaled + torch.diag_embed(idle + ridge), (right / size).unsqueeze(-1)
+        )
         gamma = (solved.squeeze(-1) / size).to(state.step.dtype)
         mixed = state.step - self._combined(place, gamma)
         slope = (state.gradient * mixed).sum(-1)
-        near = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(dim=-1)  # else the history describes another place
+        near = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(
+            dim=-1
+        )  # else the history describes another place
         uphill = torch.isfinite(slope) & (slope > 0.01 * plain) & near
-        return torch.where(uphill.unsqueeze(-1), mixed, state.step), torch.where(uphill, slope, plain)
+        return torch.where(uphill.unsqueeze(-1), mixed, state.step), torch.where(
+            uphill, slope, plain
+        )
 
     def finished(self) -> History | None:
         """Of all tasks; None where this continues an earlier history."""

@@ -1,7 +1,8 @@
 """Contrasts of classes: C − 1 outputs in place of C.
 
-A softmax does not see what is added to all of its C outputs, so its curvature has no part along (1, …, 1). Under a prior that is
-the same for every class that direction of the weights keeps the prior's curvature, and leaves every ratio of determinants.
+A softmax does not see what is added to all of its C outputs, so its curvature has no part along (1,
+…, 1). Under a prior that is the same for every class that direction of the weights keeps the
+prior's curvature, and leaves every ratio of determinants.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ class Contrasts:
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
     def pairs(self, f: Tensor) -> Tensor:
-        """Of QᵀΛQ with Λ = (diag(p) − ppᵀ)/T², p = softmax(f/T), the pairs a ≤ b: f (C, …) -> (pairs, …)."""
+        """Of QᵀΛQ with Λ = (diag(p) − ppᵀ)/T², p = softmax(f/T), the pairs a ≤ b: f (C, …) ->
+        (pairs, …).
+        """
         a, b = self._pairs
-        Q, p = self.matrix.to(f.dtype) / self.temperature, (f / self.temperature).softmax(0).flatten(1)
+        Q, p = (
+            self.matrix.to(f.dtype) / self.temperature,
+            (f / self.temperature).softmax(0).flatten(1),
+        )
         along = Q.mT @ p
         found = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(along[a], along[b], value=-1)
         return found.reshape(len(a), *f.shape[1:])

@@ -1,4 +1,6 @@
-"""−½[log|H̃(θ̃)| − log|H(θ̂)|] when every weight may move: exact for few of them or few rows, frozen, or by the structure."""
+"""−½[log|H̃(θ̃)| − log|H(θ̂)|] when every weight may move: exact for few of them or few rows,
+frozen, or by the structure.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,13 @@ class Determinants:
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """What preconditions the refits: Cholesky of the full Hessian at θ̂ of few weights where it is positive definite, else of
-        the fitted dense curvature; None where there is no P×P matrix."""
+        """What preconditions the refits: Cholesky of the full Hessian at θ̂ of few weights where it
+        is positive definite, else of the fitted dense curvature; None where there is no P×P matrix.
+        """
         if self.size <= SMALL:
-            factor, info = torch.linalg.cholesky_ex(self._curvature(HESSIAN, self.posterior.theta.unsqueeze(0))[0])
+            factor, info = torch.linalg.cholesky_ex(
+                self._curvature(HESSIAN, self.posterior.theta.unsqueeze(0))[0]
+            )
             if int(info) == 0:
                 start: Tensor = factor
                 return start
@@ -49,13 +54,24 @@ class Determinants:
             return operator.factor
         return None
 
-    def __call__(self, point: Tensor, own: Tensor, y: Tensor, x: Inputs, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """θ − θ̂ (m, P), outputs at x (m, C), tasks' y and x, root of K -> increments, Fisher fallbacks, positive definite."""
+    def __call__(
+        self, point: Tensor, own: Tensor, y: Tensor, x: Inputs, root: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """θ − θ̂ (m, P), outputs at x (m, C), tasks' y and x, root of K -> increments, Fisher
+        fallbacks, positive definite.
+        """
         if self.options.logdet == STRUCTURE:
             return self._by_structure(point, y, x)
-        kinds = [self.options.curvature] if self.options.curvature == FISHER else [self.options.curvature, FISHER]
+        kinds = (
+            [self.options.curvature]
+            if self.options.curvature == FISHER
+            else [self.options.curvature, FISHER]
+        )
         value = torch.full((len(point),), torch.nan, dtype=torch.float64)
-        fallback, positive = torch.zeros(len(point), dtype=torch.bool), torch.zeros(len(point), dtype=torch.bool)
+        fallback, positive = (
+            torch.zeros(len(point), dtype=torch.bool),
+            torch.zeros(len(point), dtype=torch.bool),
+        )
         for kind in kinds:
             todo = (~positive).nonzero().squeeze(-1)
             if not todo.numel():
@@ -63,7 +79,9 @@ class Determinants:
             part = take(x, todo)
             if self.options.logdet == FROZEN:
                 law = self.posterior.likelihood.predictive
-                precision = law.fisher(own[todo]) if kind == FISHER else law.precision(y[todo], own[todo])
+                precision = (
+                    law.fisher(own[todo]) if kind == FISHER else law.precision(y[todo], own[todo])
+                )
                 value[todo], positive[todo] = own_increment(root[todo], precision)
             else:
                 value[todo], positive[todo] = self._exact(point[todo], y[todo], part, kind)
@@ -83,18 +101,28 @@ class Determinants:
     def _base(self, kind: str) -> Tensor | None:
         """Cholesky of H(θ̂) of one kind; None where it is not positive definite."""
         if kind not in self._bases:
-            factor, info = torch.linalg.cholesky_ex(self._curvature(kind, self.posterior.theta.unsqueeze(0))[0])
+            factor, info = torch.linalg.cholesky_ex(
+                self._curvature(kind, self.posterior.theta.unsqueeze(0))[0]
+            )
             self._bases[kind] = None if int(info) else factor
         return self._bases[kind]
 
     def _exact(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """−½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ: no two large determinants are subtracted. Many weights: in the dual."""
+        """−½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ: no two large determinants are subtracted.
+
+        Many weights: in the dual.
+        """
         if self.size > SMALL:
             return self._dual(point, y, x, kind)
         base = self._base(kind)
         if base is None:
-            return torch.full((len(point),), torch.nan, dtype=torch.float64), torch.zeros(len(point), dtype=torch.bool)
-        rows = min(self.posterior.network.rows_at_once(self.posterior.memory_budget), self.posterior.statistics.n)
+            return torch.full((len(point),), torch.nan, dtype=torch.float64), torch.zeros(
+                len(point), dtype=torch.bool
+            )
+        rows = min(
+            self.posterior.network.rows_at_once(self.posterior.memory_budget),
+            self.posterior.statistics.n,
+        )
         each = 8 * self.size * (rows * self.posterior.network.outputs * 2 + 6 * self.size)
         values, goods = [], []
         for part in torch.arange(len(point)).split(max(JACOBIANS_AT_ONCE // each, 1)):
@@ -115,11 +143,17 @@ class Determinants:
     def _curvature(self, kind: str, thetas: Tensor) -> Tensor:
         """Of ℓ_D + log π at each θ (m, P): (m, P, P)."""
         prior = PriorChange(self.posterior.bound_prior, self.posterior.theta)
-        total = square(self.posterior.bound_prior.precision(self.posterior.theta)).expand(len(thetas), -1, -1)
+        total = square(self.posterior.bound_prior.precision(self.posterior.theta)).expand(
+            len(thetas), -1, -1
+        )
         change = prior.precision(thetas - self.posterior.theta)
         total = total if change is None else total + change
         for block in self.rows:
-            total = total + (self._hessian(thetas, block) if kind == HESSIAN else self._gauss_newton(kind, thetas, block))
+            total = total + (
+                self._hessian(thetas, block)
+                if kind == HESSIAN
+                else self._gauss_newton(kind, thetas, block)
+            )
         return total
 
     def _gauss_newton(self, kind: str, thetas: Tensor, block: Block) -> Tensor:
@@ -160,7 +194,9 @@ class Determinants:
     # --- by structure ----------------------------------------------------------------------
 
     def _by_structure(self, point: Tensor, y: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data for each task: a structure is for one θ)."""
+        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data for each
+        task: a structure is for one θ).
+        """
         network, likelihood = self.posterior.network, self.posterior.likelihood
         law, before = likelihood.predictive, self.posterior.operator.logdet()
         values = []
@@ -169,9 +205,14 @@ class Determinants:
             sums = self.posterior.statistics.curvature.zero(self.size)
             for block in self.rows:
                 f, J = network.linearise(network.cast(block.x), theta)
-                sums = sums.add(J.double(), block.weighted(likelihood.fisher(f.double())), block.weights)
+                sums = sums.add(
+                    J.double(), block.weighted(likelihood.fisher(f.double())), block.weights
+                )
             f, J = network.linearise(network.cast(take(x, torch.tensor([task]))), theta)
             sums = sums.add(J.double(), law.fisher(f.double()), None)
-            values.append(-0.5 * (sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet() - before))
+            values.append(
+                -0.5
+                * (sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet() - before)
+            )
         yes = torch.ones(len(point), dtype=torch.bool)
         return torch.tensor(values, dtype=torch.float64), ~yes, yes

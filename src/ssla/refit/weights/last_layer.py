@@ -1,12 +1,15 @@
 """Refits of a last layer: thousands of tasks as a few matrix products over the features.
 
-With f = φᵀΘ the outputs of n rows under m tasks are Φ Δ (n × mC), their scores come elementwise, and the gradients of all
-tasks are one product with Φ again. Nothing is formed per task but its step (P) and, for the determinant, its curvature (P×P):
+With f = φᵀΘ the outputs of n rows under m tasks are Φ Δ (n × mC), their scores come elementwise,
+and the gradients of all tasks are one product with Φ again. Nothing is formed per task but its step
+(P) and, for the determinant, its curvature (P×P):
 
-    H(θ̃) − H(θ̂) = Σ_i φφᵀ ⊗ (Λ(y_i, f̃_i) − Λ(y_i, f̂_i)): vech(φφᵀ) is shared, so this too is one product.
+    H(θ̃) − H(θ̂) = Σ_i φφᵀ ⊗ (Λ(y_i, f̃_i) − Λ(y_i, f̂_i)): vech(φφᵀ) is shared, so this too is one
+    product.
 
-Features are first brought to a basis in which the curvature's diagonal blocks average to the identity. Pivots are then of the
-order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum of small terms, not a difference of large ones.
+Features are first brought to a basis in which the curvature's diagonal blocks average to the
+identity. Pivots are then of the order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum
+of small terms, not a difference of large ones.
 """
 
 from __future__ import annotations
@@ -28,19 +31,33 @@ from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.weights.anderson import SHARED_STEPS, Found, Progress, ascend, finished
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_group import Base, Group, congruent, pairs, squared
-from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, check_seen, open_rows, square
+from ssla.refit.weights.refit_rows import (
+    Block,
+    PriorChange,
+    TrainingRows,
+    check_seen,
+    open_rows,
+    square,
+)
 from ssla.refit.weights.solved import Options, Solved
 from ssla.state import State
 
-SINGLE_MODE = 1e-4  # posterior standard deviations from the mode: single precision finds it that well
-# The limits of single precision: `capped_exp` is exact up to e²², and squares of targets must not overflow.
+SINGLE_MODE = (
+    1e-4  # posterior standard deviations from the mode: single precision finds it that well
+)
+# The limits of single precision: `capped_exp` is exact up to e²², and squares of targets must not
+# overflow.
 SHARPEST_SINGLE, LARGEST_SINGLE = math.exp(22), 1e15
-CACHE_ELEMENTS = 1 << 19  # rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
+# rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
+CACHE_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
 class LastLayerRefit:
-    """All refits of one posterior's last layer at inputs x. `solve` takes any tasks (row of x, y)."""
+    """All refits of one posterior's last layer at inputs x.
+
+    `solve` takes any tasks (row of x, y).
+    """
 
     posterior: State
     options: Options
@@ -50,7 +67,8 @@ class LastLayerRefit:
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
     bases: tuple[Base, ...]  # the kind asked for first; the Fisher after it where they differ
-    fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+    # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+    fallback: bool
 
     # --- sizes -----------------------------------------------------------------------------
 
@@ -99,14 +117,19 @@ class LastLayerRefit:
     @cached_property
     def _prior_precision(self) -> dict[torch.dtype, Tensor]:
         """Of a Gaussian prior, in the basis (C, F, F), in both precisions."""
-        diagonal = torch.diag_embed(self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1))
+        diagonal = torch.diag_embed(
+            self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
+        )
         half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
         whole = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
         return {torch.float64: whole, torch.float32: whole.float()}
 
     @cached_property
     def _memo(self) -> dict[tuple[int, str], Tensor]:
-        """What was computed of cached blocks, while it fits. (A cached block lives as long as we do, so its id is its own.)"""
+        """What was computed of cached blocks, while it fits.
+
+        (A cached block lives as long as we do, so its id is its own.)
+        """
         return {}
 
     def remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -124,14 +147,20 @@ class LastLayerRefit:
             return block
 
         def cast(what: str, value: Tensor) -> Tensor:
-            return self.remember(block, f"{what} {kind}", lambda: value.to(kind)) if value.is_floating_point() else value
+            return (
+                self.remember(block, f"{what} {kind}", lambda: value.to(kind))
+                if value.is_floating_point()
+                else value
+            )
 
         weights = None if block.weights is None else cast("weights", block.weights)
         return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
 
     @cached_property
     def holds_in_single(self) -> bool:
-        """Whether the likelihood's derivatives fit single precision, which very small or large units of y do not."""
+        """Whether the likelihood's derivatives fit single precision, which very small or large
+        units of y do not.
+        """
         likelihood = self.posterior.likelihood
         for block in self.rows:
             sharpest = float(likelihood.fisher(block.f).amax())
@@ -145,7 +174,9 @@ class LastLayerRefit:
         return self.remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
 
     def covariances(self, block: Block, base: Base) -> Tensor:
-        """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice (pairs, b)."""
+        """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice
+        (pairs, b).
+        """
 
         def compute() -> Tensor:
             K = base.operator.covariance(Features(block.x, base.outputs))
@@ -155,7 +186,9 @@ class LastLayerRefit:
 
     @cached_property
     def contrasts(self) -> Base | None:
-        """The curvature in contrasts of classes, in which determinants are smaller; None where it is not the same."""
+        """The curvature in contrasts of classes, in which determinants are smaller; None where
+        it is not the same.
+        """
         prior, base, likelihood = self.prior, self.bases[0], self.posterior.likelihood
         if not (isinstance(likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
             return None
@@ -163,7 +196,12 @@ class LastLayerRefit:
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
         contrasts = Contrasts(self.outputs, likelihood.temperature)
-        return Base(base.kind, torch.linalg.cholesky(contrasts.of_blocks(base.matrix)), self.outputs - 1, contrasts)
+        return Base(
+            base.kind,
+            torch.linalg.cholesky(contrasts.of_blocks(base.matrix)),
+            self.outputs - 1,
+            contrasts,
+        )
 
     # --- one group of tasks ----------------------------------------------------------------
 
@@ -176,23 +214,31 @@ class LastLayerRefit:
         curvature, positive = group.curvature(found.point, self.contrasts or base)
         bad = (~positive).nonzero().squeeze(-1)
         if bad.numel() and base.kind == OBSERVED:
-            curvature[bad], positive[bad] = group.take(bad).curvature(found.point[bad], self.bases[-1])
+            curvature[bad], positive[bad] = group.take(bad).curvature(
+                found.point[bad], self.bases[-1]
+            )
         fallback = torch.ones_like(positive) if self.fallback else torch.zeros_like(positive)
         fallback[bad] = True
         converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
         error = torch.zeros_like(curvature)
-        return Solved(likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error)
+        return Solved(
+            likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error
+        )
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
         """Never: f is linear in a last layer, and refits of it are quick."""
         return torch.zeros(len(where), dtype=torch.bool)
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        return self.posterior.theta + self.original(self._ascend(Group(self, self.bases[0], where, y)).point)
+        return self.posterior.theta + self.original(
+            self._ascend(Group(self, self.bases[0], where, y)).point
+        )
 
     def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
-        """With the shared preconditioner, first in single precision where the rows are in memory; tasks that have not converged
-        continue with their own Hessians. Classes (targets without rounding) may end in single precision."""
+        """With the shared preconditioner, first in single precision where the rows are in memory;
+        tasks that have not converged continue with their own Hessians. Classes (targets without
+        rounding) may end in single precision.
+        """
         o = self.options
         point = group.start()
         found, rest, left = Found.nowhere(point), torch.arange(len(point)), o.max_steps
@@ -200,21 +246,37 @@ class LastLayerRefit:
             ends = o.tolerance >= SINGLE_MODE and not group.y.is_floating_point()
             rough, most = max(o.tolerance, SINGLE_MODE), min(SHARED_STEPS, left // 2)
             seen = progress if ends else None
-            near = ascend(group.evaluate, point.float(), tolerance=rough, max_steps=most, memory=o.memory, progress=seen)
+            near = ascend(
+                group.evaluate,
+                point.float(),
+                tolerance=rough,
+                max_steps=most,
+                memory=o.memory,
+                progress=seen,
+            )
             point = torch.where(torch.isfinite(near.point), near.point.double(), point)
             found, left = replace(near, point=point, norm=near.norm.double()), left - most
             rest = (~found.converged).nonzero().squeeze(-1) if ends else rest
         if rest.numel():
             most, part = min(SHARED_STEPS, left), group.take(rest)
             start = found.point[rest]
-            later = ascend(part.evaluate, start, tolerance=o.tolerance, max_steps=most, memory=o.memory, progress=progress)
+            later = ascend(
+                part.evaluate,
+                start,
+                tolerance=o.tolerance,
+                max_steps=most,
+                memory=o.memory,
+                progress=progress,
+            )
             found, left = found.followed_by(rest, later), left - most
         newton = lambda tasks: group.take(tasks).evaluate_newton  # noqa: E731
         return finished(found, newton, tolerance=o.tolerance, max_steps=left, progress=progress)
 
 
 def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> LastLayerRefit:
-    """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that does not depend on y."""
+    """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that
+    does not depend on y.
+    """
     network, likelihood = posterior.network, posterior.likelihood
     C = network.outputs
 
@@ -233,7 +295,11 @@ def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> La
         n += block.y.shape[0]
         gradient += features.pull(block.weighted(likelihood.score(block.y, block.f)))
         for kind, total in sums.items():
-            precision = likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
+            precision = (
+                likelihood.fisher(block.f)
+                if kind == FISHER
+                else likelihood.precision(block.y, block.f)
+            )
             total += features.gram(block.weighted(precision))
     check_seen(posterior, n, gradient)
     prior_precision = square(posterior.bound_prior.precision(posterior.theta))
@@ -244,7 +310,10 @@ def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> La
     usable = tuple(base for base in bases if base is not None)
     if not usable:
         raise NoFactorError(no_factor(prior_precision, " on the data to refit on"))
-    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
+    parts = [
+        prepare(network.cast(part))
+        for part in network.chunks(as_inputs(x), posterior.memory_budget)
+    ]
     return LastLayerRefit(
         posterior=posterior,
         options=options,

@@ -1,13 +1,17 @@
-"""Determinants of refits of a last layer so large that no P×P matrix fits: classes in blocks, corrected by a few exact solves.
+"""Determinants of refits of a last layer so large that no P×P matrix fits: classes in blocks,
+corrected by a few exact solves.
 
-S is H(θ̂) without what joins different outputs: an F×F matrix for each output. It steers the steps. With the factor S = L Lᵀ and
-random signs ε, the vectors z = L⁻ᵀε and u = H⁻¹Lε, solved by conjugate gradients, have E z uᵀ = H⁻¹. So
+S is H(θ̂) without what joins different outputs: an F×F matrix for each output. It steers the steps.
+With the factor S = L Lᵀ and random signs ε, the vectors z = L⁻ᵀε and u = H⁻¹Lε, solved by conjugate
+gradients, have E z uᵀ = H⁻¹. So
 
-    log|H̃(θ̃)| − log|H(θ̂)| ≈ log|I + ΛK| + tr S₁⁻¹ΔH + E[(u − z)ᵀ(JᵀGJ + ΔH) z] + tr[log(I + A) − A],   K = J S⁻¹ Jᵀ,
+    log|H̃(θ̃)| − log|H(θ̂)| ≈ log|I + ΛK| + tr S₁⁻¹ΔH
+                              + E[(u − z)ᵀ(JᵀGJ + ΔH) z] + tr[log(I + A) − A],   K = J S⁻¹ Jᵀ,
 
-with G = (I + ΛK)⁻¹Λ, S₁ = S + JᵀΛJ, and the last term by a sketch (`last_layer_sketch`). Only the difference of H⁻¹ and S⁻¹ is
-left to the vectors: it is small, and so is their error, which is stated. Exact to first order in H⁻¹ − S⁻¹ as there are more
-vectors. The vectors are the same for all tasks.
+with G = (I + ΛK)⁻¹Λ, S₁ = S + JᵀΛJ, and the last term by a sketch (`last_layer_sketch`). Only the
+difference of H⁻¹ and S⁻¹ is left to the vectors: it is small, and so is their error, which is
+stated. Exact to first order in H⁻¹ − S⁻¹ as there are more vectors. The vectors are the same for
+all tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedBlocks:
-    """S⁻¹ at θ̂, an F×F matrix for each output (C, F, F); and vectors with E z uᵀ = H⁻¹ on all rows."""
+    """S⁻¹ at θ̂, an F×F matrix for each output (C, F, F); and vectors with E z uᵀ = H⁻¹ on all
+    rows.
+    """
 
     inverse: Tensor
     rows: Block  # all of them
@@ -66,9 +72,17 @@ class SharedBlocks:
         return Block(x[rows], f[rows], y[rows], None if weights is None else weights[rows])
 
     def estimate(
-        self, likelihood: Likelihood, rows: Tensor, pi: Tensor, step: Tensor, phi: Tensor, explained: Tensor
+        self,
+        likelihood: Likelihood,
+        rows: Tensor,
+        pi: Tensor,
+        step: Tensor,
+        phi: Tensor,
+        explained: Tensor,
     ) -> Estimate:
-        """Of one task: from sampled rows (b,) with their probabilities π (b,), its step (C, F), the new row's φ (F,) and G."""
+        """Of one task: from sampled rows (b,) with their probabilities π (b,), its step (C, F),
+        the new row's φ (F,) and G.
+        """
         part, fisher = self.take(rows), self.kind == FISHER
         f = part.f + part.x @ step.mT
         inverse = 1 / pi
@@ -78,7 +92,9 @@ class SharedBlocks:
             """ΔΛ_i v_i of v (b, C, k)."""
             along = v.permute(2, 0, 1)
             after = precision_times(likelihood, part.y, f, along, fisher)
-            return (after - precision_times(likelihood, part.y, part.f, along, fisher)).permute(1, 2, 0)
+            return (after - precision_times(likelihood, part.y, part.f, along, fisher)).permute(
+                1, 2, 0
+            )
 
         z, u, variances = self.at_z[rows], self.at_u[rows], self.variances[rows]
         changed = change(z)
@@ -90,7 +106,9 @@ class SharedBlocks:
         taken = ((own * change(own)).sum(1) * values[keep].to(own.dtype)).sum(1)
         # (u − z)ᵀΔHz of each vector, by rows, and the same at the new row.
         by_rows = ((u - z) * changed).sum(1)  # (b, S)
-        at_x = [(w.reshape(len(w), self.outputs, -1) @ phi).double() for w in (self.u, self.z)]  # (S, C)
+        at_x = [
+            (w.reshape(len(w), self.outputs, -1) @ phi).double() for w in (self.u, self.z)
+        ]  # (S, C)
         first = ((at_x[0] - at_x[1]) @ explained * at_x[1]).sum(1)
         first = first + (weight.unsqueeze(1) * by_rows).sum(0, dtype=torch.float64)
         cross = (weight * taken).sum(dtype=torch.float64)
@@ -114,9 +132,14 @@ class SharedBlocks:
         error = float(first.var() / S + sampling) + rest.error**2
         return Estimate(float(first.mean() - cross) + rest.value, error**0.5)
 
-    def _squares(self, likelihood: Likelihood, part: Block, f: Tensor, variances: Tensor, fisher: bool) -> Tensor:
+    def _squares(
+        self, likelihood: Likelihood, part: Block, f: Tensor, variances: Tensor, fisher: bool
+    ) -> Tensor:
         """tr K_iΔΛ_iK_iΔΛ_i with a diagonal K_i (b,): Σ_cd k_c k_d ΔΛ_cd²."""
-        after, before = (likelihood.fisher(at) if fisher else likelihood.precision(part.y, at) for at in (f, part.f))
+        after, before = (
+            likelihood.fisher(at) if fisher else likelihood.precision(part.y, at)
+            for at in (f, part.f)
+        )
         entries = (after - before).square()
         return torch.einsum("bc,bcd,bd->b", variances, entries, variances)
 
@@ -146,8 +169,11 @@ def vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: in
     return int(count) if count >= LEAST_VECTORS else 0
 
 
-def shared_blocks(blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, count: int) -> SharedBlocks | None:
-    """Sum S over rows of whitened features, and solve for `count` vectors; None where S is not positive definite.
+def shared_blocks(
+    blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, count: int
+) -> SharedBlocks | None:
+    """Sum S over rows of whitened features, and solve for `count` vectors; None where S is not
+    positive definite.
 
     prior: its precision in the basis (C, F, F).
     """
@@ -169,7 +195,13 @@ def shared_blocks(blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor
         return None
     del S
     inverse = torch.cholesky_inverse(factor)
-    noise = torch.randint(2, (count, C, F), generator=torch.Generator().manual_seed(SEED)).to(prior.dtype) * 2 - 1
+    noise = (
+        torch.randint(2, (count, C, F), generator=torch.Generator().manual_seed(SEED)).to(
+            prior.dtype
+        )
+        * 2
+        - 1
+    )
     right = torch.einsum("cfg,scg->scf", factor, noise).flatten(1)
     z = solve_blocks(inverse, right)
     del factor
@@ -185,7 +217,9 @@ def shared_blocks(blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor
     return SharedBlocks(inverse, rows, z, u, outputs(z), outputs(u), variances, kind, residual)
 
 
-def curvature_times(rows: Block, likelihood: Likelihood, prior: Tensor, fisher: bool) -> Callable[[Tensor], Tensor]:
+def curvature_times(
+    rows: Block, likelihood: Likelihood, prior: Tensor, fisher: bool
+) -> Callable[[Tensor], Tensor]:
     """w (m, P) -> H w, by products with the features."""
     C = len(prior)
 
@@ -195,20 +229,28 @@ def curvature_times(rows: Block, likelihood: Likelihood, prior: Tensor, fisher: 
         by_output = step.movedim(1, 0).flatten(0, 1)  # (C · m, F)
         for place in torch.arange(len(rows.f)).split(ROWS_AT_ONCE):
             x, f, y = rows.x[place], rows.f[place], rows.y[place]
-            v = (by_output @ x.mT).unflatten(0, (C, len(w))).movedim(0, -1)  # (m, b, C), stored by output
+            # (m, b, C), stored by output
+            v = (by_output @ x.mT).unflatten(0, (C, len(w))).movedim(0, -1)
             pushed = precision_times(likelihood, y, f, v, fisher)
             if rows.weights is not None:
                 pushed = pushed * rows.weights[place, None]
-            total += (pushed.movedim(-1, 0).flatten(0, 1) @ x).unflatten(0, (C, len(w))).movedim(0, 1)
+            total += (
+                (pushed.movedim(-1, 0).flatten(0, 1) @ x).unflatten(0, (C, len(w))).movedim(0, 1)
+            )
         return total.reshape(w.shape)
 
     return times
 
 
 def conjugate_gradients(
-    times: Callable[[Tensor], Tensor], precondition: Callable[[Tensor], Tensor], right: Tensor, start: Tensor
+    times: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    right: Tensor,
+    start: Tensor,
 ) -> tuple[Tensor, float]:
-    """x with H x = right for each row (m, P), all at once; and the worst relative residual √(rᵀS⁻¹r)."""
+    """x with H x = right for each row (m, P), all at once; and the worst relative residual
+    √(rᵀS⁻¹r).
+    """
     x = start.clone()
     scale = (right * precondition(right)).sum(-1)
     r = right - times(x)

@@ -1,7 +1,7 @@
 """H(θ̂) of a last layer as all refits share it: one factor of it, in single precision for classes.
 
-The dense engine forms a P×P matrix for each task. Here there is one for all of them, so a last layer of 512 features and 10
-classes fits: 85 MB and a few seconds once.
+The dense engine forms a P×P matrix for each task. Here there is one for all of them, so a last
+layer of 512 features and 10 classes fits: 85 MB and a few seconds once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ RESIDUAL = 1e-3  # a guess: ‖H H⁻¹v − v‖/‖v‖: above it single preci
 class SharedFactor:
     """H⁻¹ at θ̂ (P', P'), in the coordinates Qᵀδ of the outputs and whitened features.
 
-    Q (C, C') are contrasts of classes where the direction (1, …, 1) has the prior's curvature only, and leaves every ratio of
-    determinants; else the identity.
+    Q (C, C') are contrasts of classes where the direction (1, …, 1) has the prior's curvature only,
+    and leaves every ratio of determinants; else the identity.
     """
 
     inverse: Tensor
-    probes: Tensor  # H^{-½} of orthogonal directions of length √P' (S, P), in the outputs' own coordinates
+    # H^{-½} of orthogonal directions of length √P' (S, P), in the outputs' own coordinates
+    probes: Tensor
     vectors: Tensor  # of N(0, H⁻¹) (S, P), for `last_layer_sketch`
     Q: Tensor  # (C, C')
     kind: str
@@ -48,7 +49,9 @@ class SharedFactor:
         return self.Q.shape[0]
 
     def missing(self, used: int) -> float:
-        """The standard error with `used` probes over that of as many independent ones: all P' of them have none."""
+        """The standard error with `used` probes over that of as many independent ones: all P'
+        of them have none.
+        """
         return float(max(1 - used / len(self.inverse), 0) ** 0.5)
 
     @cached_property
@@ -73,10 +76,12 @@ class SharedFactor:
 
 @dataclass(frozen=True, eq=False)
 class SharedStructure:
-    """The fitted structure in place of H⁻¹, where no P×P matrix fits: it steers the steps, and determinants are its own.
+    """The fitted structure in place of H⁻¹, where no P×P matrix fits: it steers the steps, and
+    determinants are its own.
 
-    log|H̃| − log|H| is then log|S + ΔH + JᵀΛJ| − log|S| with the structure's S in place of H(θ̂). The mode θ̃ and the increments of
-    likelihood and prior are exact as before. The error of the determinant is that of the structure; it is not known.
+    log|H̃| − log|H| is then log|S + ΔH + JᵀΛJ| − log|S| with the structure's S in place of H(θ̂).
+    The mode θ̃ and the increments of likelihood and prior are exact as before. The error of the
+    determinant is that of the structure; it is not known.
     """
 
     operator: Operator
@@ -94,7 +99,9 @@ class SharedStructure:
         return self.operator.covariance(Features(x.double(), self.outputs)).to(x.dtype)
 
 
-def shared_structure(operator: Operator, outputs: int, kind: str, dtype: torch.dtype) -> SharedStructure:
+def shared_structure(
+    operator: Operator, outputs: int, kind: str, dtype: torch.dtype
+) -> SharedStructure:
     """With few probes: a last layer of this size is expensive."""
     probes = operator.sample(FEW_PROBES, torch.Generator().manual_seed(SEED))
     return SharedStructure(operator, probes.to(dtype), outputs, kind)
@@ -112,7 +119,8 @@ def shared_factor(
     kind: str,
     contrasts: Contrasts | None,
 ) -> SharedFactor | None:
-    """Sum H over rows of whitened features, and factorise it; None where it is not positive definite (in this precision).
+    """Sum H over rows of whitened features, and factorise it; None where it is not positive
+    definite (in this precision).
 
     prior: its precision in the basis (C, F, F).
     """
@@ -123,7 +131,9 @@ def shared_factor(
     n = 0
     for block in rows:
         n += len(block.f)
-        precision = likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
+        precision = (
+            likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
+        )
         inside = Q.mT @ block.weighted(precision) @ Q
         for a, b in pairs(count):  # the lower triangle
             H[b, :, a, :] += (block.x * inside[:, a, b, None]).mT @ block.x

@@ -1,6 +1,8 @@
-"""tr[log(I + A) − A] of many refits by random probes, with a Gauss quadrature over the eigenvalues of A for each.
+"""tr[log(I + A) − A] of many refits by random probes, with a Gauss quadrature over the eigenvalues
+of A for each.
 
-Slower than a sketch (`last_layer_sketch`), and exact as there are more probes, whatever the eigenvalues.
+Slower than a sketch (`last_layer_sketch`), and exact as there are more probes, whatever the
+eigenvalues.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from ssla.refit.weights.last_layer_products import Group
 
 MOST_NODES = 4  # a guess: of the quadrature over eigenvalues
-FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
+FIRST_QUADRATURE, QUADRATURE = (
+    2.0,
+    0.25,
+)  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
 SINGULAR = 1e-6  # a guess: of the pivots of a matrix of moments: smaller ones are rounding
 GROUPS = 16  # a guess: of probes, for the standard error
 AT_ONCE = 1 << 26  # a guess: bytes of the probes of all tasks
@@ -31,14 +36,18 @@ FIRST_PROBES, MORE_PROBES = 2, 6
 
 
 class NewRow(NamedTuple):
-    """How the new row changes H⁻¹, in its outputs: H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0, H₁⁻¹) for w ~ N(0, H⁻¹)."""
+    """How the new row changes H⁻¹, in its outputs: H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0,
+    H₁⁻¹) for w ~ N(0, H⁻¹).
+    """
 
     explained: Tensor  # G = (I + ΛK)⁻¹Λ (m, C, C)
     shrink: Tensor  # B with B + Bᵀ − BKBᵀ = G (m, C, C)
 
     @staticmethod
     def of(K: Tensor, precision: Tensor) -> NewRow:
-        """With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ: RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 + μ)^{-½} in place of μ."""
+        """With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ: RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 +
+        μ)^{-½} in place of μ.
+        """
         values, vectors = torch.linalg.eigh(K)
         size = values.clamp_min(0).sqrt()
         R = vectors * size.unsqueeze(-2)
@@ -70,7 +79,9 @@ class Probing:
     target: Tensor  # the standard error in log density at which probing ends (m,)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The estimates (m,), where I + A is positive definite as far as the probes show, and their errors (m,)."""
+        """The estimates (m,), where I + A is positive definite as far as the probes show, and
+        their errors (m,).
+        """
         shared = self.group.refit.shared
         assert not isinstance(shared, SharedBlocks)
         m, probes = len(self.point), shared.probes
@@ -84,7 +95,10 @@ class Probing:
             fresh = probes[used : used + count]
             size = max(AT_ONCE // (6 * fresh.numel() * fresh.element_size()), 1)
             for tasks in active.split(size):
-                depth = max((part.shape[1] // 2 for task in tasks.tolist() for part in seen[task][-1:]), default=0)
+                depth = max(
+                    (part.shape[1] // 2 for task in tasks.tolist() for part in seen[task][-1:]),
+                    default=0,
+                )
                 moments = self.moments(fresh, tasks, depth if used > FIRST_PROBES else 0)
                 for k, task in enumerate(tasks.tolist()):
                     seen[task].append(moments[k])
@@ -99,9 +113,11 @@ class Probing:
         return value, torch.isfinite(value), error
 
     def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
-        """wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, …: two of them (m, s, 2), or 2j + 1 for j Gauss nodes.
+        """wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, …: two of them (m, s, 2), or 2j + 1 for j
+        Gauss nodes.
 
-        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number of them; 0: as many as it takes.
+        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number of them;
+        0: as many as it takes.
         """
         group = self.group.take(tasks)
         s, C = len(probes), group.refit.outputs
@@ -125,8 +141,14 @@ class Probing:
 
     def enough(self, tasks: Tensor, moments: Tensor) -> bool:
         """Whether moments of some tasks (m, 2 or 2j + 1) are enough for all of their values."""
-        values = [from_moments(own.tolist(), float(self.trace[task])) for own, task in zip(moments, tasks, strict=True)]
-        return all(value.quadrature < 2 * target for value, target in zip(values, self.target[tasks].tolist(), strict=True))
+        values = [
+            from_moments(own.tolist(), float(self.trace[task]))
+            for own, task in zip(moments, tasks, strict=True)
+        ]
+        return all(
+            value.quadrature < 2 * target
+            for value, target in zip(values, self.target[tasks].tolist(), strict=True)
+        )
 
     def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
         """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
@@ -159,7 +181,9 @@ class Probing:
 
 
 def pooled(value: Tensor, spread: Tensor) -> Tensor:
-    """Standard errors that are as large, relative to the values, as they are over all tasks: two probes do not tell more."""
+    """Standard errors that are as large, relative to the values, as they are over all tasks:
+    two probes do not tell more.
+    """
     good = torch.isfinite(value) & (value != 0)
     if not bool(good.any()):
         return spread
@@ -168,14 +192,17 @@ def pooled(value: Tensor, spread: Tensor) -> Tensor:
 
 
 class Remainder(NamedTuple):
-    """tr[log(I + A) − A] (NaN: an eigenvalue of I + A is not positive), and the error of the quadrature that gives it."""
+    """tr[log(I + A) − A] (NaN: an eigenvalue of I + A is not positive), and the error of the
+    quadrature that gives it.
+    """
 
     value: float
     quadrature: float
 
 
 def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
-    """tr[log(I + A) − A] from moments of probes (s, 2j) in rounds; its standard error; the error of the quadrature.
+    """tr[log(I + A) − A] from moments of probes (s, 2j) in rounds; its standard error; the error of
+    the quadrature.
 
     The standard error is a jackknife's over groups of probes.
     """
@@ -185,15 +212,18 @@ def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
     groups = moments.tensor_split(min(len(moments), GROUPS))
     total = moments.sum(0)
     without = [(total - part.sum(0)) / (len(moments) - len(part)) for part in groups]
-    left = torch.tensor([from_moments(mean.tolist(), trace).value for mean in without], dtype=torch.float64)
+    left = torch.tensor(
+        [from_moments(mean.tolist(), trace).value for mean in without], dtype=torch.float64
+    )
     return value, float((len(left) - 1) * left.var(correction=0)) ** 0.5, quadrature
 
 
 def from_moments(moments: list[float], trace: float) -> Remainder:
     """tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
 
-    With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ² the Gauss nodes of the moments
-    give the mean of h. The first moment, whose expectation tr A is known, is a control variate for the second.
+    With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ²
+    the Gauss nodes of the moments give the mean of h. The first moment, whose expectation tr A is
+    known, is a control variate for the second.
     """
     if not moments[1] > 0:
         return Remainder(0.0 if moments[1] == 0 else math.nan, 0.0)
@@ -206,13 +236,17 @@ def from_moments(moments: list[float], trace: float) -> Remainder:
         nodes, shares = gauss_nodes(torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64))
         if not float(nodes.min()) > -1:
             return Remainder(math.nan, 0.0)
-        means.append(sum(w * remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)))
+        means.append(
+            sum(w * remainder(t) for t, w in zip(nodes.tolist(), shares.tolist(), strict=True))
+        )
     share = FIRST_QUADRATURE if len(means) == 2 else QUADRATURE
     return Remainder(weight * means[-1], share * abs(weight * (means[-1] - means[-2])))
 
 
 def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The j Gauss nodes and shares of a distribution from 2j moments (not normalised), fewer where it has fewer atoms."""
+    """The j Gauss nodes and shares of a distribution from 2j moments (not normalised), fewer
+    where it has fewer atoms.
+    """
     count = len(moments) // 2
     index = torch.arange(count)
     hankel = moments[index[:, None] + index]

@@ -1,14 +1,18 @@
-"""Refits of a large last layer: many tasks at once by products with the features, and no P×P matrix for a task.
+"""Refits of a large last layer: many tasks at once by products with the features, and no P×P matrix
+for a task.
 
-As in `ssla.refit.weights.last_layer` the outputs of n rows under m tasks are one product with the features, and so are the gradients.
-What differs is the determinant. With H₁ = H(θ̂) + JᵀΛ(f̃)J, the curvature at θ̂ and of the new row,
+As in `ssla.refit.weights.last_layer` the outputs of n rows under m tasks are one product with the
+features, and so are the gradients. What differs is the determinant. With H₁ = H(θ̂) + JᵀΛ(f̃)J, the
+curvature at θ̂ and of the new row,
 
-    log|H̃(θ̃)| − log|H(θ̂)| = log|I + ΛK| + tr A + tr[log(I + A) − A],   A = H₁^{-½} ΔH H₁^{-½},   ΔH = Σ_i J_iᵀ ΔΛ_i J_i.
+    log|H̃(θ̃)| − log|H(θ̂)| = log|I + ΛK| + tr A + tr[log(I + A) − A],
+    A = H₁^{-½} ΔH H₁^{-½},   ΔH = Σ_i J_iᵀ ΔΛ_i J_i.
 
-The first two terms are exact: tr A = Σ_i tr(K_i ΔΛ_i) less what the new row explains. The last one, about −½ tr A², is estimated
-with random vectors, the same for all tasks: of a large problem by a sketch (`last_layer_sketch`), and by probes
-(`last_layer_probing`) where that is not accurate enough or the problem is small. `Solved.error` states the standard error.
-Where no P×P matrix fits, blocks of it take its place (`last_layer_blocks`).
+The first two terms are exact: tr A = Σ_i tr(K_i ΔΛ_i) less what the new row explains. The last one,
+about −½ tr A², is estimated with random vectors, the same for all tasks: of a large problem by a
+sketch (`last_layer_sketch`), and by probes (`last_layer_probing`) where that is not accurate enough
+or the problem is small. `Solved.error` states the standard error. Where no P×P matrix fits, blocks
+of it take its place (`last_layer_blocks`).
 """
 
 from __future__ import annotations
@@ -36,7 +40,12 @@ from ssla.maths import linalg
 from ssla.refit.increments import FISHER, OBSERVED, at_mode
 from ssla.refit.weights.anderson import Found, Progress, Slope, ascend
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.last_layer_blocks import SharedBlocks, curvature_diagonal, shared_blocks, vectors_that_fit
+from ssla.refit.weights.last_layer_blocks import (
+    SharedBlocks,
+    curvature_diagonal,
+    shared_blocks,
+    vectors_that_fit,
+)
 from ssla.refit.weights.last_layer_curvature import (
     SharedFactor,
     SharedStructure,
@@ -44,7 +53,14 @@ from ssla.refit.weights.last_layer_curvature import (
     shared_factor,
     shared_structure,
 )
-from ssla.refit.weights.last_layer_probing import MORE_PROBES, NewRow, Probing, by_component, by_output, weighted
+from ssla.refit.weights.last_layer_probing import (
+    MORE_PROBES,
+    NewRow,
+    Probing,
+    by_component,
+    by_output,
+    weighted,
+)
 from ssla.refit.weights.last_layer_sketch import (
     Sampled,
     SharedVectors,
@@ -79,8 +95,8 @@ OFFSET = 0.5  # of systematic sampling; a guess
 class ProductsRefit:
     """All refits of one posterior's last layer at inputs x. `solve` takes any tasks (row of x, y).
 
-    Points are δ' (m, P): outputs × whitened features. Everything that is a product is in `dtype`, sums over rows of increments
-    are in float64.
+    Points are δ' (m, P): outputs × whitened features. Everything that is a product is in `dtype`,
+    sums over rows of increments are in float64.
     """
 
     posterior: State
@@ -91,7 +107,8 @@ class ProductsRefit:
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
     shared: SharedFactor | SharedBlocks | SharedStructure
-    fallback: bool  # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+    # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
+    fallback: bool
     prior_precision: Tensor  # in the basis (C, F, F)
 
     @property
@@ -99,10 +116,11 @@ class ProductsRefit:
         return is_large(self.posterior)
 
     def target(self, log_density: Tensor) -> Tensor:
-        """The standard error in log density at which probing ends, from densities that are nearly right (m,).
+        """The standard error in log density at which probing ends, from densities that are nearly
+        right (m,).
 
-        Of a large problem it is LARGE_ERROR/√p for a probability p: errors e of log probabilities change the predictive by a
-        Kullback–Leibler divergence of about ½ Σ p e².
+        Of a large problem it is LARGE_ERROR/√p for a probability p: errors e of log probabilities
+        change the predictive by a Kullback–Leibler divergence of about ½ Σ p e².
         """
         if not self.large:
             return torch.full_like(log_density, ERROR)
@@ -117,7 +135,9 @@ class ProductsRefit:
         if each * len(self.shared.vectors) > self.posterior.memory_budget // 4:
             return None
         blocks = list(self.rows)
-        return shared_vectors(blocks, self.shared.vectors, [self.covariances(block) for block in blocks])
+        return shared_vectors(
+            blocks, self.shared.vectors, [self.covariances(block) for block in blocks]
+        )
 
     @property
     def law(self) -> Likelihood:
@@ -220,7 +240,9 @@ class ProductsRefit:
 
 
 class Curvature(NamedTuple):
-    """−½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks, where H̃ is positive definite, and the standard error of the value. All (m,)."""
+    """−½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks, where H̃ is positive definite, and the standard
+    error of the value. All (m,).
+    """
 
     value: Tensor
     positive: Tensor
@@ -241,7 +263,9 @@ class Group:
             return self
         part = Group(self.refit, self.where[tasks], self.y[tasks])
         known = ("phi", "f", "pulled", "K", "root")
-        part.__dict__.update({name: self.__dict__[name][tasks] for name in known if name in self.__dict__})
+        part.__dict__.update(
+            {name: self.__dict__[name][tasks] for name in known if name in self.__dict__}
+        )
         return part
 
     @cached_property
@@ -258,7 +282,9 @@ class Group:
         places, index = self.where.unique(return_inverse=True)
         phi = self.refit.features[places]
         C = self.refit.outputs
-        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi).reshape(len(places) * C, -1)
+        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi).reshape(
+            len(places) * C, -1
+        )
         return self.refit.shared.solve(J).reshape(len(places), C, -1)[index]
 
     @cached_property
@@ -274,10 +300,14 @@ class Group:
 
     def push(self, point: Tensor) -> Tensor:
         """J δ at each task's own input (m, C)."""
-        return torch.einsum("mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi)
+        return torch.einsum(
+            "mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi
+        )
 
     def start(self) -> Tensor:
-        """SHORTER times the step to the refit of the linearised model, H⁻¹Jᵀu: on the way there the curvature mostly grows."""
+        """SHORTER times the step to the refit of the linearised model, H⁻¹Jᵀu: on the way there
+        the curvature mostly grows.
+        """
         refit = self.refit
         if not refit.law.linear_domain:
             return torch.zeros(len(self.y), refit.gradient.numel(), dtype=refit.dtype)
@@ -285,7 +315,9 @@ class Group:
         return SHORTER * torch.einsum("mc,mcp->mp", pull.to(refit.dtype), self.pulled)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), by differences from θ̂ row by row; and H₁⁻¹ of it."""
+        """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), by differences from θ̂ row by
+        row; and H₁⁻¹ of it.
+        """
         return self.take(tasks)._evaluate(point)
 
     def _evaluate(self, point: Tensor) -> Slope:
@@ -322,7 +354,9 @@ class Group:
         return -(parts @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
 
     def chunks(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
-        """Each block of rows in parts of CACHE_ELEMENTS/columns: the block, a part of it, and where that is."""
+        """Each block of rows in parts of CACHE_ELEMENTS/columns: the block, a part of it, and
+        where that is.
+        """
         size = max(CACHE_ELEMENTS // columns, 64)
         for block in self.refit.rows:
             for start in range(0, len(block.f), size):
@@ -331,7 +365,9 @@ class Group:
                 yield block, Block(block.x[part], block.f[part], block.y[part], weights), part
 
     def moved(self, x: Tensor, step: Tensor) -> Tensor:
-        """φᵀΔ of rows under m steps: x (b, F), step (C, m, F) -> (m, b, C), stored component-major."""
+        """φᵀΔ of rows under m steps: x (b, F), step (C, m, F) -> (m, b, C), stored
+        component-major.
+        """
         moved: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
         return moved.movedim(0, -1)
 
@@ -377,7 +413,9 @@ class Group:
         trace = changes.trace
         assert trace is not None
         value = value - 0.5 * trace
-        target = refit.target(others + value)  # of the log densities, but for what is estimated here
+        target = refit.target(
+            others + value
+        )  # of the log densities, but for what is estimated here
         rest, left = torch.zeros_like(value), positive & (trace != 0)
         if changes.rows is not None:
             for count in ROWS_SKETCHED:
@@ -389,27 +427,39 @@ class Group:
                     left[tasks] = ~(error[tasks] <= ENOUGH * target[tasks])
         tasks = left.nonzero().squeeze(-1)
         if tasks.numel():
-            probing = Probing(self.take(tasks), point[tasks], new.take(tasks), trace[tasks], target[tasks])
+            probing = Probing(
+                self.take(tasks), point[tasks], new.take(tasks), trace[tasks], target[tasks]
+            )
             rest[tasks], good, spread = probing.run()
             positive[tasks] &= good
             error[tasks] = 0.5 * spread
         return Curvature(value - 0.5 * rest, positive, error)
 
-    def by_blocks(self, point: Tensor, new: NewRow, own: Curvature, shared: SharedBlocks) -> Curvature:
+    def by_blocks(
+        self, point: Tensor, new: NewRow, own: Curvature, shared: SharedBlocks
+    ) -> Curvature:
         """As `ssla.refit.weights.last_layer_blocks` describes."""
         likelihood, C = self.refit.posterior.likelihood, self.refit.outputs
         value, error = own.value.clone(), own.error.clone()
-        diagonal = curvature_diagonal(likelihood, shared.rows.y, shared.rows.f, shared.kind == FISHER)
+        diagonal = curvature_diagonal(
+            likelihood, shared.rows.y, shared.rows.f, shared.kind == FISHER
+        )
         for task, step in enumerate(point.reshape(len(point), C, -1)):
             f = shared.rows.f + shared.rows.x @ step.mT
-            change = curvature_diagonal(likelihood, shared.rows.y, f, shared.kind == FISHER) - diagonal
+            change = (
+                curvature_diagonal(likelihood, shared.rows.y, f, shared.kind == FISHER) - diagonal
+            )
             by_rows = shared.rows.weighted((shared.variances * change).sum(1))
-            size = shared.variances.sum(1) * score_change(likelihood, shared.rows.y, f, shared.rows.f).norm(dim=-1)
+            size = shared.variances.sum(1) * score_change(
+                likelihood, shared.rows.y, f, shared.rows.f
+            ).norm(dim=-1)
             if not bool(size.any()):
                 continue
             pi = sampling(size, MANY_ROWS_SKETCHED)
             rows = systematic(pi, OFFSET)
-            rest = shared.estimate(likelihood, rows, pi[rows], step, self.phi[task], new.explained[task])
+            rest = shared.estimate(
+                likelihood, rows, pi[rows], step, self.phi[task], new.explained[task]
+            )
             value[task] -= 0.5 * (float(by_rows.sum(dtype=torch.float64)) + rest.value)
             error[task] = 0.5 * rest.error
         return Curvature(value, own.positive & torch.isfinite(value), error)
@@ -430,7 +480,8 @@ class Group:
         w = shared.w.reshape(len(shared.w), refit.outputs, -1)
         outputs = changed.outputs
         found = []
-        # A task has its own rows and fills the cache: a guess that tasks together would not be faster.
+        # A task has its own rows and fills the cache: a guess that tasks together would not be
+        # faster.
         for task in tasks.tolist():
             pi = sampling(changed.sizes[task], count)
             rows = systematic(pi, OFFSET)
@@ -459,10 +510,17 @@ class Group:
             return _Changes(log_prob)
         places, first = _first(self.where)
         # Outputs that the new row says nothing about have no part in G.
-        rows = (new.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT).any(0).nonzero().squeeze(-1)
+        rows = (
+            (new.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT)
+            .any(0)
+            .nonzero()
+            .squeeze(-1)
+        )
         explained = new.explained[:, rows][:, :, rows]
         F = self.phi.shape[1]
-        across = self.pulled[first][:, rows].reshape(len(first), len(rows), C, F)  # input, row of U, output, feature
+        across = self.pulled[first][:, rows].reshape(
+            len(first), len(rows), C, F
+        )  # input, row of U, output, feature
         across = across.permute(2, 0, 1, 3).reshape(C, len(first) * len(rows), F).contiguous()
         tasks_at = [(places == k).nonzero().squeeze(-1) for k in range(len(first))]
         trace = torch.zeros(m, dtype=torch.float64)
@@ -509,11 +567,15 @@ class Group:
 
 
 class _Rows(NamedTuple):
-    """How the training rows change with m tasks at k inputs: what a sketch of the determinants needs of them."""
+    """How the training rows change with m tasks at k inputs: what a sketch of the determinants
+    needs of them.
+    """
 
     places: Tensor  # of each task's input among the k (m,)
     outputs: Tensor  # those of the new rows that have a part (r,)
-    sizes: Tensor  # tr K_i times the change of a row's score, which is as large as that of its curvature for classes (m, n)
+    # (m, n): tr K_i times the change of a row's score, which for classes is as large as that of
+    # its curvature.
+    sizes: Tensor
     f: Tensor  # at the modes (C, m, n)
     across: Tensor  # J_iUᵀ (k, n, C, r)
 
@@ -528,7 +590,9 @@ class _Changes(NamedTuple):
 
 
 def _first(where: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of each task's input among the different ones (m,), and a task with each of them (k,)."""
+    """The number of each task's input among the different ones (m,), and a task with each of
+    them (k,).
+    """
     unique, index = where.unique(return_inverse=True)
     first = torch.stack([(index == k).nonzero()[0, 0] for k in range(len(unique))])
     return index, first
@@ -539,7 +603,9 @@ def is_large(posterior: State) -> bool:
     return posterior.statistics.n * posterior.theta.numel() > LARGE
 
 
-def open_products(posterior: State, x: Any, options: Options, data: Any, single: bool) -> ProductsRefit:
+def open_products(
+    posterior: State, x: Any, options: Options, data: Any, single: bool
+) -> ProductsRefit:
     """Stage one: a pass over the data for gradient and basis at θ̂, one for the curvature.
 
     single: products in float32.
@@ -581,7 +647,8 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
         return found.mT.to(dtype).contiguous()
 
     def ready(block: Block) -> Block:
-        by_class = block.f.to(dtype).mT.contiguous().mT  # component-major, as the outputs of many tasks
+        # component-major, as the outputs of many tasks
+        by_class = block.f.to(dtype).mT.contiguous().mT
         y = block.y.to(dtype) if block.y.is_floating_point() else block.y
         weights = None if block.weights is None else block.weights.to(dtype)
         return Block(white(block.x), by_class, y, weights)
@@ -591,12 +658,15 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
     prior = torch.linalg.solve_triangular(basis, half.mT, upper=False).to(dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None = None
     # Single precision is for classes, whose observed curvature is the Fisher.
-    kinds: tuple[str, ...] = (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+    kinds: tuple[str, ...] = (
+        (OBSERVED, FISHER) if options.curvature == OBSERVED and not single else (options.curvature,)
+    )
     if not (whole or vectors):
         warn(
-            f"No matrix of {posterior.theta.numel():,} × {posterior.theta.numel():,} fits the memory budget, so the determinants "
-            "of the refits are those of the fitted structure, with an error that is not known (with kfac 0.1 in log probability "
-            "was seen). Fit with a larger memory_budget, or use refit='output'.",
+            f"No matrix of {posterior.theta.numel():,} × {posterior.theta.numel():,} fits the "
+            "memory budget, so the determinants of the refits are those of the fitted structure, "
+            "with an error that is not known (with kfac 0.1 in log probability was seen). Fit "
+            "with a larger memory_budget, or use refit='output'.",
             RuntimeWarning,
         )
         shared, kinds = shared_structure(posterior.operator, C, options.curvature, dtype), ()
@@ -612,7 +682,10 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
         if single:
             return open_products(posterior, x, options, data, single=False)
         raise NoFactorError(no_factor(prior_precision.flatten(), " on the data to refit on"))
-    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), posterior.memory_budget)]
+    parts = [
+        prepare(network.cast(part))
+        for part in network.chunks(as_inputs(x), posterior.memory_budget)
+    ]
     return ProductsRefit(
         posterior=posterior,
         options=options,
@@ -628,7 +701,9 @@ def open_products(posterior: State, x: Any, options: Options, data: Any, single:
 
 
 def _contrasts(posterior: State, prior_precision: Tensor) -> Contrasts | None:
-    """Contrasts of classes where the sum over them keeps the prior's curvature and no gradient moves along it."""
+    """Contrasts of classes where the sum over them keeps the prior's curvature and no gradient
+    moves along it.
+    """
     same = torch.equal(prior_precision, prior_precision[:1].expand_as(prior_precision))
     if not (shift_invariant(posterior.likelihood) and same) or posterior.mode == AS_IS:
         return None

@@ -1,16 +1,19 @@
 """tr[log(I + A) − A] of many refits from one set of random vectors that all of them share.
 
-A = H₁^{-½} ΔH H₁^{-½} is the change of the training rows' curvature at a task's own mode (see `last_layer_products`).
-With vectors w_s ~ N(0, H₁⁻¹) the products Q_st = w_sᵀ ΔH w_t of different s and t have
+A = H₁^{-½} ΔH H₁^{-½} is the change of the training rows' curvature at a task's own mode (see
+`last_layer_products`). With vectors w_s ~ N(0, H₁⁻¹) the products Q_st = w_sᵀ ΔH w_t of different s
+and t have
 
     E Q_st² = tr A²,   E Q_st Q_tu Q_us = tr A³,   E Q_st Q_tu Q_uv Q_vs = tr A⁴.
 
-The outputs J_i w_s of all training rows are computed once. A task then costs a product of S × S over its rows, and
-neither a product with the features nor a solve. Three things make it accurate or cheap:
+The outputs J_i w_s of all training rows are computed once. A task then costs a product of S × S
+over its rows, and neither a product with the features nor a solve. Three things make it accurate or
+cheap:
 
-- rows are sampled in proportion to how much they change. That adds Σ_i (1/π_i − 1) tr(K_iΔΛ_iK_iΔΛ_i) to E Q_st², which is
-  subtracted (estimated from the same rows);
-- w_sᵀΔHw_s and Σ_i w_sᵀJ_iᵀ ΔΛ_iK_iΔΛ_i J_iw_s have known expectations: they are control variates of tr A²;
+- rows are sampled in proportion to how much they change. That adds Σ_i (1/π_i − 1)
+  tr(K_iΔΛ_iK_iΔΛ_i) to E Q_st², which is subtracted (estimated from the same rows);
+- w_sᵀΔHw_s and Σ_i w_sᵀJ_iᵀ ΔΛ_iK_iΔΛ_i J_iw_s have known expectations: they are control variates
+  of tr A²;
 - the vectors are the same for all tasks.
 
 Fails where A has eigenvalues that are not small beside one: the error is then large, and stated.
@@ -92,7 +95,9 @@ def sampling(size: Tensor, count: int) -> Tensor:
 
 
 def systematic(pi: Tensor, offset: float) -> Tensor:
-    """Rows with inclusion probabilities π (n,): where the cumulated sum passes offset + a whole number."""
+    """Rows with inclusion probabilities π (n,): where the cumulated sum passes offset + a whole
+    number.
+    """
     after = pi.double().cumsum(0) + offset
     return (after.floor() > (after - pi.double()).floor()).nonzero().squeeze(-1)
 
@@ -109,7 +114,9 @@ def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -
     squares = (turned * turned.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
     added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
     # Both have the expectation zero, given the rows.
-    first = Q.diagonal() - (weight * turned.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(dtype=torch.float64)
+    first = Q.diagonal() - (weight * turned.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(
+        dtype=torch.float64
+    )
     torch.matmul(scaled @ turned, v, out=pushed)  # in the memory of what is not needed any more
     inside = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
     second = inside - (weight * squares).sum(dtype=torch.float64)
@@ -125,7 +132,8 @@ def curvatures(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Te
 def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
     """From products Q (S, S) of the vectors, and controls (S, k) with the expectation zero.
 
-    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹: it need not be symmetric.  added: what sampling adds to E Q_st Q_ts.
+    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹: it need not be symmetric.  added: what sampling adds
+    to E Q_st Q_ts.
     """
     S = len(Q)
     off = Q - torch.diag(Q.diagonal())
@@ -138,11 +146,14 @@ def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
     second = float(means.mean() - 2 * controls.mean(0) @ beta)
     error = 2 * float(left.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
     third = float((squared * off.mT).sum()) / (S * (S - 1) * (S - 2))
-    fourth = float((squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum())
+    fourth = float(
+        (squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum()
+    )
     fourth /= S * (S - 1) * (S - 2) * (S - 3)
     if not second > 0:
         return Estimate(-0.5 * second, error)
-    # Under the weights λ² the mean of (log(1 + λ) − λ)/λ²: at the mean λ, and with the variance of λ to second order.
+    # Under the weights λ² the mean of (log(1 + λ) − λ)/λ²: at the mean λ, and with the variance of
+    # λ to second order.
     mean = third / second
     if not mean > -0.5:
         return Estimate(-0.5 * second, math.inf)

@@ -27,7 +27,9 @@ REFIT = Purpose("A refit of the weights", "The data to refit on", "refit=ssla.We
 
 
 class Block(NamedTuple):
-    """Some rows: what the outputs are computed from, their targets, and their weights (None: all one)."""
+    """Some rows: what the outputs are computed from, their targets, and their weights (None:
+    all one).
+    """
 
     x: Any  # features (b, F) with their column of ones for a last layer, cast inputs otherwise
     f: Tensor  # outputs at θ̂ (b, C)
@@ -41,14 +43,20 @@ class Block(NamedTuple):
 
     def weighted(self, values: Tensor) -> Tensor:
         """values (b, …) times the row weights."""
-        return values if self.weights is None else values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
+        return (
+            values
+            if self.weights is None
+            else values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
+        )
 
 
 TrainingRows = Rows[Block]
 
 
 def training_data(posterior: State, data: Any, purpose: Purpose = REFIT) -> Source:
-    """The data behind a posterior, or those the user gives; ValueError if they cannot be read again."""
+    """The data behind a posterior, or those the user gives; ValueError if they cannot be read
+    again.
+    """
     source = posterior.source if data is None else open_source(data)
     if source is None:
         why = "this posterior does not hold them (it was loaded from a file or put together)"
@@ -57,11 +65,18 @@ def training_data(posterior: State, data: Any, purpose: Purpose = REFIT) -> Sour
     else:
         return source
     call = purpose.call.format("(X, y)")
-    raise ValueError(f"{purpose.task} needs the training data again, but {why}. Give all the data of the fit: {call}.")
+    raise ValueError(
+        f"{purpose.task} needs the training data again, but {why}. Give all the data of the fit: "
+        f"{call}."
+    )
 
 
-def open_rows(posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]) -> TrainingRows:
-    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into (x, f at θ̂)."""
+def open_rows(
+    posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
+) -> TrainingRows:
+    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into
+    (x, f at θ̂).
+    """
     source = training_data(posterior, data)
     network, budget = posterior.network, posterior.memory_budget
     support = posterior.likelihood.support_for(network.outputs)
@@ -82,23 +97,29 @@ def check_seen(posterior: State, n: int, gradient: Tensor, purpose: Purpose = RE
     call = purpose.call.format("…")
     if n != posterior.statistics.n:
         raise ValueError(
-            f"{purpose.data} have {n:,} rows, but the posterior was fitted on {posterior.statistics.n:,}. Give all of "
-            f"them, in any order: {call}. If a loader drops or samples rows, take that out."
+            f"{purpose.data} have {n:,} rows, but the posterior was fitted on "
+            f"{posterior.statistics.n:,}. Give all of them, in any order: {call}. If a loader "
+            "drops or samples rows, take that out."
         )
     off = gradient - posterior.statistics.gradient
     distance = float(off @ _by_data(posterior).solve(off)) ** 0.5
     if not distance <= 0.01 * len(off) ** 0.5:
         raise ValueError(
-            f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs by {distance:.3g} "
-            "posterior standard deviations. Likely causes: (a) other data, or other row weights; (b) a loader that augments at "
-            f"random. Give the data of the fit: {call}."
+            f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs "
+            f"by {distance:.3g} posterior standard deviations. Likely causes: (a) other data, or "
+            "other row weights; (b) a loader that augments at random. Give the data of the fit: "
+            f"{call}."
         )
 
 
 def _by_data(posterior: State) -> Operator:
-    """H⁻¹ with a prior no stronger than the data on average: a strong prior would make every difference of data look small."""
+    """H⁻¹ with a prior no stronger than the data on average: a strong prior would make every
+    difference of data look small.
+    """
     precision = posterior.objective_prior.precision(posterior.theta)
-    v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()  # a direction that no symmetry of θ singles out
+    v = torch.arange(
+        len(posterior.theta), dtype=torch.float64
+    ).cos()  # a direction that no symmetry of θ singles out
     level = 2 * float(v @ posterior.statistics.curvature.push(v)) / len(v)
     if precision.dim() == 2 or not 0 < level < float(precision.max()):
         return posterior.operator
@@ -106,7 +127,9 @@ def _by_data(posterior: State) -> Operator:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """function of each row, at once; one by one where it cannot be vectorised (control flow in a user's own code)."""
+    """function of each row, at once; one by one where it cannot be vectorised (control flow in
+    a user's own code).
+    """
     try:
         result: Tensor = torch.func.vmap(function)(values)
     except (RuntimeError, ValueError, TypeError):
@@ -116,7 +139,9 @@ def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PriorChange:
-    """How log π changes with a step δ (m, P) from θ̂; exact and without cancellation for a Gaussian."""
+    """How log π changes with a step δ (m, P) from θ̂; exact and without cancellation for a
+    Gaussian.
+    """
 
     bound: BoundPrior
     theta: Tensor
@@ -161,5 +186,11 @@ def square(precision: Tensor) -> Tensor:
 
 
 def solve_rows(operator: Operator, factor: Tensor | None, values: Tensor) -> Tensor:
-    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else by the structure."""
-    return torch.cholesky_solve(values.mT, factor).mT if factor is not None else operator.solve_many(values.mT).mT
+    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else by the
+    structure.
+    """
+    return (
+        torch.cholesky_solve(values.mT, factor).mT
+        if factor is not None
+        else operator.solve_many(values.mT).mT
+    )

@@ -48,8 +48,13 @@ class Solved(NamedTuple):
     @staticmethod
     def untried(count: int) -> Solved:
         """Tasks that were not solved."""
-        nothing, no = torch.full((count,), torch.nan, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
-        return Solved(nothing, nothing, nothing, no, no, no.long(), nothing, torch.zeros_like(nothing))
+        nothing, no = (
+            torch.full((count,), torch.nan, dtype=torch.float64),
+            torch.zeros(count, dtype=torch.bool),
+        )
+        return Solved(
+            nothing, nothing, nothing, no, no, no.long(), nothing, torch.zeros_like(nothing)
+        )
 
     @staticmethod
     def joined(parts: list[Solved]) -> Solved:
@@ -67,7 +72,10 @@ class Engine(Protocol):
         ...
 
     def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Which tasks do not approach a mode in a few gradients (M,), because none is near θ̂. For a trial before many tasks."""
+        """Which tasks do not approach a mode in a few gradients (M,), because none is near θ̂.
+
+        For a trial before many tasks.
+        """
         ...
 
     def modes(self, where: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +84,8 @@ class Engine(Protocol):
 
 
 def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-    """−½ log|I + ΛK|, the determinant frozen at θ̂ but for the new point's own curvature; and where it exists.
+    """−½ log|I + ΛK|, the determinant frozen at θ̂ but for the new point's own curvature; and where
+    it exists.
 
     Leaves out tr H⁻¹(H(θ̃) − H(θ̂)), which is O(1/n).
     """
@@ -85,9 +94,11 @@ def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def own_pull(law: Likelihood, y: Tensor, f: Tensor, root: Tensor, along: Tensor) -> Tensor:
-    """u = (I + ΛK)⁻¹Λ Jz at each task's own point: what its curvature takes off a step z by Woodbury.  along Jz (m, C) -> (m, C).
+    """u = (I + ΛK)⁻¹Λ Jz at each task's own point: what its curvature takes off a step z by
+    Woodbury.  along Jz (m, C) -> (m, C).
 
-    Λ is the observed precision, the Fisher where that makes I + RᵀΛR indefinite: it steers a step, not an answer.
+    Λ is the observed precision, the Fisher where that makes I + RᵀΛR indefinite: it steers a step,
+    not an answer.
     """
     precision = law.precision(y, f)
     factor = linalg.identity_plus(root, precision)

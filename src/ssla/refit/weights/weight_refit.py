@@ -27,10 +27,21 @@ from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
 from ssla.refit.weights.last_layer_curvature import factor_bytes
 from ssla.refit.weights.last_layer_products import SINGLE_TOLERANCE, is_large, open_products
-from ssla.refit.weights.solved import EXACT, FROZEN, HESSIAN, LOGDETS, STRUCTURE, TRACES, Engine, Options, Solved
+from ssla.refit.weights.solved import (
+    EXACT,
+    FROZEN,
+    HESSIAN,
+    LOGDETS,
+    STRUCTURE,
+    TRACES,
+    Engine,
+    Options,
+    Solved,
+)
 from ssla.state import POLISH, Marginal, State
 
-AT_MODE = 0.01  # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
+# posterior standard deviations per parameter: nearer to the mode, more training is no remedy
+AT_MODE = 0.01
 RARE = 1e-3  # probability of a class
 # A guess, for classes of a large last layer: their determinants have a larger error.
 LARGE_TOLERANCE = 5e-4
@@ -42,49 +53,54 @@ CURVATURES = (OBSERVED, FISHER, HESSIAN)
 
 @dataclass(frozen=True, eq=False)
 class WeightRefit:
-    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at θ̃ (docs/design.md).
+    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at
+    θ̃ (docs/design.md).
 
-    All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y); after
-    mode="polish" it is zero to rounding, with mode="as_is" it is left out.
+    All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode
+    without (x, y); after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
-    Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end: there is no mode near it to
-    find (docs/refits.md), and refits fall back as `on_failure` sets, with a warning that counts them. Of many refits of a network
-    the three easiest are tried first: if none of them makes progress, the others are not tried.
+    Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end:
+    there is no mode near it to find (docs/refits.md), and refits fall back as `on_failure` sets,
+    with a warning that counts them. Of many refits of a network the three easiest are tried first:
+    if none of them makes progress, the others are not tried.
 
     Parameters
     ----------
     tolerance:
-        A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations, is below it. Default: 1e-8,
-        for classes 1e-4 (log probabilities are then off by about 1e-4).
+        A task is done when √(gᵀH⁻¹g), its distance from the mode in posterior standard deviations,
+        is below it. Default: 1e-8, for classes 1e-4 (log probabilities are then off by about 1e-4).
     rare:
-        Classes that the output refit gives a smaller probability have no refit of their own: their log probability changes as
-        that of the rarest class of the same input that has one. Most classes of an input are such. 0 refits every class.
-        Default: 1e-3.
+        Classes that the output refit gives a smaller probability have no refit of their own: their
+        log probability changes as that of the rarest class of the same input that has one. Most
+        classes of an input are such. 0 refits every class. Default: 1e-3.
     max_steps:
         Gradient evaluations for each task before it counts as failed.
     curvature:
-        Of every row, in both determinants: "observed" (default; the exact Hessian of a last layer), "fisher" (the generalised
-        Gauss–Newton), or "hessian" (with the network's second derivatives, for few weights). Where it is indefinite at the
-        end, that task uses the Fisher and is counted.
+        Of every row, in both determinants: "observed" (default; the exact Hessian of a last layer),
+        "fisher" (the generalised Gauss–Newton), or "hessian" (with the network's second
+        derivatives, for few weights). Where it is indefinite at the end, that task uses the Fisher
+        and is counted.
     logdet:
-        "exact" at θ̃ (default for few weights and for a last layer whose P×P matrices fit the memory budget; many weights on few
-        rows have it too), "traces" (default for a larger last layer: exact to first order, the rest by random vectors with a
-        stated error in `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each output,
-        corrected by random vectors; beyond that by the fitted structure, with an error
-        that is not known), "frozen" (at θ̂, plus
-        the new point's own part: an error of O(1/n), but large at a y far out; default otherwise), or "structure" (the fitted
-        structure at θ̃; a pass over the data for each task).
+        "exact" at θ̃ (default for few weights and for a last layer whose P×P matrices fit the
+        memory budget; many weights on few rows have it too), "traces" (default for a larger last
+        layer: exact to first order, the rest by random vectors with a stated error in
+        `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each
+        output, corrected by random vectors; beyond that by the fitted structure, with an error that
+        is not known), "frozen" (at θ̂, plus the new point's own part: an error of O(1/n), but large
+        at a y far out; default otherwise), or "structure" (the fitted structure at θ̃; a pass over
+        the data for each task).
     on_failure:
-        For a task that does not reach its mode: "fallback" (take the output refit's answer, and count it in `diagnostics`),
-        "nan", or "raise".
+        For a task that does not reach its mode: "fallback" (take the output refit's answer, and
+        count it in `diagnostics`), "nan", or "raise".
     data:
-        The training data, where the posterior does not hold them (fitted from a generator, loaded from a file).
+        The training data, where the posterior does not hold them (fitted from a generator, loaded
+        from a file).
     interpolation:
-        The error allowed in log density, before normalisation, when a whole predictive is drawn from few refits (inside its
-        99.9% region).
+        The error allowed in log density, before normalisation, when a whole predictive is drawn
+        from few refits (inside its 99.9% region).
     progress:
-        Show a bar over the tasks, with the gradients taken so far: True (needs tqdm), False, or None: after two seconds, on a
-        terminal only, where tqdm is installed.
+        Show a bar over the tasks, with the gradients taken so far: True (needs tqdm), False, or
+        None: after two seconds, on a terminal only, where tqdm is installed.
     """
 
     tolerance: float | None = None
@@ -101,11 +117,19 @@ class WeightRefit:
 
     def __post_init__(self) -> None:
         if self.rare is not None and (isinstance(self.rare, bool | str) or not 0 <= self.rare < 1):
-            raise ValueError(f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}.")
+            raise ValueError(
+                f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}."
+            )
         for what, value in (("tolerance", self.tolerance), ("interpolation", self.interpolation)):
             if value is not None and (isinstance(value, bool | str) or not 0 < value < 1):
-                raise ValueError(f"{what} must be a number between 0 and 1, for example 1e-8, but is {value!r}.")
-        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 1:
+                raise ValueError(
+                    f"{what} must be a number between 0 and 1, for example 1e-8, but is {value!r}."
+                )
+        if (
+            isinstance(self.max_steps, bool)
+            or not isinstance(self.max_steps, int)
+            or self.max_steps < 1
+        ):
             raise ValueError(f"max_steps must be a whole number from 1, but is {self.max_steps!r}.")
         if self.curvature is not None:
             one_of("curvature", self.curvature, CURVATURES)
@@ -116,9 +140,10 @@ class WeightRefit:
     def __call__(self, posterior: State, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
             raise ValueError(
-                "A refit of the weights works with the exact convention only, but this posterior has convention="
-                f"{posterior.convention!r}. Use refit='output', 'newton' or 'none', or posterior.with_prior(posterior.prior); "
-                "models of a few parameters have all conventions in ssla.ExplicitModel."
+                "A refit of the weights works with the exact convention only, but this posterior "
+                f"has convention={posterior.convention!r}. Use refit='output', 'newton' or 'none', "
+                "or posterior.with_prior(posterior.prior); models of a few parameters have all "
+                "conventions in ssla.ExplicitModel."
             )
         output = OutputRefit()(posterior, x)
         return WeightLogDensity(self, posterior, x, output)
@@ -143,9 +168,11 @@ class WeightRefit:
     def _last_layer(self, posterior: State) -> Options:
         if self.logdet == STRUCTURE:
             raise ValueError(
-                "logdet='structure' is for weights='all'; a last layer has its exact curvature: use 'exact' or 'frozen'."
+                "logdet='structure' is for weights='all'; a last layer has its exact curvature: "
+                "use 'exact' or 'frozen'."
             )
-        curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature  # f is linear: the observed is the Hessian
+        # f is linear: the observed is the Hessian
+        curvature = OBSERVED if self.curvature in (None, HESSIAN) else self.curvature
         assert curvature is not None
         size = posterior.theta.numel()
         by_products = self._by_products(posterior)
@@ -155,29 +182,51 @@ class WeightRefit:
                 self._check_size(posterior)
         else:
             instead = "logdet='traces', refit='output'"
-            _within_budget(f"A refit of a last layer with {size:,} parameters", dense_bytes(posterior), posterior, instead)
+            _within_budget(
+                f"A refit of a last layer with {size:,} parameters",
+                dense_bytes(posterior),
+                posterior,
+                instead,
+            )
         logdet = self.logdet or (TRACES if by_products else EXACT)
         tolerance = self._tolerance(posterior)
-        if self.tolerance is None and self._single(posterior) and by_products and is_large(posterior):
+        if (
+            self.tolerance is None
+            and self._single(posterior)
+            and by_products
+            and is_large(posterior)
+        ):
             tolerance = LARGE_TOLERANCE
         return Options(tolerance, self.max_steps, curvature, logdet, memory=6 if by_products else 4)
 
     def _check_size(self, posterior: State) -> None:
         """ValueError where neither a shared P×P matrix nor blocks of it fit the memory budget.
 
-        Determinants then come from the fitted structure, and may be off by 0.1: only where asked for.
+        Determinants then come from the fitted structure, and may be off by 0.1: only where asked
+        for.
         """
         outputs = posterior.network.outputs
         width = posterior.theta.numel() // outputs
         dtype = torch.float32 if self._single(posterior) else torch.float64
-        if vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, posterior.memory_budget):
+        if vectors_that_fit(
+            posterior.statistics.n, outputs, width, dtype.itemsize, posterior.memory_budget
+        ):
             return
         need = factor_bytes(outputs, width, dtype)
-        instead = "refit='output', or logdet='traces' (determinants of the fitted structure, which may be off by 0.1)"
-        _within_budget(f"A refit of a last layer with {posterior.theta.numel():,} parameters", need, posterior, instead)
+        instead = (
+            "refit='output', or logdet='traces' (determinants of the fitted structure, which may "
+            "be off by 0.1)"
+        )
+        _within_budget(
+            f"A refit of a last layer with {posterior.theta.numel():,} parameters",
+            need,
+            posterior,
+            instead,
+        )
 
     def _by_products(self, posterior: State) -> bool:
-        """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or because none fits.
+        """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or
+        because none fits.
 
         Priors that are not Gaussian have the dense engine only.
         """
@@ -190,33 +239,46 @@ class WeightRefit:
         """ValueError where a last layer cannot be refitted by products with its features."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
-                "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, but this posterior has "
-                f"{posterior.report.prior}. Use logdet='exact', ssla.priors.Gaussian, or refit='output'."
+                "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, "
+                f"but this posterior has {posterior.report.prior}. Use logdet='exact', "
+                "ssla.priors.Gaussian, or refit='output'."
             )
 
     def _single(self, posterior: State) -> bool:
-        """Whether products are in single precision: classes, which have no rounding, at a tolerance that it meets."""
+        """Whether products are in single precision: classes, which have no rounding, at a
+        tolerance that it meets.
+        """
         return self._tolerance(posterior) >= SINGLE_TOLERANCE and self._of_classes(posterior)
 
     def _all_weights(self, posterior: State) -> Options:
         size = posterior.theta.numel()
         if self.logdet == TRACES:
-            raise ValueError("logdet='traces' is for a last layer. For weights='all' use 'exact', 'frozen' or 'structure'.")
+            raise ValueError(
+                "logdet='traces' is for a last layer. For weights='all' use 'exact', 'frozen' or "
+                "'structure'."
+            )
         logdet = self.logdet or (EXACT if size <= SMALL else FROZEN)
         curvature = self.curvature or OBSERVED
         if size > SMALL and curvature == HESSIAN and logdet != STRUCTURE:
             raise ValueError(
-                f"curvature='hessian' forms a P×P matrix for each refit and is for at most {SMALL} weights, but this posterior "
-                f"has {size:,}. Use curvature='observed' or 'fisher'."
+                f"curvature='hessian' forms a P×P matrix for each refit and is for at most {SMALL} "
+                f"weights, but this posterior has {size:,}. Use curvature='observed' or 'fisher'."
             )
         if size > SMALL and logdet == EXACT and not fits(posterior):
             raise ValueError(
-                f"logdet='exact' is for at most {SMALL} weights, or for at most {MOST_OUTPUTS:,} rows times outputs under a "
-                f"proper Gaussian prior, but this posterior has {size:,} weights, {posterior.statistics.n:,} rows and "
-                f"{posterior.network.outputs} outputs. Use logdet='frozen' (an error of O(1/n)) or logdet='structure'."
+                f"logdet='exact' is for at most {SMALL} weights, or for at most {MOST_OUTPUTS:,} "
+                "rows times outputs under a proper Gaussian prior, but this posterior has "
+                f"{size:,} weights, {posterior.statistics.n:,} rows and "
+                f"{posterior.network.outputs} outputs. Use logdet='frozen' (an error of O(1/n)) or "
+                "logdet='structure'."
             )
         if size > SMALL and logdet == EXACT:
-            _within_budget(f"logdet='exact' for {size:,} weights", bytes_needed(posterior), posterior, "logdet='frozen'")
+            _within_budget(
+                f"logdet='exact' for {size:,} weights",
+                bytes_needed(posterior),
+                posterior,
+                "logdet='frozen'",
+            )
         return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=12)
 
 
@@ -228,14 +290,18 @@ def dense_bytes(posterior: State) -> int:
 def _within_budget(what: str, need: int, posterior: State, instead: str) -> None:
     if need > posterior.memory_budget:
         raise ValueError(
-            f"{what} needs {need / 2**30:.2g} GiB for its curvature, more than the memory budget of "
-            f"{posterior.memory_budget / 2**30:.2g} GiB. Use {instead}, or fit with a larger memory_budget."
+            f"{what} needs {need / 2**30:.2g} GiB for its curvature, more than the memory budget "
+            f"of {posterior.memory_budget / 2**30:.2g} GiB. Use {instead}, or fit with a larger "
+            "memory_budget."
         )
 
 
 @contextmanager
 def _progress(count: int, show: bool | None) -> Iterator[Progress | None]:
-    """A progress bar over tasks, if it is to be shown. It counts the tasks that converged and the gradients taken so far."""
+    """A progress bar over tasks, if it is to be shown.
+
+    It counts the tasks that converged and the gradients taken so far.
+    """
     tqdm = tqdm_class(required=show is True) if wanted(show) else None
     if tqdm is None:
         yield None
@@ -254,12 +320,17 @@ def _progress(count: int, show: bool | None) -> Iterator[Progress | None]:
 
 @dataclass(frozen=True, eq=False)
 class WeightLogDensity:
-    """Refits at fixed inputs, for any y. Every y costs a refit; `ssla.predictive.interpolation` needs few for a density."""
+    """Refits at fixed inputs, for any y.
+
+    Every y costs a refit; `ssla.predictive.interpolation` needs few for a density.
+    """
 
     refit: WeightRefit
     posterior: State
     x: Inputs
-    output: OutputLogDensity  # the output refit: where refits start from, and the fallback of failures
+    output: (
+        OutputLogDensity  # the output refit: where refits start from, and the fallback of failures
+    )
 
     moves = True
 
@@ -277,7 +348,9 @@ class WeightLogDensity:
 
     @property
     def exact(self) -> bool:
-        """Whether the output rung gives the same answer: Gaussian noise, linear, dense, a Gaussian prior."""
+        """Whether the output rung gives the same answer: Gaussian noise, linear, dense, a
+        Gaussian prior.
+        """
         return self.posterior.quadratic and isinstance(self.posterior.bound_prior, BoundGaussian)
 
     @cached_property
@@ -285,12 +358,20 @@ class WeightLogDensity:
         return self.refit.engine(self.posterior, self.x)
 
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
-        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat. Failures are not replaced."""
+        """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat.
+
+        Failures are not replaced.
+        """
         where, flat = self._tasks(y, rows)
         if not len(where) or self._no_mode(where, flat, y, rows):
             return Solved.untried(len(where))
         with _progress(len(where), self.refit.progress) as progress:
-            return Solved.joined([self._engine.solve(where[part], flat[part], progress) for part in self._groups(len(where))])
+            return Solved.joined(
+                [
+                    self._engine.solve(where[part], flat[part], progress)
+                    for part in self._groups(len(where))
+                ]
+            )
 
     @cached_property
     def _trial(self) -> dict[str, bool]:
@@ -308,20 +389,33 @@ class WeightLogDensity:
         return self._trial.get("no_mode", False)
 
     def _no_mode(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
-        """Before many refits of a network: the task that moves the weights least is tried; if it is stuck, the next ones of
-        other inputs. All stuck: no refit has a mode near θ̂."""
-        if "no_mode" not in self._trial and len(where) > TRIALS and not self.posterior.network.linear:
+        """Before many refits of a network: the task that moves the weights least is tried; if it is
+        stuck, the next ones of other inputs. All stuck: no refit has a mode near θ̂.
+        """
+        if (
+            "no_mode" not in self._trial
+            and len(where) > TRIALS
+            and not self.posterior.network.linear
+        ):
             steps = (self.output if rows is None else self.output.take(rows)).step(y).flatten()
-            first, *rest = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True).split([1, len(where) - 1])
+            first, *rest = (
+                torch.nan_to_num(steps, nan=math.inf)
+                .argsort(stable=True)
+                .split([1, len(where) - 1])
+            )
             elsewhere = rest[0][where[rest[0]] != where[first]]
             trials = (first, (elsewhere if len(elsewhere) else rest[0])[: TRIALS - 1])
-            self._trial["no_mode"] = all(bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials)
+            self._trial["no_mode"] = all(
+                bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials
+            )
         return self.stopped
 
     def modes(self, y: Tensor) -> Tensor:
         """θ̃(y): where each refit ends, of y's shape and P."""
         where, flat = self._tasks(y, None)
-        found = torch.cat([self._engine.modes(where[part], flat[part]) for part in self._groups(len(where))])
+        found = torch.cat(
+            [self._engine.modes(where[part], flat[part]) for part in self._groups(len(where))]
+        )
         return found.reshape(*self._shape(y), -1)
 
     def _tasks(self, y: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -349,9 +443,10 @@ class WeightLogDensity:
         if self.refit.on_failure == RAISE and bool(failed.any()):
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
             raise RuntimeError(
-                f"{int(failed.sum())} of {failed.numel()} refits did not reach their mode in {self.refit.max_steps} steps (the "
-                f"worst is {worst:.2g} posterior standard deviations from it). {self._cause} Or use on_failure='fallback', which "
-                "takes the output refit's answer there."
+                f"{int(failed.sum())} of {failed.numel()} refits did not reach their mode in "
+                f"{self.refit.max_steps} steps (the worst is {worst:.2g} posterior standard "
+                f"deviations from it). {self._cause} Or use on_failure='fallback', which takes the "
+                "output refit's answer there."
             )
         return failed
 
@@ -360,32 +455,51 @@ class WeightLogDensity:
         """Why refits fail, with the figure of the report, and the remedy."""
         report = self.posterior.report
         each = report.residual_after / math.sqrt(report.parameters)
-        tried = f"The {TRIALS} easiest made no progress, so the others were not tried. " if self.stopped else ""
-        train = "train the network to convergence under this prior, " + ("mode='polish', " if report.mode != POLISH else "")
+        tried = (
+            f"The {TRIALS} easiest made no progress, so the others were not tried. "
+            if self.stopped
+            else ""
+        )
+        train = "train the network to convergence under this prior, " + (
+            "mode='polish', " if report.mode != POLISH else ""
+        )
         train = train if each > AT_MODE else ""
         return (
-            f"{tried}The weights are {report.residual_after:.3g} posterior standard deviations from the mode ({each:.2g} per "
-            "parameter). Likely causes: (a) they are no maximum under this prior (not trained to the end, or a saddle); (b) y is "
-            f"far outside what the model expects. Remedy: {train}a stronger prior, more max_steps or a larger tolerance in "
-            "ssla.WeightRefit, or refit='output'."
+            f"{tried}The weights are {report.residual_after:.3g} posterior standard deviations "
+            f"from the mode ({each:.2g} per parameter). Likely causes: (a) they are no maximum "
+            "under this prior (not trained to the end, or a saddle); (b) y is far outside what "
+            f"the model expects. Remedy: {train}a stronger prior, more max_steps or a larger "
+            "tolerance in ssla.WeightRefit, or refit='output'."
         )
 
     def warn(self, failed: int, count: int, what: str) -> None:
-        """Warn with the number of answers that come from the output rung and not from the weights."""
+        """Warn with the number of answers that come from the output rung and not from the
+        weights.
+        """
         if failed and (self.refit.on_failure == FALLBACK or self.stopped):
             instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
-            message = f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
+            message = (
+                f"{failed:,} of {count:,} {what} did not converge and {instead}. {self._cause}"
+            )
             warn(message, RuntimeWarning)
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         solved = self.solve(y, rows)
         failed, total = self.check(solved), solved.total
         if bool(failed.any()):
-            instead = self.output.at(y, rows).log.reshape(-1) if self.refit.on_failure == FALLBACK else torch.nan
+            instead = (
+                self.output.at(y, rows).log.reshape(-1)
+                if self.refit.on_failure == FALLBACK
+                else torch.nan
+            )
             total = torch.where(failed, instead, total)
         shape = self._shape(y)
         flags = (solved.fallback.reshape(shape), solved.converged.reshape(shape))
-        return Density(total.reshape(shape), *flags, error=torch.where(failed, 0.0, solved.error).reshape(shape))
+        return Density(
+            total.reshape(shape),
+            *flags,
+            error=torch.where(failed, 0.0, solved.error).reshape(shape),
+        )
 
     def __call__(self, y: Tensor) -> Increments:
         return self.increments(y)

@@ -1,4 +1,7 @@
-"""The command `ssla`: from a table to intervals without code. torch is imported when a command needs it, not for --help."""
+"""The command `ssla`: from a table to intervals without code.
+
+torch is imported when a command needs it, not for --help.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ def main() -> None:
         _app()()
     except (KeyboardInterrupt, SystemExit) as end:
         # outside of a command typer turns a KeyboardInterrupt into exit code 130 without a message
-        if isinstance(end, SystemExit) and not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+        if isinstance(end, SystemExit) and not isinstance(
+            getattr(end.__context__, "__cause__", None), KeyboardInterrupt
+        ):
             raise
         sys.stderr.write("Interrupted. Nothing was written.\n")
         raise SystemExit(130) from None

@@ -1,4 +1,7 @@
-"""The commands and their options. The work is in `ssla.tables.cli.work`, imported when a command runs."""
+"""The commands and their options.
+
+The work is in `ssla.tables.cli.work`, imported when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,31 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
-Data = Annotated[Path, typer.Argument(help="A .csv, .csv.gz, .parquet or .xlsx file, or - for a CSV from standard input.")]
+Data = Annotated[
+    Path,
+    typer.Argument(
+        help="A .csv, .csv.gz, .parquet or .xlsx file, or - for a CSV from standard input."
+    ),
+]
 Model = Annotated[Path, typer.Argument(help="A directory that `ssla train` wrote.")]
 Target = Annotated[str, typer.Option("--target", "-t", help="The column to predict.")]
 Drop = Annotated[list[str], typer.Option("--drop", help="A column to leave out; may be repeated.")]
-Refit = Annotated[str, typer.Option(help="The refit, for example newton; default: that of the model.")]
-Decimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: detected for each column).")]
-Thousands = Annotated[str | None, typer.Option("--thousands", help="Thousands mark, for example . in 1.234,5.")]
-OtherDecimal = Annotated[str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: as at training).")]
-OtherThousands = Annotated[str | None, typer.Option("--thousands", help="Thousands mark (default: as at training).")]
+Refit = Annotated[
+    str, typer.Option(help="The refit, for example newton; default: that of the model.")
+]
+Decimal = Annotated[
+    str | None,
+    typer.Option("--decimal", help="Decimal mark: . or , (default: detected for each column)."),
+]
+Thousands = Annotated[
+    str | None, typer.Option("--thousands", help="Thousands mark, for example . in 1.234,5.")
+]
+OtherDecimal = Annotated[
+    str | None, typer.Option("--decimal", help="Decimal mark: . or , (default: as at training).")
+]
+OtherThousands = Annotated[
+    str | None, typer.Option("--thousands", help="Thousands mark (default: as at training).")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -40,7 +59,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -54,15 +76,26 @@ def train(
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory of the model.")],
     drop: Drop = [],  # noqa: B006
     likelihood: Annotated[
-        str, typer.Option(help="auto, gaussian, heteroscedastic, positive, poisson, log_normal, logit_normal or classes.")
+        str,
+        typer.Option(
+            help="auto, gaussian, heteroscedastic, positive, poisson, log_normal, logit_normal or "
+            "classes."
+        ),
     ] = "auto",
     members: Annotated[
-        int | None, typer.Option(help="Networks in the ensemble; if not given, as many as the table allows.")
+        int | None,
+        typer.Option(help="Networks in the ensemble; if not given, as many as the table allows."),
     ] = None,
     max_epochs: Annotated[int, typer.Option(help="Maximal number of passes over the rows.")] = 200,
-    test_fraction: Annotated[float, typer.Option(help="Share of rows held out for the scores; 0 trains on all rows.")] = 0.1,
-    conformal: Annotated[bool, typer.Option(help="Correct intervals on held-out rows (numbers only).")] = False,
-    tune_trials: Annotated[int, typer.Option(help="Number of settings to try first (Optuna; continues a study).")] = 0,
+    test_fraction: Annotated[
+        float, typer.Option(help="Share of rows held out for the scores; 0 trains on all rows.")
+    ] = 0.1,
+    conformal: Annotated[
+        bool, typer.Option(help="Correct intervals on held-out rows (numbers only).")
+    ] = False,
+    tune_trials: Annotated[
+        int, typer.Option(help="Number of settings to try first (Optuna; continues a study).")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Random seed of the split and the networks.")] = 0,
     decimal: Decimal = None,
     thousands: Thousands = None,
@@ -104,8 +137,12 @@ def predict(
     model: Model,
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="A .csv or .parquet file.")],
-    level: Annotated[list[float], typer.Option(help="Probability of the interval or set; may be repeated.")] = [0.95],  # noqa: B006
-    keep: Annotated[list[str], typer.Option(help="An input column to copy to the output; may be repeated.")] = [],  # noqa: B006
+    level: Annotated[
+        list[float], typer.Option(help="Probability of the interval or set; may be repeated.")
+    ] = [0.95],  # noqa: B006
+    keep: Annotated[
+        list[str], typer.Option(help="An input column to copy to the output; may be repeated.")
+    ] = [],  # noqa: B006
     refit: Refit = "",
     decimal: OtherDecimal = None,
     thousands: OtherThousands = None,
@@ -143,7 +180,11 @@ def predict(
     from ssla.tables.cli.work import Marks, predict_file
 
     marks = Marks(decimal, thousands)
-    show(predict_file(model, data, output, tuple(level), refit, tuple(keep), marks), as_json, "predicted")
+    show(
+        predict_file(model, data, output, tuple(level), refit, tuple(keep), marks),
+        as_json,
+        "predicted",
+    )
 
 
 @app.command()
@@ -171,7 +212,11 @@ def evaluate(
 @app.command()
 @reports_errors
 def sensitivity(
-    model: Model, data: Data, decimal: OtherDecimal = None, thousands: OtherThousands = None, as_json: Json = False
+    model: Model,
+    data: Data,
+    decimal: OtherDecimal = None,
+    thousands: OtherThousands = None,
+    as_json: Json = False,
 ) -> None:
     """How much the predictions depend on the prior.
 
@@ -179,15 +224,21 @@ def sensitivity(
     """
     from ssla.tables.cli.work import Marks, sensitivity_of
 
-    show(sensitivity_of(model, data, Marks(decimal, thousands)), as_json, "sensitivity to the prior")
+    show(
+        sensitivity_of(model, data, Marks(decimal, thousands)), as_json, "sensitivity to the prior"
+    )
 
 
 @app.command()
 @reports_errors
 def report(
     model: Model,
-    data: Annotated[Path | None, typer.Argument(help="A table with the target: the page is about its rows.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page, an .html file; needs DATA.")] = None,
+    data: Annotated[
+        Path | None, typer.Argument(help="A table with the target: the page is about its rows.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page, an .html file; needs DATA.")
+    ] = None,
     decimal: OtherDecimal = None,
     thousands: OtherThousands = None,
     as_json: Json = False,
@@ -202,7 +253,9 @@ def report(
     Example: ssla report model/ test.csv -o report.html
     """
     if (data is None) != (output is None):
-        raise ValueError("A page needs a table and a file: ssla report model/ test.csv -o report.html")
+        raise ValueError(
+            "A page needs a table and a file: ssla report model/ test.csv -o report.html"
+        )
     if data is None or output is None:
         from ssla.tables.cli.work import report_of
 
@@ -232,12 +285,18 @@ def cost(
     """
     from ssla.tables.cli.work import Marks, cost_of
 
-    show(cost_of(data, target, tuple(drop), weights, structure, Marks(decimal, thousands)), as_json, "cost")
+    show(
+        cost_of(data, target, tuple(drop), weights, structure, Marks(decimal, thousands)),
+        as_json,
+        "cost",
+    )
 
 
 @app.command()
 @reports_errors
-def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("demo.png")) -> None:
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("demo.png"),
+) -> None:
     """Train on toy data, compare predictives, plot them.
 
     Example: ssla demo -o demo.png
@@ -251,15 +310,23 @@ def demo(output: Annotated[Path, typer.Option("--output", "-o", help="The pictur
 @app.command()
 @reports_errors
 def reproduce(
-    studies: Annotated[list[str] | None, typer.Argument(help="Names of studies; an unknown name lists them.")] = None,
+    studies: Annotated[
+        list[str] | None, typer.Argument(help="Names of studies; an unknown name lists them.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every study.")] = False,
     quick: Annotated[bool, typer.Option(help="A small version of each study.")] = False,
-    folder: Annotated[Path, typer.Option(help="Folder of records and results; an interrupted run continues there.")] = Path(
-        "paper"
-    ),
+    folder: Annotated[
+        Path,
+        typer.Option(help="Folder of records and results; an interrupted run continues there."),
+    ] = Path("paper"),
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    page: Annotated[Path | None, typer.Option(help="Write the page here too, with copies of the figures.")] = None,
-    report: Annotated[bool, typer.Option("--report", help="No computation: tables and page from existing records.")] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page here too, with copies of the figures.")
+    ] = None,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="No computation: tables and page from existing records."),
+    ] = False,
 ) -> None:
     """Studies of the paper: published numbers beside those of ssla.
 
@@ -272,7 +339,8 @@ def reproduce(
         if (error.name or "").partition(".")[0] != "ssla_paper":
             raise
         raise ImportError(
-            "The studies are a separate package, which is not installed. In the repository run: pip install ./reproduction"
+            "The studies are a separate package, which is not installed. In the repository run: "
+            "pip install ./reproduction"
         ) from None
 
     names = list(STUDIES) if every else (studies or [])
@@ -281,5 +349,7 @@ def reproduce(
     try:
         work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
     except KeyboardInterrupt:
-        err.print("Interrupted: finished tasks are kept. Run the command again to continue.", style="red")
+        err.print(
+            "Interrupted: finished tasks are kept. Run the command again to continue.", style="red"
+        )
         raise typer.Exit(130) from None

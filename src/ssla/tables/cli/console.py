@@ -19,7 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+out, err = (
+    Console(highlight=False, soft_wrap=True),
+    Console(stderr=True, highlight=False, soft_wrap=True),
+)
 REPORTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -46,7 +49,9 @@ def reports_errors(command: Command) -> Command:
                 err.print(f"Error: {text}", style="red", markup=False)
             raise typer.Exit(1) from None
         finally:
-            for text in dict.fromkeys(str(w.message) for w in notes if issubclass(w.category, UserWarning)):
+            for text in dict.fromkeys(
+                str(w.message) for w in notes if issubclass(w.category, UserWarning)
+            ):
                 err.print(f"note: {text}", style="yellow", markup=False)
 
     return run  # type: ignore[return-value]
@@ -90,7 +95,12 @@ def progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], No
     if quiet:
         yield lambda done: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.update(task, completed=done)

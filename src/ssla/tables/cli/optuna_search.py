@@ -1,6 +1,8 @@
-"""`--tune-trials N`: Optuna tries settings on held-out training rows, in a SQLite study that a later call continues.
+"""`--tune-trials N`: Optuna tries settings on held-out training rows, in a SQLite study that a
+later call continues.
 
-The name of a study contains a hash of its rows and settings, so that trials of another table are not continued.
+The name of a study contains a hash of its rows and settings, so that trials of another table are
+not continued.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from ssla.tables.cli.train import Prepared, Request, make, score, shuffled, smal
 STUDY_FRACTION = 0.2
 
 
-def best_options(request: Request, X: np.ndarray, y: np.ndarray, ready: Prepared, quiet: bool) -> tuple[dict[str, Any], str]:
-    """The options of the best trial on these training rows, including earlier calls; and whether there were any."""
+def best_options(
+    request: Request, X: np.ndarray, y: np.ndarray, ready: Prepared, quiet: bool
+) -> tuple[dict[str, Any], str]:
+    """The options of the best trial on these training rows, including earlier calls; and
+    whether there were any.
+    """
     likelihood = ready.likelihood
     try:
         import optuna
@@ -37,22 +43,32 @@ def best_options(request: Request, X: np.ndarray, y: np.ndarray, ready: Prepared
     )
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
     left = max(request.tune_trials - done, 0)
-    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))  # do not repeat earlier trials
+    study.sampler = optuna.samplers.TPESampler(
+        seed=request.seed + len(study.trials)
+    )  # do not repeat earlier trials
     order, most = shuffled(y, likelihood, request.seed + 1)
     count = min(max(round(STUDY_FRACTION * len(y)), 2), most)
     aside, kept = order[:count], order[count:]
 
     def objective(trial: Any) -> float:
-        estimator = make(smaller(request), likelihood, _suggest(trial), ready.plan).fit(X[kept], y[kept])
+        estimator = make(smaller(request), likelihood, _suggest(trial), ready.plan).fit(
+            X[kept], y[kept]
+        )
         return float(score(estimator, X[aside], y[aside])["nll"])
 
     with progress(left, "tuning", quiet) as advance:
-        study.optimize(objective, n_trials=left, callbacks=[lambda s, t: advance(t.number + 1 - done)])
-    return _options(study.best_params), f"continued with {done} earlier trials" if done else "new study"
+        study.optimize(
+            objective, n_trials=left, callbacks=[lambda s, t: advance(t.number + 1 - done)]
+        )
+    return _options(
+        study.best_params
+    ), f"continued with {done} earlier trials" if done else "new study"
 
 
 def _fingerprint(request: Request, X: np.ndarray, y: np.ndarray) -> str:
-    """A digest of what the score of a trial depends on: the rows, and the request without paths and number of trials."""
+    """A digest of what the score of a trial depends on: the rows, and the request without paths
+    and number of trials.
+    """
     settings = replace(smaller(request), data=Path(), output=Path(), tune_trials=0)
     digest = hashlib.sha256(f"{settings} {X.shape} {y.tolist()}".encode())
     digest.update(np.ascontiguousarray(X).tobytes())

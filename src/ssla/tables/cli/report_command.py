@@ -16,7 +16,14 @@ from ssla.tables.cli.work import Marks, observed
 from ssla.tables.columns import Plan, TableError
 from ssla.tables.estimators import SSLAClassifier
 from ssla.tables.report import page_of
-from ssla.tables.report.subject import SHOWN_INPUTS, Subject, fit_of, predictor, remarks_on, why_fixed
+from ssla.tables.report.subject import (
+    SHOWN_INPUTS,
+    Subject,
+    fit_of,
+    predictor,
+    remarks_on,
+    why_fixed,
+)
 from ssla.tables.scoring.saved_models import open_table_model, predictive_at
 
 KINDS = {"text": "category", "boolean": "yes or no"}
@@ -26,7 +33,9 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
     if output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"The page must be an .html file, but --output is {output}.")
     if str(data) == "-":
-        raise ValueError("A report names its table and its SHA-256, so it needs a file, not standard input.")
+        raise ValueError(
+            "A report names its table and its SHA-256, so it needs a file, not standard input."
+        )
     writable(output)
     opened = open_table_model(model)
     estimator, plan, extra = opened.estimator, opened.plan, opened.extra
@@ -39,15 +48,18 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         if not known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
         if not known.all():
-            remarks.append(f"Left out: rows with a label that is not in the training table ({int((~known).sum()):,}).")
+            remarks.append(
+                "Left out: rows with a label that is not in the training table "
+                f"({int((~known).sum()):,})."
+            )
         rows, y = rows[known], np.searchsorted(estimator.classes_, y[known])
     if not given.all():
         remarks.append(f"Left out: rows without a target ({int((~given).sum()):,}).")
     encoded = plan.encode(table)[rows]
     if encoded.marked:
         remarks.append(
-            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed over values of the training "
-            "table."
+            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed "
+            "over values of the training table."
         )
     means = estimator.ensemble_.inputs.shift.numpy()
 
@@ -78,7 +90,11 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         labels=(rows + 1).tolist(),
     )
     written = page_of(subject, f"How sure is the prediction of {extra['target']}?").save(output)
-    return {"output": str(written), "rows": len(rows), "megabytes": round(written.stat().st_size / 1e6, 2)}
+    return {
+        "output": str(written),
+        "rows": len(rows),
+        "megabytes": round(written.stat().st_size / 1e6, 2),
+    }
 
 
 def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
@@ -102,7 +118,11 @@ def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
 
 def trained(facts: dict[str, Any]) -> str:
     """Facts that `ssla train` stored, one a line."""
-    return "\n".join(f"{name.replace('_', ' '):<22}  {value}" for name, value in facts.items() if not isinstance(value, dict))
+    return "\n".join(
+        f"{name.replace('_', ' '):<22}  {value}"
+        for name, value in facts.items()
+        if not isinstance(value, dict)
+    )
 
 
 def digest(path: Path) -> str:

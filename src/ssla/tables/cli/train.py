@@ -17,7 +17,16 @@ from ssla.tables.networks.embeddings import dimensions_of
 from ssla.tables.networks.training import Architecture
 from ssla.tables.scoring.saved_models import predictive_at, replace_refit
 
-LIKELIHOODS = ("auto", "gaussian", "heteroscedastic", "positive", "poisson", "log_normal", "logit_normal", "classes")
+LIKELIHOODS = (
+    "auto",
+    "gaussian",
+    "heteroscedastic",
+    "positive",
+    "poisson",
+    "log_normal",
+    "logit_normal",
+    "classes",
+)
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
 OF_INTERVALS = ("coverage", "width")
@@ -67,42 +76,67 @@ def prepare(table: Table, request: Request) -> Prepared:
     target = read_target(table, request.target, asked)
     given = target.given
     if len(target.y) < FEWEST_ROWS:
-        raise TableError(f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are needed to train.")
+        raise TableError(
+            f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are "
+            "needed to train."
+        )
     if not target.classes and len(set(target.y.tolist())) == 1:
-        raise TableError(f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to predict.")
+        raise TableError(
+            f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to "
+            "predict."
+        )
     if target.zero_one and asked is None:
         warn(
-            f"The target {request.target!r} has only the values 0 and 1: it is predicted as a number. For classes give "
-            "--likelihood classes."
+            f"The target {request.target!r} has only the values 0 and 1: it is predicted as a "
+            "number. For classes give --likelihood classes."
         )
     plan = make_plan(table, {request.target, *request.drop}, given, codes=True)
     encoded = plan.encode(table)
     likelihood = "classes" if target.classes else request.likelihood
     said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
     rest = int((~given).sum())
-    return Prepared(plan, encoded.values[given], target.y, likelihood, encoded.missing, rest, encoded[given], target, said)
+    return Prepared(
+        plan,
+        encoded.values[given],
+        target.y,
+        likelihood,
+        encoded.missing,
+        rest,
+        encoded[given],
+        target,
+        said,
+    )
 
 
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
-    """ValueError before training if the curvature of the last layer exceeds the memory budget: very many classes."""
+    """ValueError before training if the curvature of the last layer exceeds the memory budget:
+    very many classes.
+    """
     outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    cost = ssla.estimate_cost(architecture_of(ready.plan, outputs, hidden).build(), len(ready.y), structure="dense")
+    cost = ssla.estimate_cost(
+        architecture_of(ready.plan, outputs, hidden).build(), len(ready.y), structure="dense"
+    )
     if not cost.fits:
         raise TableError(
-            f"The target has {outputs:,} classes. Their curvature needs {cost.statistics / 2**30:.3g} GiB, more than the "
-            f"{cost.budget / 2**30:.3g} GiB that this command uses. Group the rare classes, or leave out their rows."
+            f"The target has {outputs:,} classes. Their curvature needs "
+            f"{cost.statistics / 2**30:.3g} GiB, more than the {cost.budget / 2**30:.3g} GiB that "
+            "this command uses. Group the rare classes, or leave out their rows."
         )
 
 
 def architecture_of(plan: Plan, outputs: int, hidden: tuple[int, ...]) -> Architecture:
     """A network for the columns of a plan, without pieces."""
-    return Architecture(plan.width, outputs, hidden, levels=plan.levels, dimensions=dimensions_of(plan.levels))
+    return Architecture(
+        plan.width, outputs, hidden, levels=plan.levels, dimensions=dimensions_of(plan.levels)
+    )
 
 
 def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
     """Rows for training, and rows for the scores (none if they would be fewer than five)."""
     if not 0 <= request.test_fraction < 1:
-        raise ValueError(f"--test-fraction must be between 0 and 1, but is {request.test_fraction:g}.")
+        raise ValueError(
+            f"--test-fraction must be between 0 and 1, but is {request.test_fraction:g}."
+        )
     order, most = shuffled(y, likelihood, request.seed)
     count = min(round(len(y) * request.test_fraction), most)
     return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
@@ -111,8 +145,8 @@ def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray,
 def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
     """A random order of the rows, and how many of the first may be held out.
 
-    For classes the order is stratified: the r-th of n rows of a class is at (r + ½)/n. The last row of every
-    class comes after all others and is never held out.
+    For classes the order is stratified: the r-th of n rows of a class is at (r + ½)/n. The last row
+    of every class comes after all others and is never held out.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != "classes":
@@ -133,7 +167,12 @@ def make(request: Request, likelihood: str, options: dict[str, Any], plan: Plan)
 
 
 def _estimator(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
-    shared = {"members": request.members, "max_epochs": request.max_epochs, "random_state": request.seed, **options}
+    shared = {
+        "members": request.members,
+        "max_epochs": request.max_epochs,
+        "random_state": request.seed,
+        **options,
+    }
     if likelihood == "classes":
         if request.conformal:
             raise ValueError("--conformal corrects intervals of numbers; omit it for classes.")
@@ -141,8 +180,12 @@ def _estimator(request: Request, likelihood: str, options: dict[str, Any]) -> An
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
-def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "") -> dict[str, Any]:
-    """The scores of rows whose labels occur in training; for a conformal model also those of its intervals."""
+def score(
+    estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = ""
+) -> dict[str, Any]:
+    """The scores of rows whose labels occur in training; for a conformal model also those of
+    its intervals.
+    """
     if refit:
         estimator = replace_refit(estimator, refit)
     if isinstance(estimator, SSLAClassifier):
@@ -151,7 +194,9 @@ def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "
             raise TableError("None of the labels in the target occurs in the training table.")
         codes = np.searchsorted(estimator.classes_, y[known])
         summary = metrics.summary(predictive_at(estimator, X[known]), codes)
-        return dict(summary.scores) | ({"unknown labels": float((~known).sum())} if not known.all() else {})
+        return dict(summary.scores) | (
+            {"unknown labels": float((~known).sum())} if not known.all() else {}
+        )
     p = predictive_at(estimator, X)
     scores: dict[str, Any] = dict(metrics.summary(p, y).scores)
     conformal = estimator.conformal_
@@ -170,8 +215,13 @@ def score(estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = "
 
 
 def of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores of a conformal model's predictive, labelled to distinguish them from those of its intervals."""
-    return {f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value for name, value in scores.items()}
+    """Scores of a conformal model's predictive, labelled to distinguish them from those of its
+    intervals.
+    """
+    return {
+        f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value
+        for name, value in scores.items()
+    }
 
 
 def rows_seen(estimator: Any) -> dict[str, Any]:

@@ -33,7 +33,16 @@ from ssla.tables.cli.train import (
     shuffled,
     split,
 )
-from ssla.tables.columns import Style, Table, TableError, later_labels, later_numbers, new_table, read_parts, read_table
+from ssla.tables.columns import (
+    Style,
+    Table,
+    TableError,
+    later_labels,
+    later_numbers,
+    new_table,
+    read_parts,
+    read_table,
+)
 from ssla.tables.columns.writing import check_output
 from ssla.tables.estimators.estimator import auto_batch
 from ssla.tables.estimators.loading import load_with_extra
@@ -47,13 +56,19 @@ from ssla.tables.scoring.scorer import checked_levels
 PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
 SMALL_TABLE = 100  # rows below which the intervals of one network undercover
-CAUTION = "on fewer than 100 rows the coverage of a single network's intervals is below their level; use --members 5"
+CAUTION = (
+    "on fewer than 100 rows the coverage of a single network's intervals is below their level; use "
+    "--members 5"
+)
 COUNTED = re.compile(r"(\d+) of (\d+) (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """--decimal and --thousands of a command. Without them, those of the training command are used."""
+    """--decimal and --thousands of a command.
+
+    Without them, those of the training command are used.
+    """
 
     decimal: str | None = None
     thousands: str | None = None
@@ -115,9 +130,19 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
         facts["caution"] = CAUTION
     style = asdict(ready.target.style)
     marks = {"decimal": request.decimal, "thousands": request.thousands}
-    extra = {"plan": ready.plan.as_json(), "target": request.target, "target_style": style, "facts": facts, **marks}
+    extra = {
+        "plan": ready.plan.as_json(),
+        "target": request.target,
+        "target_style": style,
+        "facts": facts,
+        **marks,
+    }
     save(estimator, request.output, extra)
-    return {"model": str(request.output), **facts, "seconds": round(time.perf_counter() - started, 2)}
+    return {
+        "model": str(request.output),
+        **facts,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
 
 
 def predict_file(
@@ -145,9 +170,19 @@ def predict_file(
             columns, found = opened.score(table, levels)
             if not counts.rows:
                 places = kept_names(keep, columns)
-                types = {place: table.types[name] for name, place in places.items() if name in table.types}
+                types = {
+                    place: table.types[name]
+                    for name, place in places.items()
+                    if name in table.types
+                }
                 add = stack.enter_context(new_table(output, types))
-            add({places[name]: np.fromiter(cells, dtype=object, count=len(cells)) for name, cells in kept.items()} | columns)
+            add(
+                {
+                    places[name]: np.fromiter(cells, dtype=object, count=len(cells))
+                    for name, cells in kept.items()
+                }
+                | columns
+            )
             counts.add(found)
             del table, kept, columns  # before the next block is read
     counts.check()
@@ -157,7 +192,11 @@ def predict_file(
         "rows": counts.rows,
         "target": opened.extra["target"],
         "levels": list(levels),
-        **({} if classes is None else {"set_separator": separator([str(label) for label in classes])}),
+        **(
+            {}
+            if classes is None
+            else {"set_separator": separator([str(label) for label in classes])}
+        ),
         "missing": dict(counts.missing),
         "unknown_categories": dict(counts.unknown),
         **_gaps(counts),
@@ -166,13 +205,17 @@ def predict_file(
 
 
 def _gaps(counts: Counts) -> dict[str, int]:
-    """The numbers of rows with a missing or unknown input, and of rows mixed over training values."""
+    """The numbers of rows with a missing or unknown input, and of rows mixed over training
+    values.
+    """
     return {"rows_with_unknown_inputs": counts.marked, "rows_mixed": counts.mixed}
 
 
 @contextlib.contextmanager
 def summed_warnings() -> Iterator[None]:
-    """Warnings that count rows ("3 of 100 predictives …") are added up over the blocks, and given once."""
+    """Warnings that count rows ("3 of 100 predictives …") are added up over the blocks, and
+    given once.
+    """
     sums: dict[str, tuple[int, int]] = {}
     others: dict[str, warnings.WarningMessage] = {}
     try:
@@ -194,7 +237,9 @@ def summed_warnings() -> Iterator[None]:
             warnings.warn(f"{some} of {all_rows} {rest}", stacklevel=2)
 
 
-def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
+def evaluate_file(
+    model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING
+) -> dict[str, Any]:
     opened = open_table_model(model)
     table = marks.read(data, opened.extra)
     y, given = observed(table, opened.estimator, opened.extra)
@@ -206,10 +251,14 @@ def evaluate_file(model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAI
 
 
 def observed(table: Table, estimator: Any, extra: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The target of the rows that have one, and which rows these are (n,) bool; TableError if there are none."""
+    """The target of the rows that have one, and which rows these are (n,) bool; TableError if
+    there are none.
+    """
     name, style = extra["target"], Style(**extra.get("target_style", {}))
     if extra["facts"]["likelihood"] == "classes":
-        y, given = later_labels(table, name, estimator.classes_.tolist(), earlier="target_style" not in extra)
+        y, given = later_labels(
+            table, name, estimator.classes_.tolist(), earlier="target_style" not in extra
+        )
     else:
         y, given = later_numbers(table, name, style)
     if not given.any():
@@ -221,34 +270,42 @@ def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> di
     """Predictives under weaker and stronger priors, for the main component of every member."""
     compare = getattr(ssla, "sensitivity", None)
     if not callable(compare):
-        raise ImportError("This installation has no ssla.sensitivity yet; update ssla to compare priors.")
+        raise ImportError(
+            "This installation has no ssla.sensitivity yet; update ssla to compare priors."
+        )
     opened = open_table_model(model)
     estimator = opened.estimator
     encoded = opened.plan.encode(marks.read(data, opened.extra))
     if encoded.marked:
         warn(
-            f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean in place of the missing "
-            "value, not a mixture over training values."
+            f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean "
+            "in place of the missing value, not a mixture over training values."
         )
     z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
     found = {}
     for component in estimator.ensemble_.components:
         if component.weight == max(c.weight for c in estimator.ensemble_.components):
-            found[f"member {component.member}"] = "\n" + str(compare(component.posterior, z, PRECISIONS))
+            found[f"member {component.member}"] = "\n" + str(
+                compare(component.posterior, z, PRECISIONS)
+            )
     return found
 
 
 def report_of(model: Path) -> dict[str, Any]:
     estimator, extra = load_with_extra(model)
     facts = dict(extra.get("facts", {})) | rows_seen(estimator)
-    if facts["conformal"] and "rows_calibration" not in extra.get("facts", {}):  # from an ssla that scored only the predictive
+    if facts["conformal"] and "rows_calibration" not in extra.get(
+        "facts", {}
+    ):  # from an ssla that scored only the predictive
         facts["scores"] = of_predictive(facts.get("scores", {}))
     first = estimator.ensemble_.components[0].posterior
     return {
         "estimator": type(estimator).__name__,
         "target": extra.get("target", "unknown"),
         **facts,
-        "network": " - ".join(map(str, (estimator.n_features_in_, *estimator.ensemble_.architecture.hidden))),
+        "network": " - ".join(
+            map(str, (estimator.n_features_in_, *estimator.ensemble_.architecture.hidden))
+        ),
         "refit": estimator.refit,
         "components": len(estimator.ensemble_.components),
         **({"networks": remark} if (remark := getattr(estimator.ensemble_, "remark", "")) else {}),
@@ -280,22 +337,31 @@ def cost_of(
 
 
 def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
-    """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches of the table.
+    """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches
+    of the table.
 
-    Passes over rows take most of the time, so all of it is scaled by the number of rows: fixed costs are overestimated.
+    Passes over rows take most of the time, so all of it is scaled by the number of rows: fixed
+    costs are overestimated.
     """
     request = Request(Path(), "", Path())
     rows, batch = len(ready.y), auto_batch(len(ready.y))
-    sample = shuffled(ready.y, ready.likelihood, request.seed)[0][-min(rows, 16 * batch) :]  # with every class
+    sample = shuffled(ready.y, ready.likelihood, request.seed)[0][
+        -min(rows, 16 * batch) :
+    ]  # with every class
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options, ready.plan)
+    estimator = make(
+        replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options, ready.plan
+    )
     ends: list[float] = []
     estimator.on_epoch = lambda done: ends.append(time.perf_counter())
     estimator.fit(ready.X[sample], ready.y[sample])
     epoch = float(np.median(np.diff(ends)))  # "auto" may train a second time, after a fit
     rest = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch
     return {
-        "seconds": (request.max_epochs * len(ends) / TIMED_EPOCHS * epoch + rest) * rows / len(sample),
-        "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, scaled to {request.max_epochs} "
-        f"epochs (training may stop earlier), {rows:,} rows and one network",
+        "seconds": (request.max_epochs * len(ends) / TIMED_EPOCHS * epoch + rest)
+        * rows
+        / len(sample),
+        "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, "
+        f"scaled to {request.max_epochs} epochs (training may stop earlier), {rows:,} "
+        "rows and one network",
     }

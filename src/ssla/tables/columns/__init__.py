@@ -1,4 +1,6 @@
-"""CSV, Parquet and Excel tables with numbers, booleans, categories and gaps -> columns of numbers, and back."""
+"""CSV, Parquet and Excel tables with numbers, booleans, categories and gaps -> columns of
+numbers, and back.
+"""
 
 from __future__ import annotations
 

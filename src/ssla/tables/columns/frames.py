@@ -1,7 +1,9 @@
-"""Data frames of pandas and polars, and arrays, as tables. Neither library is imported here: a frame is recognised by its class.
+"""Data frames of pandas and polars, and arrays, as tables.
 
-A column with a type keeps it: numbers, booleans, dates and times, durations (as days), categories (as texts). Columns of texts or
-of objects are interpreted like those of a CSV file.
+Neither library is imported here: a frame is recognised by its class.
+
+A column with a type keeps it: numbers, booleans, dates and times, durations (as days), categories
+(as texts). Columns of texts or of objects are interpreted like those of a CSV file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from ssla.tables.columns.kinds import BOOLEAN, DATE, NUMBER, SECONDS, TEXT, Column, TableError, is_missing, text_of
+from ssla.tables.columns.kinds import (
+    BOOLEAN,
+    DATE,
+    NUMBER,
+    SECONDS,
+    TEXT,
+    Column,
+    TableError,
+    is_missing,
+    text_of,
+)
 from ssla.tables.columns.reading import Table
 
 MICROSECONDS = SECONDS * 1_000_000
@@ -24,12 +36,16 @@ SOURCE = Path("X")  # what errors call the table
 
 
 def is_gap(cell: Any) -> bool:
-    """Whether a value is None, NaN, pandas.NA or pandas.NaT; a text such as "NA" is not a gap here, but a label."""
+    """Whether a value is None, NaN, pandas.NA or pandas.NaT; a text such as "NA" is not a gap
+    here, but a label.
+    """
     return cell is None or type(cell).__name__ in NOTHING or bool(cell != cell)
 
 
 def with_gaps(values: Any) -> Any:
-    """A masked array with gaps (NaN, NaT or None) in place of its masked cells; all else as it is."""
+    """A masked array with gaps (NaN, NaT or None) in place of its masked cells; all else as it
+    is.
+    """
     if not isinstance(values, np.ma.MaskedArray):
         return values
     mask, kind = np.ma.getmaskarray(values), values.dtype.kind
@@ -50,7 +66,9 @@ def is_frame(X: Any) -> bool:
 
 
 def is_plain(X: Any) -> bool:
-    """Whether all columns of a frame, or all cells of an array, are numbers or booleans by their type. (They may be NaN.)"""
+    """Whether all columns of a frame, or all cells of an array, are numbers or booleans by
+    their type. (They may be NaN.)
+    """
     if _is(X, "pandas"):
         return all(getattr(dtype, "kind", "O") in "biufc" for dtype in X.dtypes)
     if _is(X, "polars"):
@@ -60,9 +78,15 @@ def is_plain(X: Any) -> bool:
 
 def table_of(X: Any, names: Sequence[str]) -> Table:
     """The table of a frame, or of an array (n, d). names: of the d columns, in their order."""
-    twice = {name for name in names if list(names).count(name) > 1} if len(set(names)) < len(names) else set()
+    twice = (
+        {name for name in names if list(names).count(name) > 1}
+        if len(set(names)) < len(names)
+        else set()
+    )
     if twice:
-        raise TableError(f"X has several columns named {min(twice)!r}. Rename or remove all but one.")
+        raise TableError(
+            f"X has several columns named {min(twice)!r}. Rename or remove all but one."
+        )
     if _is(X, "pandas"):
         parts: Iterable[Any] = (_of_pandas(name, X.iloc[:, i]) for i, name in enumerate(names))
     elif _is(X, "polars"):
@@ -82,14 +106,22 @@ def _of_pandas(name: str, series: Any) -> Column | list[Any]:
     if hasattr(series.dtype, "categories"):
         return _categories(name, series.dtype.categories.tolist(), series.cat.codes.to_numpy())
     if kind in "biuf":
-        return Column(name, BOOLEAN if kind == "b" else NUMBER, series.to_numpy(dtype=np.float64, na_value=np.nan))
+        return Column(
+            name,
+            BOOLEAN if kind == "b" else NUMBER,
+            series.to_numpy(dtype=np.float64, na_value=np.nan),
+        )
     if kind == "M":
-        moments = series.dt.tz_convert(None) if getattr(series.dt, "tz", None) is not None else series
+        moments = (
+            series.dt.tz_convert(None) if getattr(series.dt, "tz", None) is not None else series
+        )
         return Column(name, DATE, _days(moments.to_numpy(dtype="datetime64[us]")))
     if kind == "m":
         return Column(name, NUMBER, _days(series.to_numpy(dtype="timedelta64[us]")))
     cells = series.to_numpy(dtype=object).tolist()
-    return _cells(name, [None if gap else cell for cell, gap in zip(cells, series.isna(), strict=True)])
+    return _cells(
+        name, [None if gap else cell for cell, gap in zip(cells, series.isna(), strict=True)]
+    )
 
 
 def _of_polars(name: str, series: Any) -> Column | list[Any]:
@@ -108,9 +140,15 @@ def _of_polars(name: str, series: Any) -> Column | list[Any]:
 
 def _of_array(name: str, values: np.ndarray) -> Column | list[Any]:
     if values.dtype.kind in "biuf":
-        return Column(name, BOOLEAN if values.dtype.kind == "b" else NUMBER, values.astype(np.float64))
+        return Column(
+            name, BOOLEAN if values.dtype.kind == "b" else NUMBER, values.astype(np.float64)
+        )
     if values.dtype.kind in "mM":
-        return Column(name, DATE if values.dtype.kind == "M" else NUMBER, _days(values.astype(f"{values.dtype.kind}8[us]")))
+        return Column(
+            name,
+            DATE if values.dtype.kind == "M" else NUMBER,
+            _days(values.astype(f"{values.dtype.kind}8[us]")),
+        )
     return _cells(name, values.tolist())
 
 
@@ -126,7 +164,10 @@ def _days(moments: np.ndarray) -> np.ndarray:
 
 def _categories(name: str, levels: Sequence[Any], codes: np.ndarray) -> Column:
     """codes (n,): which level, −1 for a gap. A number is written in one way: 1.0 as 1."""
-    texts = [None if (cell := _plain(level)) is None or is_missing(cell) else text_of(cell) for level in levels]
+    texts = [
+        None if (cell := _plain(level)) is None or is_missing(cell) else text_of(cell)
+        for level in levels
+    ]
     return Column(name, TEXT, np.array([*texts, None], dtype=object)[codes])
 
 
@@ -136,8 +177,9 @@ def _cells(name: str, cells: list[Any]) -> list[Any]:
     for row, cell in enumerate(plain):
         if cell is not None and not isinstance(cell, str | int | float | Decimal | date):
             raise TypeError(
-                f"A cell of the argument must be a string, a number, a boolean, a date or missing, but row {row + 1} of column "
-                f"{name!r} is a {type(cell).__name__}. Turn it into one of these, or leave the column out."
+                "A cell of the argument must be a string, a number, a boolean, a date or missing, "
+                f"but row {row + 1} of column {name!r} is a {type(cell).__name__}. Turn it into "
+                "one of these, or leave the column out."
             )
     return plain
 
@@ -145,7 +187,11 @@ def _cells(name: str, cells: list[Any]) -> list[Any]:
 def _plain(cell: Any) -> Any:
     """A cell as a Python object: a whole number as int, None for a gap."""
     if isinstance(cell, np.generic):
-        cell = cell.astype(f"{cell.dtype.kind}8[us]").item() if cell.dtype.kind in "mM" else cell.item()
+        cell = (
+            cell.astype(f"{cell.dtype.kind}8[us]").item()
+            if cell.dtype.kind in "mM"
+            else cell.item()
+        )
     if type(cell).__name__ in NOTHING:
         return None
     if isinstance(cell, bytes):

@@ -21,19 +21,38 @@ import numpy as np
 from ssla.tables.columns.texts import Texts
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-MARKS = {"".join(letters) for mark in MISSING for letters in product(*zip(mark, mark.upper(), strict=True))}  # in any case
+MARKS = {
+    "".join(letters)
+    for mark in MISSING
+    for letters in product(*zip(mark, mark.upper(), strict=True))
+}  # in any case
 TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 NUMBER, BOOLEAN, TEXT, DATE = "number", "boolean", "text", "date"
 SPACES = " \u00a0\u2009\u202f"
-WAYS = ((".", ","), (",", ""), (",", "."), *((d, t) for t in (*SPACES, "'", "’") for d in ".,"))  # (decimal, thousands)
-CODES = "EUR|USD|GBP|JPY|CHF|CNY|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RON|TRY|ILS|BRL|MXN|ZAR|KRW|SGD|HKD|THB"
-UNIT = re.compile(rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[%‰€$£¥]|{CODES}))?", re.DOTALL)
-ISO = re.compile(r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?)?(Z|[+-]\d\d:?\d\d)?)?")
+WAYS = (
+    (".", ","),
+    (",", ""),
+    (",", "."),
+    *((d, t) for t in (*SPACES, "'", "’") for d in ".,"),
+)  # (decimal, thousands)
+CODES = (
+    "EUR|USD|GBP|JPY|CHF|CNY|INR|AUD|CAD|NZD|SEK|NOK|DKK|"
+    "PLN|CZK|HUF|RON|TRY|ILS|BRL|MXN|ZAR|KRW|SGD|HKD|THB"
+)
+UNIT = re.compile(
+    rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[%‰€$£¥]|{CODES}))?", re.DOTALL
+)
+ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?)?(Z|[+-]\d\d:?\d\d)?)?"
+)
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 SECONDS = 86400
 TRIED = 100  # cells that are examined for a unit
 MOST_MIXED = 20  # different values of a column of numbers and texts that are categories
-ROWS_OF_A_TEXT, SHARE_OF_A_TEXT = 5, 0.01  # rows that each of its texts needs, so that it is not a typing error
+ROWS_OF_A_TEXT, SHARE_OF_A_TEXT = (
+    5,
+    0.01,
+)  # rows that each of its texts needs, so that it is not a typing error
 
 
 class TableError(ValueError):
@@ -50,7 +69,10 @@ class Style:
     after: str = ""
 
     def number(self, cell: Any) -> float | None:
-        """The value of a cell, or None. A number that is not a text has no unit; a boolean is not a number."""
+        """The value of a cell, or None.
+
+        A number that is not a text has no unit; a boolean is not a number.
+        """
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
         if not isinstance(cell, str) or "_" in cell:
@@ -59,7 +81,10 @@ class Style:
             cell = re.sub(f"[{SPACES}]", " ", cell)
         if (self.decimal, self.thousands, self.before, self.after) != (".", "", "", ""):
             parts = UNIT.fullmatch(cell)
-            if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (self.before, self.after):
+            if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (
+                self.before,
+                self.after,
+            ):
                 return None
             cell = parts[1] + parts[3]
             if (self.decimal, self.thousands) != (".", ""):
@@ -75,8 +100,17 @@ class Style:
         """The format, with a cell as an example; empty for plain numbers."""
         if self == Style():
             return ""
-        shown = next((c for c in cells if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None), None)
-        return "numbers" + (f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else "")
+        shown = next(
+            (
+                c
+                for c in cells
+                if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None
+            ),
+            None,
+        )
+        return "numbers" + (
+            f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else ""
+        )
 
 
 @lru_cache
@@ -89,8 +123,9 @@ def _form(decimal: str, thousands: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """kind "number", "boolean" or "date": values are floats (dates: days since 1970, UTC), NaN where missing; "text": strings,
-    None where missing."""
+    """kind "number", "boolean" or "date": values are floats (dates: days since 1970, UTC), NaN
+    where missing; "text": strings, None where missing.
+    """
 
     name: str
     kind: str
@@ -101,7 +136,9 @@ class Column:
     @cached_property
     def missing(self) -> np.ndarray:
         """bool (n,)."""
-        gaps: np.ndarray = self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
+        gaps: np.ndarray = (
+            self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
+        )
         return gaps
 
     @property
@@ -109,24 +146,36 @@ class Column:
         """The values as cells of a table: whole numbers as int, None where missing."""
         if self.kind == TEXT:
             return list(self.values)
-        make: Callable[[float], Any] = _shortest if self.kind == NUMBER else bool if self.kind == BOOLEAN else _moment
+        make: Callable[[float], Any] = (
+            _shortest if self.kind == NUMBER else bool if self.kind == BOOLEAN else _moment
+        )
         return [None if math.isnan(value) else make(value) for value in self.values.tolist()]
 
     def as_kind(self, kind: str, style: Style) -> Column | None:
-        """The column, if its kind is that of the training column, or booleans for numbers without a unit; else None."""
+        """The column, if its kind is that of the training column, or booleans for numbers
+        without a unit; else None.
+        """
         right = self.kind == kind or (self.kind, kind) == (BOOLEAN, NUMBER)
         return replace(self, kind=kind) if right and not (style.before or style.after) else None
 
 
-def interpret(name: str, cells: Sequence[Any] | np.ndarray, style: Style | None = None, mixed: bool = False) -> Column:
-    """Booleans, dates or numbers if all cells are, else texts. Numbers or dates mixed with a few texts are refused.
+def interpret(
+    name: str, cells: Sequence[Any] | np.ndarray, style: Style | None = None, mixed: bool = False
+) -> Column:
+    """Booleans, dates or numbers if all cells are, else texts.
 
-    style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other formats (WAYS): one that fits
-    every cell is used, and two that fit with different values are refused.
-    mixed: numbers and texts are categories if they have at most MOST_MIXED different values and no text is rare.
+    Numbers or dates mixed with a few texts are refused.
+
+    style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other
+    formats (WAYS): one that fits every cell is used, and two that fit with different values are
+    refused. mixed: numbers and texts are categories if they have at most MOST_MIXED different
+    values and no text is rare.
     """
     stated = style or Style()
-    if isinstance(cells, Texts | np.ndarray) and (plain := _plain_numbers(cells, stated)) is not None:
+    if (
+        isinstance(cells, Texts | np.ndarray)
+        and (plain := _plain_numbers(cells, stated)) is not None
+    ):
         return Column(name, NUMBER, _finite(name, plain), stated)
     levels, codes = _distinct(cells)
     there = np.array([not is_missing(cell) for cell in levels], dtype=bool)
@@ -154,7 +203,10 @@ def interpret(name: str, cells: Sequence[Any] | np.ndarray, style: Style | None 
 
 
 def _few_values(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
-    """How numbers and texts are read as categories; empty if they are not. A text in few rows may be a typing error."""
+    """How numbers and texts are read as categories; empty if they are not.
+
+    A text in few rows may be a typing error.
+    """
     rows: Counter[str] = Counter()
     for cell, count in zip(given, counts.tolist(), strict=True):
         rows[text_of(cell)] += count
@@ -175,15 +227,21 @@ def read_as(
     first: int = 0,
     part: bool = False,
 ) -> Column:
-    """The cells, in the kind of the training column; TableError with the first cell of another kind.
+    """The cells, in the kind of the training column; TableError with the first cell of another
+    kind.
 
-    first: the number of rows of the source before these cells.  part: whether there may be more after them.
+    first: the number of rows of the source before these cells.  part: whether there may be more
+    after them.
     """
     if kind == NUMBER and (plain := _plain_numbers(cells, style)) is not None:
         return Column(name, kind, _finite(name, plain, first, part), style)
     levels, codes = _distinct(cells)
     if kind == TEXT:
-        return Column(name, TEXT, np.array([None if is_missing(c) else text_of(c) for c in levels], dtype=object)[codes])
+        return Column(
+            name,
+            TEXT,
+            np.array([None if is_missing(c) else text_of(c) for c in levels], dtype=object)[codes],
+        )
     read: Callable[[Any], float | None] = {NUMBER: style.number, BOOLEAN: _boolean, DATE: day}[kind]
     found = [math.nan if is_missing(cell) else read(cell) for cell in levels]
     wrong = np.flatnonzero(np.array([value is None for value in found], dtype=bool)[codes])
@@ -193,11 +251,13 @@ def read_as(
             written = f"{style.before}1{style.thousands}234{style.decimal}5{style.after}"
             what += f" written like {written}"
         raise TableError(
-            f"Column {name!r} held {what} at training, but row {first + wrong[0] + 1} of {source} is "
-            f"{str(levels[codes[wrong[0]]])[:30]!r} ({len(wrong)} such cells {_counted(first + len(cells), part)}). Correct or "
-            "empty them."
+            f"Column {name!r} held {what} at training, but row {first + wrong[0] + 1} of {source} "
+            f"is {str(levels[codes[wrong[0]]])[:30]!r} ({len(wrong)} such cells "
+            f"{_counted(first + len(cells), part)}). Correct or empty them."
         )
-    return Column(name, kind, _finite(name, np.array(found, dtype=float)[codes], first, part), style)
+    return Column(
+        name, kind, _finite(name, np.array(found, dtype=float)[codes], first, part), style
+    )
 
 
 def _distinct(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
@@ -211,13 +271,21 @@ def _distinct(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndar
     if not set(map(type, cells)) <= {str, type(None)}:
         return cells, np.arange(len(cells))
     places = {cell: i for i, cell in enumerate(dict.fromkeys(cells))}
-    return list(places), np.fromiter(map(places.__getitem__, cells), dtype=np.intp, count=len(cells))
+    return list(places), np.fromiter(
+        map(places.__getitem__, cells), dtype=np.intp, count=len(cells)
+    )
 
 
 def _plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.ndarray | None:
-    """What `Style.number` gives, but faster, if all cells are numbers or texts of plain numbers; else None."""
+    """What `Style.number` gives, but faster, if all cells are numbers or texts of plain
+    numbers; else None.
+    """
     if isinstance(cells, np.ndarray):
-        return cells.astype(float) if cells.dtype.kind in "iuf" and not (style.before or style.after) else None
+        return (
+            cells.astype(float)
+            if cells.dtype.kind in "iuf" and not (style.before or style.after)
+            else None
+        )
     if isinstance(cells, Texts):
         return None if style.before or style.after else cells.numbers(style.decimal, MARKS)
     if style != Style():
@@ -234,12 +302,18 @@ def _counted(rows: int, part: bool) -> str:
 
 
 def text_of(cell: Any) -> str:
-    """A cell as text: a string itself, a number in its shortest exact form, a boolean as true or false."""
+    """A cell as text: a string itself, a number in its shortest exact form, a boolean as true
+    or false.
+    """
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
 
 def is_missing(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.lower() in MISSING) or (isinstance(cell, float) and math.isnan(cell))
+    return (
+        cell is None
+        or (isinstance(cell, str) and cell.lower() in MISSING)
+        or (isinstance(cell, float) and math.isnan(cell))
+    )
 
 
 def truth(cell: Any) -> float | None:
@@ -256,13 +330,17 @@ def day(cell: Any) -> float | None:
         clock, seconds, fraction, offset = (part or "" for part in parts.groups()[1:])
         offset = "+00:00" if offset in ("", "Z") else f"{offset[:3]}:{offset[-2:]}"
         try:
-            cell = datetime.fromisoformat(f"{parts[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}")
+            cell = datetime.fromisoformat(
+                f"{parts[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}"
+            )
         except ValueError:
             return None
     elif not isinstance(cell, date):
         return None
     moment = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
-    return ((moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment) - EPOCH).total_seconds() / SECONDS
+    return (
+        (moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment) - EPOCH
+    ).total_seconds() / SECONDS
 
 
 def _boolean(cell: Any) -> float | None:
@@ -278,7 +356,11 @@ def _floats(cells: Sequence[Any], read: Callable[[Any], float | None]) -> np.nda
 
 def checked(column: Column) -> Column:
     """The column; TableError if it has infinite values."""
-    return column if column.kind == TEXT else replace(column, values=_finite(column.name, column.values))
+    return (
+        column
+        if column.kind == TEXT
+        else replace(column, values=_finite(column.name, column.values))
+    )
 
 
 def _shortest(value: float) -> int | float:
@@ -293,23 +375,29 @@ def _finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -
     endless = np.isinf(values).nonzero()[0]
     if len(endless):
         raise TableError(
-            f"Column {name!r} has an infinite value in row {first + endless[0] + 1} ({len(endless)} "
-            f"{_counted(first + len(values), part)}). Correct or empty them."
+            f"Column {name!r} has an infinite value in row {first + endless[0] + 1} "
+            f"({len(endless)} {_counted(first + len(values), part)}). Correct or empty them."
         )
     return values
 
 
-def _mixed(name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, what: str) -> TableError:
+def _mixed(
+    name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, what: str
+) -> TableError:
     """wrong: which of the levels are of another kind."""
     rows = np.flatnonzero(wrong[codes])
     return TableError(
-        f"Column {name!r} mixes {what} and texts: row {rows[0] + 1} is {str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such "
-        f"cells in total. Correct them, or leave the column out with --drop {name!r}."
+        f"Column {name!r} mixes {what} and texts: row {rows[0] + 1} is "
+        f"{str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such cells in total. Correct them, or "
+        f"leave the column out with --drop {name!r}."
     )
 
 
 def _style(name: str, given: list[Any], counts: np.ndarray, asked: Style | None) -> Style:
-    """The format that fits most cells, or all of them if possible. counts: how often each of the given cells occurs."""
+    """The format that fits most cells, or all of them if possible.
+
+    counts: how often each of the given cells occurs.
+    """
     open_to, stated = asked is None, asked or Style()
     if _all_numbers(stated, given) is not None:
         return stated
@@ -320,23 +408,33 @@ def _style(name: str, given: list[Any], counts: np.ndarray, asked: Style | None)
     units = (unit[2] or "", (unit[4] or "").strip())
     possible = [Style(d, t, *units) for d, t in ((".", ""), *_ways(texts))]
     styles = possible if open_to else [Style(stated.decimal, stated.thousands, *units)]
-    whole = [(style, values) for style in styles if (values := _all_numbers(style, given)) is not None]
-    for style, values in whole[1:] if whole and whole[0][0] is not styles[0] else ():  # plain numbers need no other format
+    whole = [
+        (style, values) for style in styles if (values := _all_numbers(style, given)) is not None
+    ]
+    for style, values in (
+        whole[1:] if whole and whole[0][0] is not styles[0] else ()
+    ):  # plain numbers need no other format
         if values != whole[0][1]:
             i = next(i for i, (a, b) in enumerate(zip(whole[0][1], values, strict=True)) if a != b)
             raise TableError(
-                f"Column {name!r} is ambiguous: {given[i]!r} is {whole[0][1][i]:.10g} with {_options(whole[0][0])}, "
-                f"but {values[i]:.10g} with {_options(style)}. Give one of these options. An input can be left out with "
-                f"--drop {name!r}."
+                f"Column {name!r} is ambiguous: {given[i]!r} is {whole[0][1][i]:.10g} with "
+                f"{_options(whole[0][0])}, but {values[i]:.10g} with {_options(style)}. Give one "
+                f"of these options. An input can be left out with --drop {name!r}."
             )
-    if not open_to and not whole and any(_all_numbers(other, given) is not None for other in possible):
+    if (
+        not open_to
+        and not whole
+        and any(_all_numbers(other, given) is not None for other in possible)
+    ):
         raise TableError(
-            f"Column {name!r} is not in the format {_options(stated)}: its first value is {given[0]!r}. Write all columns in "
-            f"one format, or leave it out with --drop {name!r}."
+            f"Column {name!r} is not in the format {_options(stated)}: its first value is "
+            f"{given[0]!r}. Write all columns in one format, or leave it out with --drop {name!r}."
         )
     if whole:
         return whole[0][0]
-    return max(styles, key=lambda style: counts[[style.number(cell) is not None for cell in given]].sum())
+    return max(
+        styles, key=lambda style: counts[[style.number(cell) is not None for cell in given]].sum()
+    )
 
 
 def _all_numbers(style: Style, cells: list[Any]) -> list[float] | None:
@@ -351,7 +449,10 @@ def _all_numbers(style: Style, cells: list[Any]) -> list[float] | None:
 
 
 def _ways(texts: list[str]) -> list[tuple[str, str]]:
-    """The WAYS whose marks occur. Another gives the same values as the way without its thousands mark, or as plain numbers."""
+    """The WAYS whose marks occur.
+
+    Another gives the same values as the way without its thousands mark, or as plain numbers.
+    """
     found = set("".join(texts))
     spaces = {" "} if found & set(SPACES) else set()
     return [(d, t) for d, t in WAYS if (t or d) in found | spaces]

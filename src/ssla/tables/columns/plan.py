@@ -1,8 +1,10 @@
-"""How columns become numbers: decided once on the training table, applied to every later table, and reported.
+"""How columns become numbers: decided once on the training table, applied to every later table, and
+reported.
 
-A later row may lack a value, or have a category that was not in the training table. If training had enough such rows, the row is
-encoded like those. Otherwise the plan gives several copies of the row, with values of the training table in the gap, and the
-prediction is a mixture over them (`Encoded.copies`).
+A later row may lack a value, or have a category that was not in the training table. If training had
+enough such rows, the row is encoded like those. Otherwise the plan gives several copies of the row,
+with values of the training table in the gap, and the prediction is a mixture over them
+(`Encoded.copies`).
 """
 
 from __future__ import annotations
@@ -20,13 +22,18 @@ from ssla.tables.columns.kinds import BOOLEAN, DATE, EPOCH, NUMBER, TEXT, Column
 from ssla.tables.columns.reading import Table
 
 MOST_LEVELS = 50
-FREE_TEXT = 0.1  # of the rows: a text column with more different values, and more than twenty, is not a category
+# of the rows: a text column with more different values, and more than twenty, is not a category
+FREE_TEXT = 0.1
 FEW_LEVELS = 20
 LARGEST_FILL = 1e300
 FEWEST_ROWS = 2  # of a level that has a code
 MOST_CODES = 10_000
-CODED = 0.5  # of the rows: a text column with many values is a category if levels with a code have at least that many
-ENOUGH = 20  # training rows with a gap, or a rare category, that the network needs to learn its effect
+# of the rows: a text column with many values is a category if levels with a code have at least that
+# many
+CODED = 0.5
+ENOUGH = (
+    20  # training rows with a gap, or a rare category, that the network needs to learn its effect
+)
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
 SETS = 200  # of rows, of which the one closest in means and spreads is kept
 YEAR, DAY = 365.2425, 1.0
@@ -34,9 +41,11 @@ YEAR, DAY = 365.2425, 1.0
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there were any); one column for each
-    category, one for all rare ones. Dates are days since the first, with sine and cosine of each period that the table spans.
-    A category with many levels has one column of codes in place of one for each, if its plan has codes (see `make_plan`)."""
+    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there
+    were any); one column for each category, one for all rare ones. Dates are days since the first,
+    with sine and cosine of each period that the table spans. A category with many levels has one
+    column of codes in place of one for each, if its plan has codes (see `make_plan`).
+    """
 
     name: str
     kind: str
@@ -49,16 +58,26 @@ class Feature:
     start: float = 0.0
     periods: tuple[float, ...] = ()
     gaps: int = 0  # training rows without a value
-    draws: tuple[float | str, ...] = ()  # values that represent the training column, with their shares
+    draws: tuple[
+        float | str, ...
+    ] = ()  # values that represent the training column, with their shares
     shares: tuple[float, ...] = ()
     said: str = ""  # how the column was interpreted, if that is not obvious
-    codes: tuple[str, ...] = ()  # levels 1, 2, …, the most frequent first; then gaps, if training had any; 0: every other level
+    codes: tuple[
+        str, ...
+        # levels 1, 2, …, the most frequent first; then gaps, if training had any; 0: every other
+        # level
+    ] = ()
 
     @property
     def width(self) -> int:
         if self.codes:
             return 1
-        return len(self.levels) + bool(self.rare) if self.kind == TEXT else 1 + self.flag + 2 * len(self.periods)
+        return (
+            len(self.levels) + bool(self.rare)
+            if self.kind == TEXT
+            else 1 + self.flag + 2 * len(self.periods)
+        )
 
     @property
     def coded(self) -> list[int]:
@@ -71,9 +90,13 @@ class Feature:
         if self.codes:
             return [f"{self.name}: code"]
         if self.kind == TEXT:
-            return [f"{self.name}={level}" for level in self.levels] + [f"{self.name}: rare"] * bool(self.rare)
+            return [f"{self.name}={level}" for level in self.levels] + [
+                f"{self.name}: rare"
+            ] * bool(self.rare)
         cycles = [
-            f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}" for p in self.periods for wave in ("sine", "cosine")
+            f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}"
+            for p in self.periods
+            for wave in ("sine", "cosine")
         ]
         return [self.name] + [f"{self.name}: missing"] * self.flag + cycles
 
@@ -97,10 +120,15 @@ class Feature:
         codes = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
         new = np.array([value is not None and value not in places for value in codes], dtype=bool)
         at = np.array(
-            [places.get(v, other if strange and self.rare_learned else -1) for v, strange in zip(codes, new, strict=True)],
+            [
+                places.get(v, other if strange and self.rare_learned else -1)
+                for v, strange in zip(codes, new, strict=True)
+            ],
             dtype=np.intp,
         )
-        index = np.fromiter(map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values))
+        index = np.fromiter(
+            map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values)
+        )
         block, unknown = np.zeros((len(column.values), self.width)), new[index]
         rows = np.flatnonzero(at[index] >= 0)
         block[rows, at[index[rows]]] = 1.0
@@ -119,12 +147,18 @@ class Feature:
         return bool(self.rare) and self.rare_rows >= ENOUGH
 
     def unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a gap, or an unknown or scarce category, if training had too few such rows."""
-        rows: np.ndarray = (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned)) | scarce
+        """Rows (n,) with a gap, or an unknown or scarce category, if training had too few such
+        rows.
+        """
+        rows: np.ndarray = (
+            (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned)) | scarce
+        )
         return rows
 
     def scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a category of so few training rows that it has no code, if all such categories have too few."""
+        """Rows (n,) with a category of so few training rows that it has no code, if all such
+        categories have too few.
+        """
         if not self.codes or self.rare_learned:
             return np.zeros(len(unknown), dtype=bool)
         rows: np.ndarray = (block[:, 0] == 0) & ~column.missing & ~unknown
@@ -132,7 +166,11 @@ class Feature:
 
     def of_values(self, values: Sequence[float | str]) -> np.ndarray:
         """(k, width)."""
-        return self.encode(Column(self.name, self.kind, np.array(values, dtype=object if self.kind == TEXT else float)))[0]
+        return self.encode(
+            Column(
+                self.name, self.kind, np.array(values, dtype=object if self.kind == TEXT else float)
+            )
+        )[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +185,14 @@ class Encoded:
     plan: Plan
 
     def __getitem__(self, rows: np.ndarray | slice) -> Encoded:
-        return Encoded(self.values[rows], self.missing, self.unknown, self.notes[rows], self.unlearned[rows], self.plan)
+        return Encoded(
+            self.values[rows],
+            self.missing,
+            self.unknown,
+            self.notes[rows],
+            self.unlearned[rows],
+            self.plan,
+        )
 
     def __len__(self) -> int:
         return len(self.values)
@@ -159,12 +204,16 @@ class Encoded:
 
     @property
     def mixed(self) -> np.ndarray:
-        """Rows (n,) bool that need a mixture over training values; none if the plan has no such values."""
+        """Rows (n,) bool that need a mixture over training values; none if the plan has no such
+        values.
+        """
         rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
         return rows
 
     def copies(self) -> Iterator[np.ndarray]:
-        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several get those of complete rows."""
+        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several
+        get those of complete rows.
+        """
         values, gaps = self.values[self.mixed], self.unlearned[self.mixed]
         several = gaps.sum(1) > 1
         for k in range(DRAWS):
@@ -189,11 +238,15 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Plan:
-    """Features in their order, excluded columns with the reason, and rows that represent the training table."""
+    """Features in their order, excluded columns with the reason, and rows that represent the
+    training table.
+    """
 
     features: tuple[Feature, ...]
     left_out: dict[str, str]
-    rows: tuple[tuple[float | str, ...], ...] = ()  # (DRAWS, features); empty in plans of earlier versions
+    rows: tuple[
+        tuple[float | str, ...], ...
+    ] = ()  # (DRAWS, features); empty in plans of earlier versions
 
     @property
     def width(self) -> int:
@@ -202,7 +255,9 @@ class Plan:
     @property
     def plain(self) -> bool:
         """Whether numbers without gaps are encoded as themselves."""
-        return not self.left_out and all(feature.kind == NUMBER and feature.width == 1 for feature in self.features)
+        return not self.left_out and all(
+            feature.kind == NUMBER and feature.width == 1 for feature in self.features
+        )
 
     @property
     def said(self) -> dict[str, str]:
@@ -211,22 +266,33 @@ class Plan:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The number of codes of each column of numbers (width), 0 for a column that is no code; () if no column is one."""
+        """The number of codes of each column of numbers (width), 0 for a column that is no
+        code; () if no column is one.
+        """
         found = tuple(count for feature in self.features for count in feature.coded)
         return found if any(found) else ()
 
     @cached_property
     def places(self) -> list[slice]:
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
-        return [slice(end - feature.width, end) for end, feature in zip(ends, self.features, strict=True)]
+        return [
+            slice(end - feature.width, end)
+            for end, feature in zip(ends, self.features, strict=True)
+        ]
 
     @cached_property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each feature: its draws (k, width), and its part of the rows (DRAWS, width)."""
-        return [(f.of_values(f.draws), f.of_values([row[i] for row in self.rows])) for i, f in enumerate(self.features)]
+        return [
+            (f.of_values(f.draws), f.of_values([row[i] for row in self.rows]))
+            for i, f in enumerate(self.features)
+        ]
 
     def encode(self, table: Table) -> Encoded:
-        """The columns of the plan; others are ignored. TableError for a missing column, or a cell of another kind."""
+        """The columns of the plan; others are ignored.
+
+        TableError for a missing column, or a cell of another kind.
+        """
         blocks, missing, unknown, unlearned = [], {}, {}, []
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
@@ -241,7 +307,10 @@ class Plan:
             if new.any():
                 unknown[feature.name] = int(new.sum())
                 rare = ", treated as a rare one" if feature.rare_learned else ""
-                found = [f"; {feature.name}: unknown category {text[:40]!r}{rare}" for text in column.values[new].tolist()]
+                found = [
+                    f"; {feature.name}: unknown category {text[:40]!r}{rare}"
+                    for text in column.values[new].tolist()
+                ]
                 notes[new] += np.array(found, dtype=object)
             if scarce.any():
                 found = [
@@ -251,10 +320,16 @@ class Plan:
                 notes[scarce] += np.array(found, dtype=object)
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
-        return Encoded(np.concatenate(blocks, 1), missing, unknown, notes, np.stack(unlearned, 1), self)
+        return Encoded(
+            np.concatenate(blocks, 1), missing, unknown, notes, np.stack(unlearned, 1), self
+        )
 
     def as_json(self) -> dict[str, Any]:
-        return {"features": [asdict(feature) for feature in self.features], "left_out": self.left_out, "rows": self.rows}
+        return {
+            "features": [asdict(feature) for feature in self.features],
+            "left_out": self.left_out,
+            "rows": self.rows,
+        }
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
@@ -267,15 +342,25 @@ class Plan:
         if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
             raise ValueError("the columns that were left out have no reasons")
         rows = tuple(tuple(row) for row in content.get("rows", ()))
-        if rows and (len(rows) != DRAWS or any(len(row) != len(features) for row in rows) or not all(f.draws for f in features)):
+        if rows and (
+            len(rows) != DRAWS
+            or any(len(row) != len(features) for row in rows)
+            or not all(f.draws for f in features)
+        ):
             raise ValueError("the rows that represent the training table do not fit the columns")
         return Plan(features, left_out, rows)
 
 
 def _feature(f: dict[str, Any]) -> Feature:
-    """Also for plans of earlier versions, which have the first five entries. ValueError for an impossible feature."""
+    """Also for plans of earlier versions, which have the first five entries.
+
+    ValueError for an impossible feature.
+    """
     name, kind = f["name"], f["kind"]
-    lists = {part: tuple(_list(f.get(part, ()))) for part in ("levels", "rare", "periods", "draws", "shares", "codes")}
+    lists = {
+        part: tuple(_list(f.get(part, ())))
+        for part in ("levels", "rare", "periods", "draws", "shares", "codes")
+    }
     texts = (
         name,
         kind,
@@ -285,17 +370,35 @@ def _feature(f: dict[str, Any]) -> Feature:
         *lists["codes"],
         *(lists["draws"] if kind == TEXT else ()),
     )
-    if not all(isinstance(text, str) for text in texts) or kind not in (NUMBER, BOOLEAN, TEXT, DATE):
+    if not all(isinstance(text, str) for text in texts) or kind not in (
+        NUMBER,
+        BOOLEAN,
+        TEXT,
+        DATE,
+    ):
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
     known = (*lists["levels"], *lists["rare"], *lists["codes"])
     one_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
     if not one_kind or len(set(known)) < len(known):
-        raise ValueError(f"the categories of the column {name!r} do not fit its kind, or one occurs twice")
-    numbers = (f["fill"], f.get("start", 0.0), *lists["periods"], *lists["shares"], *(lists["draws"] if kind != TEXT else ()))
-    if type(f["flag"]) is not bool or any(type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers):
+        raise ValueError(
+            f"the categories of the column {name!r} do not fit its kind, or one occurs twice"
+        )
+    numbers = (
+        f["fill"],
+        f.get("start", 0.0),
+        *lists["periods"],
+        *lists["shares"],
+        *(lists["draws"] if kind != TEXT else ()),
+    )
+    if type(f["flag"]) is not bool or any(
+        type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers
+    ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
     counts = (f.get("rare_rows", 0), f.get("gaps", ENOUGH if f["flag"] else 0))
-    if any(type(count) is not int or count < 0 for count in counts) or min((*lists["periods"], *lists["shares"]), default=1) <= 0:
+    if (
+        any(type(count) is not int or count < 0 for count in counts)
+        or min((*lists["periods"], *lists["shares"]), default=1) <= 0
+    ):
         raise ValueError(f"the column {name!r} has counts, periods or shares that are not positive")
     return Feature(
         name,
@@ -323,11 +426,17 @@ def _list(value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def make_plan(
-    table: Table, without: set[str], given: np.ndarray | None = None, constants: bool = False, codes: bool = False
+    table: Table,
+    without: set[str],
+    given: np.ndarray | None = None,
+    constants: bool = False,
+    codes: bool = False,
 ) -> Plan:
-    """Make a plan from the given rows (n,) bool, for every column except those named. constants: keep numbers that are constant,
-    so that a table of numbers without gaps is encoded as itself. codes: number the levels of categories that have many, for a
-    model that learns an effect of each; other models would read a code as a number."""
+    """Make a plan from the given rows (n,) bool, for every column except those named. constants:
+    keep numbers that are constant, so that a table of numbers without gaps is encoded as itself.
+    codes: number the levels of categories that have many, for a model that learns an effect of
+    each; other models would read a code as a number.
+    """
     kept = np.ones(table.rows, dtype=bool) if given is None else given
     features, columns, left_out = [], [], {}
     for name in table.names:
@@ -341,7 +450,11 @@ def make_plan(
         elif column.kind == TEXT:
             feature = _categories(column, codes)
         else:
-            feature = _numeric(column, "" if column.style == Style() else column.style.words(table.cells_of(name)), constants)
+            feature = _numeric(
+                column,
+                "" if column.style == Style() else column.style.words(table.cells_of(name)),
+                constants,
+            )
         if isinstance(feature, str):
             left_out[name] = feature
         else:
@@ -349,7 +462,9 @@ def make_plan(
             columns.append(column)
     if not features:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-        raise TableError(f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}.")
+        raise TableError(
+            f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}."
+        )
     return Plan(tuple(features), left_out, _rows(features, columns))
 
 
@@ -364,7 +479,11 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
         start, span = float(values.min()), float(np.ptp(values))
         periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
         first = (EPOCH + timedelta(days=start)).date()
-        cycles = "".join(f", with the time of the {name}" for name, period in (("year", YEAR), ("day", DAY)) if period in periods)
+        cycles = "".join(
+            f", with the time of the {name}"
+            for name, period in (("year", YEAR), ("day", DAY))
+            if period in periods
+        )
         said = f"dates, as days since {first}{cycles}"
     return Feature(
         column.name,
@@ -396,15 +515,25 @@ def _categories(column: Column, codes: bool) -> Feature | str:
         order = np.argsort(-counts, kind="stable")
     if free_text:
         return f"{len(levels)} different texts in {len(column.values)} rows"
-    kept, rare = (sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:]))
+    kept, rare = (
+        sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:])
+    )
     rare_rows = int(counts[order[MOST_LEVELS:]].sum())
     said = (
-        f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) share one column"
+        f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) "
+        "share one column"
         if rare
         else column.said
     )
     return Feature(
-        column.name, TEXT, levels=tuple(kept), rare=tuple(rare), rare_rows=rare_rows, gaps=gaps, said=said, **_draws(values)
+        column.name,
+        TEXT,
+        levels=tuple(kept),
+        rare=tuple(rare),
+        rare_rows=rare_rows,
+        gaps=gaps,
+        said=said,
+        **_draws(values),
     )
 
 
@@ -427,7 +556,9 @@ def _coded(column: Column, levels: np.ndarray, order: np.ndarray, rare_rows: int
 
 
 def _draws(values: np.ndarray) -> dict[str, Any]:
-    """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS (texts: in alphabetical order)."""
+    """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS
+    (texts: in alphabetical order).
+    """
     found, counts = _frequencies(values)
     shares = counts / counts.sum()
     if len(found) > DRAWS:
@@ -446,7 +577,8 @@ def _frequencies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
-    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are closest to those of all rows.
+    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are closest
+    to those of all rows.
 
     If no row is complete, gaps are filled with draws of their columns.
     """
@@ -454,7 +586,9 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     gaps = np.stack([column.missing for column in columns], 1)
     pool = np.flatnonzero(~gaps.any(axis=1))
     pool = pool if len(pool) else np.arange(len(numbers))
-    numbers = numbers[:, [not count for feature in features for count in feature.coded]]  # codes are not numbers
+    numbers = numbers[
+        :, [not count for feature in features for count in feature.coded]
+    ]  # codes are not numbers
     scale = numbers.std(0)
     numbers -= numbers.mean(0)
     numbers /= np.where(scale > 0, scale, 1.0)
@@ -465,6 +599,9 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]
     return tuple(
-        tuple(f.draws[k % len(f.draws)] if gaps[i, j] else values[j][k] for j, f in enumerate(features))
+        tuple(
+            f.draws[k % len(f.draws)] if gaps[i, j] else values[j][k]
+            for j, f in enumerate(features)
+        )
         for k, i in enumerate(best)
     )

@@ -32,7 +32,9 @@ DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
 BYTES_AT_ONCE = 1 << 20
 LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow
 THOUSANDS = ("", ".", ",", " ", "'")
-INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")  # how pandas names an index that was written as a column
+INDEX = re.compile(
+    r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$"
+)  # how pandas names an index that was written as a column
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +42,16 @@ class Table:
     """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
-    cells: Mapping[str, Sequence[Any] | np.ndarray | Column]  # by column: strings of a CSV, values of other files; or a kind
+    cells: Mapping[
+        str, Sequence[Any] | np.ndarray | Column
+    ]  # by column: strings of a CSV, values of other files; or a kind
     rows: int
     stated: Style | None = None  # the format of numbers, if given
     first: int = 0  # rows of the file before these
     part: bool = False  # whether the file may have more rows after these
-    types: dict[str, Any] = field(default_factory=dict)  # of the columns of a Parquet file, in pyarrow
+    types: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the columns of a Parquet file, in pyarrow
     indexed: bool = True  # whether a column with the name of a pandas index is one
 
     @property
@@ -64,10 +70,17 @@ class Table:
     def column(self, name: str, mixed: bool = False) -> Column:
         """The kind and values of a column, or TableError. mixed: see `interpret`."""
         found = self._given(name)
-        return checked(found) if isinstance(found, Column) else interpret(name, found, self.stated, mixed)
+        return (
+            checked(found)
+            if isinstance(found, Column)
+            else interpret(name, found, self.stated, mixed)
+        )
 
     def column_as(self, name: str, kind: str, style: Style) -> Column:
-        """The column in the kind of the training column, or TableError. Marks given for this table take precedence."""
+        """The column in the kind of the training column, or TableError.
+
+        Marks given for this table take precedence.
+        """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
         found = self._given(name)
@@ -80,15 +93,18 @@ class Table:
     def _given(self, name: str) -> Sequence[Any] | np.ndarray | Column:
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
-            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}.")
+            raise TableError(
+                f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}."
+            )
         return self.cells[name]
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
-    """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is a CSV from standard input.
+    """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is
+    a CSV from standard input.
 
-    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".". Without
-    them the format is detected for each column.
+    decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and
+    thousands=".". Without them the format is detected for each column.
     """
     (whole,) = read_parts(path, decimal, thousands)
     return whole
@@ -103,10 +119,13 @@ def read_parts(
 ) -> Iterator[Table]:
     """The same table in parts of `rows` rows each; the last has the rest. None: in one part.
 
-    CSV and Parquet files are read part by part, so that memory does not grow with the file; an Excel file is read as a whole.
-    only: the columns that are needed. Others of a Parquet file are not read: they have names, but no cells.
+    CSV and Parquet files are read part by part, so that memory does not grow with the file; an
+    Excel file is read as a whole. only: the columns that are needed. Others of a Parquet file are
+    not read: they have names, but no cells.
     """
-    stated = None if decimal is None and thousands is None else _stated(decimal or ".", thousands or "")
+    stated = (
+        None if decimal is None and thousands is None else _stated(decimal or ".", thousands or "")
+    )
     marks = "" if stated is None else stated.decimal + stated.thousands
     done = 0
     for part in _parts(Path(path), marks, rows, only):
@@ -119,11 +138,16 @@ def _stated(decimal: str, thousands: str) -> Style:
         raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
     if thousands not in THOUSANDS or thousands == decimal:
         marks = ", ".join(repr(mark) for mark in THOUSANDS[1:] if mark != decimal)
-        raise TableError(f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is {thousands!r}.")
+        raise TableError(
+            f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is "
+            f"{thousands!r}."
+        )
     return Style(decimal, thousands)
 
 
-def _parts(file: Path, marks: str, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
+def _parts(
+    file: Path, marks: str, rows: int | None, only: Collection[str] | None
+) -> Iterator[Table]:
     if str(file) == STANDARD_INPUT:
         return _csv_parts(Path("standard input"), sys.stdin.buffer, marks, rows)
     if not file.exists():
@@ -138,8 +162,8 @@ def _parts(file: Path, marks: str, rows: int | None, only: Collection[str] | Non
     if name.removesuffix(".gz").endswith(TEXTS):
         return _open_csv(file, marks, rows)
     raise TableError(
-        f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet and .xlsx are read. "
-        "Save the table in one of these formats."
+        f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet "
+        "and .xlsx are read. Save the table in one of these formats."
     )
 
 
@@ -148,12 +172,15 @@ def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
         try:
             yield from _csv_parts(file, stream, marks, rows)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise TableError(f"{file} is not a complete gzip file ({error}). Copy or compress it again.") from None
+            raise TableError(
+                f"{file} is not a complete gzip file ({error}). Copy or compress it again."
+            ) from None
 
 
 def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first part that they may split in
-    different ways."""
+    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first
+    part that they may split in different ways.
+    """
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
@@ -202,12 +229,17 @@ def _rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[lis
     """At most so many rows that are not empty, each of the width of the header."""
     for row in islice(filter(None, reader), most):
         if len(row) != width:
-            raise TableError(f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {width} columns.")
+            raise TableError(
+                f"{file}, line {reader.line_num}: {len(row)} cells, but the header has {width} "
+                "columns."
+            )
         yield row
 
 
 def _texts(file: Path, stream: Any) -> Iterator[str]:
-    """UTF-8, with or without a byte-order mark, a block at a time; for another encoding the error gives the conversion."""
+    """UTF-8, with or without a byte-order mark, a block at a time; for another encoding the
+    error gives the conversion.
+    """
     remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines, data = 1, stream.read(BYTES_AT_ONCE)
@@ -219,12 +251,15 @@ def _texts(file: Path, stream: Any) -> Iterator[str]:
         except UnicodeDecodeError as error:
             line = lines + error.object.count(b"\n", 0, error.start)
             raise TableError(
-                f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. The encoding may be "
-                f"Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
+                f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. "
+                f"The encoding may be Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
             ) from None
         if "\0" in text:
             line = lines + text.count("\n", 0, text.index("\0"))
-            raise TableError(f"{file}, line {line}: a NUL byte, so this is not plain text. {remedy.format('UTF-16LE')}")
+            raise TableError(
+                f"{file}, line {line}: a NUL byte, so this is not plain text. "
+                f"{remedy.format('UTF-16LE')}"
+            )
         if text:
             yield text
         if not data:
@@ -234,7 +269,9 @@ def _texts(file: Path, stream: Any) -> Iterator[str]:
 
 
 def _lines(texts: Iterator[str]) -> Iterator[str]:
-    """Lines with their ends; a line, or the end of a line in two characters, may be in two blocks."""
+    """Lines with their ends; a line, or the end of a line in two characters, may be in two
+    blocks.
+    """
     rest = ""
     for text in texts:
         lines = list(io.StringIO(rest + text, newline=""))
@@ -245,8 +282,9 @@ def _lines(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _delimiter(text: str, marks: str) -> str:
-    """The delimiter that splits the header into most cells and the first rows into as many, outside quotes; a mark of numbers
-    only if no other delimiter fits."""
+    """The delimiter that splits the header into most cells and the first rows into as many, outside
+    quotes; a mark of numbers only if no other delimiter fits.
+    """
 
     def fit(delimiter: str) -> tuple[bool, bool, int, bool]:
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
@@ -268,19 +306,27 @@ def _parquet_parts(file: Path, rows: int | None, only: Collection[str] | None) -
         raise TableError("Parquet files need pyarrow: pip install 'ssla[cli]'.") from None
     try:
         # a pre-buffered file keeps every row group that was read
-        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=BYTES_AT_ONCE) as source:
+        with pyarrow.parquet.ParquetFile(
+            file, pre_buffer=False, buffer_size=BYTES_AT_ONCE
+        ) as source:
             stored = [str(name) for name in source.schema_arrow.names]
             names = _checked_names(file, stored)
             count = source.metadata.num_rows
             if not count:
                 raise TableError(f"{file} has a header but no rows.")
-            wanted = stored if only is None else [old for old, name in zip(stored, names, strict=True) if name in only]
+            wanted = (
+                stored
+                if only is None
+                else [old for old, name in zip(stored, names, strict=True) if name in only]
+            )
             batches = source.iter_batches(rows or count, columns=wanted or stored[:1])
             new = dict(zip(stored, names, strict=True))
             types = {new[one.name]: _decoded(one.type) for one in source.schema_arrow}
             for table in of_equal_size(batches, rows or count):
                 cells = {new[old]: _arrow_cells(table.column(old)) for old in table.column_names}
-                yield Table(file, {name: cells.get(name, []) for name in names}, table.num_rows, types=types)
+                yield Table(
+                    file, {name: cells.get(name, []) for name in names}, table.num_rows, types=types
+                )
     except TableError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -307,26 +353,40 @@ def _read_excel(file: Path) -> Table:
     try:
         import openpyxl
     except ImportError:
-        raise TableError("Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV.") from None
+        raise TableError(
+            "Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV."
+        ) from None
     try:
-        stored, written = (openpyxl.load_workbook(file, read_only=True, data_only=values) for values in (True, False))
-        rows, formulas = ([list(row) for row in book.worksheets[0].iter_rows(values_only=True)] for book in (stored, written))
+        stored, written = (
+            openpyxl.load_workbook(file, read_only=True, data_only=values)
+            for values in (True, False)
+        )
+        rows, formulas = (
+            [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
+            for book in (stored, written)
+        )
         sheets = [sheet.title for sheet in stored.worksheets]
         stored.close()
         written.close()
     except Exception as error:  # a bad file can raise anything
-        raise TableError(f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV.") from None
+        raise TableError(
+            f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV."
+        ) from None
     if sheets[1:]:
         warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.")
     lost = sum(
-        a is None and b is not None for row, row_ in zip(rows, formulas, strict=True) for a, b in zip(row, row_, strict=True)
+        a is None and b is not None
+        for row, row_ in zip(rows, formulas, strict=True)
+        for a, b in zip(row, row_, strict=True)
     )
     if lost:
         warn(
-            f"{file}: {lost} formulas have no stored value and count as empty cells. If they should have one, open the file in a "
-            "spreadsheet program and save it again."
+            f"{file}: {lost} formulas have no stored value and count as empty cells. If they "
+            "should have one, open the file in a spreadsheet program and save it again."
         )
-    width = max((i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0)
+    width = max(
+        (i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0
+    )
     if not width:
         raise TableError(f"{file} is empty.")
     head, *body = (
@@ -343,20 +403,26 @@ def _read_excel(file: Path) -> Table:
 def _checked_names(file: Path, names: list[str]) -> list[str]:
     if len(names) > MOST_COLUMNS:
         raise TableError(
-            f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows and columns exchanged?"
+            f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows "
+            "and columns exchanged?"
         )
     if names and not names[0]:
-        free = (f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1))))
+        free = (
+            f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1)))
+        )
         names = [next(name for name in free if name not in names), *names[1:]]
     for index in filter(INDEX.match, names):
         warn(f"{file}: the column {index!r} is treated as a row index and is not an input.")
     if not names or any(not name for name in names):
         raise TableError(
-            f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line must name the columns."
+            f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line "
+            "must name the columns."
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise TableError(f"{file} has several columns named {twice[0]!r}. Rename or remove all but one.")
+        raise TableError(
+            f"{file} has several columns named {twice[0]!r}. Rename or remove all but one."
+        )
     return names
 
 

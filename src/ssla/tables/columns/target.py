@@ -1,4 +1,6 @@
-"""The target: a column of numbers, or class labels, which are returned exactly as they were written."""
+"""The target: a column of numbers, or class labels, which are returned exactly as they were
+written.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ssla.tables.columns.kinds import BOOLEAN, DATE, NUMBER, TEXT, Style, TableError, is_missing, text_of, truth
+from ssla.tables.columns.kinds import (
+    BOOLEAN,
+    DATE,
+    NUMBER,
+    TEXT,
+    Style,
+    TableError,
+    is_missing,
+    text_of,
+    truth,
+)
 from ssla.tables.columns.reading import Table
 
 MOST_CLASSES = 100  # unless classes were requested
@@ -35,14 +47,25 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
     column = table.column_as(name, TEXT, Style()) if classes else table.column(name)
     given = ~column.missing
     if column.kind == DATE:
-        raise TableError(f"The target {name!r} holds dates, which cannot be predicted. Give a column of numbers, or of classes.")
+        raise TableError(
+            f"The target {name!r} holds dates, which cannot be predicted. Give a column of "
+            "numbers, or of classes."
+        )
     if column.kind == NUMBER:
         values = column.values[given].astype(float)
-        return Target(values, given, False, column.style, column.style.words(cells), set(values.tolist()) == {0.0, 1.0})
+        return Target(
+            values,
+            given,
+            False,
+            column.style,
+            column.style.words(cells),
+            set(values.tolist()) == {0.0, 1.0},
+        )
     if classes is False:
         raise TableError(
-            f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} (row {given.argmax() + 1} is "
-            f"{text_of(cells[int(given.argmax())])[:30]!r}), but this likelihood needs numbers. Use --likelihood classes."
+            f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} "
+            f"(row {given.argmax() + 1} is {text_of(cells[int(given.argmax())])[:30]!r}), but this "
+            "likelihood needs numbers. Use --likelihood classes."
         )
     labels = [text_of(cell) for cell, there in zip(cells, given, strict=True) if there]
     _check_labels(name, labels, bool(classes))
@@ -50,19 +73,29 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
 
 
 def later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """The target of a later table, read as at training: y of the rows that have one, and a mask of these rows (n,) bool."""
+    """The target of a later table, read as at training: y of the rows that have one, and a mask
+    of these rows (n,) bool.
+    """
     column = table.column_as(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
 
 
-def later_labels(table: Table, name: str, classes: Sequence[str], earlier: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The same for classes. A label is the class of the same text; else, if all classes are numbers or all are true or false, the
-    one of the same value. earlier: the model is of a version that wrote numbers with six digits."""
+def later_labels(
+    table: Table, name: str, classes: Sequence[str], earlier: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same for classes. A label is the class of the same text; else, if all classes are numbers
+    or all are true or false, the one of the same value. earlier: the model is of a version that
+    wrote numbers with six digits.
+    """
     cells = table.cells_of(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
     same = {text: text for text in classes}
     values = {_value(text): text for text in classes}
-    by_value = values if len(values) == len(classes) and all(not isinstance(value, str) for value in values) else {}
+    by_value = (
+        values
+        if len(values) == len(classes) and all(not isinstance(value, str) for value in values)
+        else {}
+    )
 
     def label(text: str) -> str:
         found = same.get(text) or by_value.get(_value(text))
@@ -71,24 +104,30 @@ def later_labels(table: Table, name: str, classes: Sequence[str], earlier: bool)
             found = same.get(f"{float(value):g}")
         return text if found is None else found
 
-    return np.array([label(text_of(cell)) for cell in cells if not is_missing(cell)], dtype=str), given
+    return np.array(
+        [label(text_of(cell)) for cell in cells if not is_missing(cell)], dtype=str
+    ), given
 
 
 def _check_labels(name: str, labels: list[str], asked: bool) -> None:
     distinct = list(dict.fromkeys(labels))
     if len(distinct) == 1:
-        raise TableError(f"The target {name!r} has one class only ({distinct[0]}), so there is nothing to predict.")
+        raise TableError(
+            f"The target {name!r} has one class only ({distinct[0]}), so there is nothing to "
+            "predict."
+        )
     some = ", ".join(repr(label[:30]) for label in distinct[:3])
     if len(distinct) > max(FEW_CLASSES, len(labels) / ROWS_A_CLASS):
         raise TableError(
-            f"The target {name!r} has {len(distinct):,} different values ({some}, …) in {len(labels):,} rows, too many for "
-            "classes. If they are numbers, write them as numbers (see --decimal and --thousands); if they are classes, group the "
-            "rare ones."
+            f"The target {name!r} has {len(distinct):,} different values ({some}, …) in "
+            f"{len(labels):,} rows, too many for classes. If they are numbers, write them as "
+            "numbers (see --decimal and --thousands); if they are classes, group the rare ones."
         )
     if len(distinct) > MOST_CLASSES and not asked:
         raise TableError(
-            f"The target {name!r} has {len(distinct):,} different texts ({some}, …). If they are numbers, write them as numbers "
-            "(see --decimal and --thousands); if they are classes, group the rare ones, or give --likelihood classes."
+            f"The target {name!r} has {len(distinct):,} different texts ({some}, …). If they are "
+            "numbers, write them as numbers (see --decimal and --thousands); if they are classes, "
+            "group the rare ones, or give --likelihood classes."
         )
     written: dict[Any, str] = {}
     if all(not isinstance(_value(label), str) for label in distinct):
@@ -96,12 +135,16 @@ def _check_labels(name: str, labels: list[str], asked: bool) -> None:
             other = written.setdefault(_value(label), label)
             if other != label:
                 raise TableError(
-                    f"The target {name!r} writes one class in two ways: {other!r} and {label!r}. Write each class in one way."
+                    f"The target {name!r} writes one class in two ways: {other!r} and {label!r}. "
+                    "Write each class in one way."
                 )
 
 
 def _value(text: str) -> Decimal | tuple[str, float] | str:
-    """A number or a boolean; the text itself if it is neither. Exact: 1 and 1.0 are the same, long integers are not rounded."""
+    """A number or a boolean; the text itself if it is neither.
+
+    Exact: 1 and 1.0 are the same, long integers are not rounded.
+    """
     flag = truth(text)
     if flag is not None:
         return BOOLEAN, flag  # not equal to a number

@@ -1,6 +1,8 @@
-"""Columns of texts in memory of pyarrow: read from large CSV files, converted to numbers, and counted, without a loop over cells.
+"""Columns of texts in memory of pyarrow: read from large CSV files, converted to numbers, and
+counted, without a loop over cells.
 
-pyarrow splits a CSV file like Python's csv module, except for what raises `DifferentError`. Then csv must read the file.
+pyarrow splits a CSV file like Python's csv module, except for what raises `DifferentError`. Then
+csv must read the file.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Texts(Sequence[str]):
     @overload
     def __getitem__(self, at: slice) -> list[str]: ...
     def __getitem__(self, at: int | slice) -> str | list[str]:
-        found: str | list[str] = self.array[at].to_pylist() if isinstance(at, slice) else self.array[at].as_py()
+        found: str | list[str] = (
+            self.array[at].to_pylist() if isinstance(at, slice) else self.array[at].as_py()
+        )
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -46,17 +50,23 @@ class Texts(Sequence[str]):
         """Different texts in the order of their first rows, and which of them each row has (n,)."""
         chunks = self.array.dictionary_encode().unify_dictionaries().chunks
         levels: list[str] = chunks[0].dictionary.to_pylist() if chunks else []
-        return levels, np.concatenate([np.zeros(0, np.int32), *(_values(chunk.indices, np.int32) for chunk in chunks)])
+        return levels, np.concatenate(
+            [np.zeros(0, np.int32), *(_values(chunk.indices, np.int32) for chunk in chunks)]
+        )
 
     def numbers(self, decimal: str, gaps: Collection[str]) -> np.ndarray | None:
-        """Floats (n,), NaN for the texts in gaps, if all others are numbers such as 1, +1.5 and 1e5; else None.
+        """Floats (n,), NaN for the texts in gaps, if all others are numbers such as 1, +1.5 and
+        1e5; else None.
 
-        With only these characters, pyarrow accepts what `float` accepts, and both round to the nearest double.
+        With only these characters, pyarrow accepts what `float` accepts, and both round to the
+        nearest double.
         """
         import pyarrow
         import pyarrow.compute
 
-        there = pyarrow.compute.invert(pyarrow.compute.is_in(self.array, value_set=_array(sorted(gaps))))
+        there = pyarrow.compute.invert(
+            pyarrow.compute.is_in(self.array, value_set=_array(sorted(gaps)))
+        )
         values = np.full(len(self), np.nan)
         given = self.array.filter(there)
         found = []
@@ -76,10 +86,14 @@ class Texts(Sequence[str]):
         return values
 
 
-def arrow_columns(stream: Any, delimiter: str, width: int, rows: int | None) -> Iterator[list[Texts]]:
-    """The columns of a CSV file with a header line, with stripped cells, in parts of `rows` rows (None: in one part).
+def arrow_columns(
+    stream: Any, delimiter: str, width: int, rows: int | None
+) -> Iterator[list[Texts]]:
+    """The columns of a CSV file with a header line, with stripped cells, in parts of `rows` rows
+    (None: in one part).
 
-    stream: an open file of bytes, at its start.  DifferentError if csv must read it: then only the parts given before are right.
+    stream: an open file of bytes, at its start.  DifferentError if csv must read it: then only the
+    parts given before are right.
     """
     try:
         import pyarrow
@@ -90,9 +104,15 @@ def arrow_columns(stream: Any, delimiter: str, width: int, rows: int | None) -> 
     try:
         data = watched.read() if rows is None else None
         options = {
-            "read_options": pyarrow.csv.ReadOptions(autogenerate_column_names=True, block_size=BLOCK),
-            "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=data is None or b'"' in data),
-            "convert_options": pyarrow.csv.ConvertOptions(column_types={f"f{i}": pyarrow.string() for i in range(width)}),
+            "read_options": pyarrow.csv.ReadOptions(
+                autogenerate_column_names=True, block_size=BLOCK
+            ),
+            "parse_options": pyarrow.csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=data is None or b'"' in data
+            ),
+            "convert_options": pyarrow.csv.ConvertOptions(
+                column_types={f"f{i}": pyarrow.string() for i in range(width)}
+            ),
         }
         if rows is None:
             tables = iter([pyarrow.csv.read_csv(pyarrow.BufferReader(data), **options).slice(1)])
@@ -153,14 +173,18 @@ def _array(texts: list[str]) -> Any:
 
     data = [text.encode() for text in texts]
     offsets = np.cumsum([0, *map(len, data)], dtype=np.int32)
-    return pyarrow.StringArray.from_buffers(len(texts), pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(data)))
+    return pyarrow.StringArray.from_buffers(
+        len(texts), pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(data))
+    )
 
 
 def _values(chunk: Any, dtype: type[np.generic], more: int = 0) -> np.ndarray:
     """Like to_numpy, which would import pandas: (n + more,), for arrays without nulls."""
     if not len(chunk):
         return np.zeros(0, dtype)
-    return np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : chunk.offset + len(chunk) + more]
+    return np.frombuffer(chunk.buffers()[1], dtype=dtype)[
+        chunk.offset : chunk.offset + len(chunk) + more
+    ]
 
 
 def _offsets(chunk: Any) -> np.ndarray:
@@ -174,17 +198,29 @@ def _bytes(chunk: Any) -> bytes:
 
 
 class _Watched:
-    """A file of bytes, also for a thread of pyarrow. OSError for NUL bytes, and for line ends of a single carriage return."""
+    """A file of bytes, also for a thread of pyarrow.
+
+    OSError for NUL bytes, and for line ends of a single carriage return.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.after_return, self.closed, self.lock = stream, False, False, threading.Lock()
+        self.stream, self.after_return, self.closed, self.lock = (
+            stream,
+            False,
+            False,
+            threading.Lock(),
+        )
 
     def read(self, size: int = -1) -> bytes:
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)
         single = self.after_return and not block.startswith(b"\n")
         self.after_return = block.endswith(b"\r")
-        if single or block.count(b"\r") != block.count(b"\r\n") + self.after_return or b"\0" in block:
+        if (
+            single
+            or block.count(b"\r") != block.count(b"\r\n") + self.after_return
+            or b"\0" in block
+        ):
             raise OSError("csv reads this file")
         return block
 

@@ -14,8 +14,17 @@ import numpy as np
 from ssla.files.replacing import new_file
 from ssla.tables.columns.kinds import TableError
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a text that begins with one of these
-PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
+FORMULA = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+)  # a spreadsheet executes a text that begins with one of these
+PLAIN_NUMBER = (
+    r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
+)
 GROUP = 1 << 17  # rows of a row group in Parquet
 
 
@@ -38,7 +47,9 @@ Add = Callable[[Mapping[str, np.ndarray]], None]
 
 @contextlib.contextmanager
 def new_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[Add]:
-    """A function that appends rows, with the same columns in every call. The file appears if the block ends without an error.
+    """A function that appends rows, with the same columns in every call.
+
+    The file appears if the block ends without an error.
 
     types: pyarrow types of columns of a Parquet file, where the first rows may not show them.
     """
@@ -60,14 +71,20 @@ def _append_csv(stream: IO[str]) -> Add:
         if not headers:
             headers.extend(map(harmless, columns))
             writer.writerow(headers)
-        cells = (v.tolist() if v.dtype.kind == "f" else map(harmless, v.tolist()) for v in columns.values())
+        cells = (
+            v.tolist() if v.dtype.kind == "f" else map(harmless, v.tolist())
+            for v in columns.values()
+        )
         writer.writerows(zip(*cells, strict=True))
 
     return add
 
 
 class _ParquetRows:
-    """Collects rows until they fill a row group. The first rows decide the types that are not given."""
+    """Collects rows until they fill a row group.
+
+    The first rows decide the types that are not given.
+    """
 
     def __init__(self, draft: Path, types: dict[str, Any]) -> None:
         self.draft, self.types = draft, types
@@ -78,7 +95,8 @@ class _ParquetRows:
         import pyarrow
 
         made = {
-            name: pyarrow.array(v if v.dtype.kind == "f" else v.tolist(), self.types.get(name)) for name, v in columns.items()
+            name: pyarrow.array(v if v.dtype.kind == "f" else v.tolist(), self.types.get(name))
+            for name, v in columns.items()
         }
         self.types |= {name: array.type for name, array in made.items()}
         self.waiting.append(pyarrow.table(made))
@@ -106,6 +124,11 @@ class _ParquetRows:
 
 
 def harmless(cell: Any) -> Any:
-    """A text that a spreadsheet would execute as a formula, prefixed with an apostrophe. Numbers are unchanged, also as texts."""
-    formula = isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)
+    """A text that a spreadsheet would execute as a formula, prefixed with an apostrophe.
+
+    Numbers are unchanged, also as texts.
+    """
+    formula = (
+        isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)
+    )
     return f"'{cell}" if formula else cell

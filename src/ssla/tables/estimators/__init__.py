@@ -5,8 +5,9 @@
     model = SSLARegressor(members=5).fit(X, y)
     model.predict_interval(X_new, level=0.95)
 
-`SSLARegressor` and `SSLAClassifier` train their own small networks; `PredictiveRegressor` and `PredictiveClassifier` give
-distributions to trees, forests and boosters of any library. For a network of your own use `ssla.fit`.
+`SSLARegressor` and `SSLAClassifier` train their own small networks; `PredictiveRegressor` and
+`PredictiveClassifier` give distributions to trees, forests and boosters of any library. For a
+network of your own use `ssla.fit`.
 """
 
 from __future__ import annotations

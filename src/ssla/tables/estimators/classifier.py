@@ -24,14 +24,16 @@ SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 @all_in_plain_torch
 class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A network for tables that predicts class probabilities, including the uncertainty of its weights.
+    """A network for tables that predicts class probabilities, including the uncertainty of its
+    weights.
 
     Parameters are those of `SSLARegressor`, without likelihood and conformal, and
 
     class_weight:
-        A dict {label: weight}, or "balanced": every class has the same total weight, and the weights sum to the number of rows.
-        It multiplies the row weights of the fit, so probabilities are those of a population with these frequencies of classes.
-        `row_weights` decides the scale of the product too, by a factor on `class_weights_`.
+        A dict {label: weight}, or "balanced": every class has the same total weight, and the
+        weights sum to the number of rows. It multiplies the row weights of the fit, so
+        probabilities are those of a population with these frequencies of classes. `row_weights`
+        decides the scale of the product too, by a factor on `class_weights_`.
 
     >>> SSLAClassifier(random_state=0).fit(X, y).predict_proba(X_new)      # doctest: +SKIP
     """
@@ -80,8 +82,14 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.verbose = verbose
 
     @all_or_nothing
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None) -> SSLAClassifier:
-        """Train and fit. X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for `SSLARegressor.fit`."""
+    def fit(
+        self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None
+    ) -> SSLAClassifier:
+        """Train and fit.
+
+        X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for
+        `SSLARegressor.fit`.
+        """
         check_given(y)
         _check_labels(y)
         self._check_class_weight()
@@ -95,26 +103,41 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         _, weights = self._present(len(y), sample_weight)
         if self.class_weight is not None:  # later rows have the same factor
             self.class_weights_ = self.class_weights_ * factor_of(
-                weights * self.class_weights_[codes], self.row_weights, "sample_weight times class_weight"
+                weights * self.class_weights_[codes],
+                self.row_weights,
+                "sample_weight times class_weight",
             )
         weights = weights * self.class_weights_[codes]
         present = self._enough(weights)
         rows = numbers(self._encode(given, present))
         related, count = Related.of(groups, time, len(y))[present], len(self.classes_)
-        self.ensemble_ = self._fit_rows(rows[present], codes[present], weights[present], "classes", related, count)
+        self.ensemble_ = self._fit_rows(
+            rows[present], codes[present], weights[present], "classes", related, count
+        )
         self.n_iter_ = self.ensemble_.epochs
         return self
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> SSLAClassifier:
-        """Add rows to a fitted model, as `SSLARegressor.partial_fit`. The first call is `fit`, and its y must have all classes.
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> SSLAClassifier:
+        """Add rows to a fitted model, as `SSLARegressor.partial_fit`.
 
-        class_weight="balanced" is that of the first call; later rows count with the weight of their class there. The trees stay
-        as they were.
+        The first call is `fit`, and its y must have all classes.
+
+        class_weight="balanced" is that of the first call; later rows count with the weight of their
+        class there. The trees stay as they were.
         """
         if not hasattr(self, "ensemble_"):
-            missing = [] if classes is None else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))
+            missing = (
+                []
+                if classes is None
+                else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))
+            )
             if missing:
-                raise ValueError(f"The first rows must have every class, but have none of {missing}. Start with more rows.")
+                raise ValueError(
+                    f"The first rows must have every class, but have none of {missing}. Start with "
+                    "more rows."
+                )
             return self.fit(X, y, sample_weight)
         rows, present, weights = self._more_rows(X, sample_weight)
         check_given(y)
@@ -122,7 +145,10 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         check_consistent_length(rows, labels)
         new = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
         if new:
-            raise ValueError(f"y has the new classes {new}, but the model has {self.classes_.tolist()}. Fit again on all rows.")
+            raise ValueError(
+                f"y has the new classes {new}, but the model has {self.classes_.tolist()}. Fit "
+                "again on all rows."
+            )
         codes = np.searchsorted(self.classes_, labels)
         weights = weights * self.class_weights_[codes]
         self._update(rows[present], codes[present], weights[present])
@@ -130,8 +156,15 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def _check_class_weight(self) -> None:
         given = self.class_weight
-        if not (given is None or isinstance(given, dict) or (isinstance(given, str) and given == BALANCED)):
-            raise ValueError(f"class_weight must be a dict {{label: weight}}, 'balanced' or None, but is {given!r}.")
+        if not (
+            given is None
+            or isinstance(given, dict)
+            or (isinstance(given, str) and given == BALANCED)
+        ):
+            raise ValueError(
+                "class_weight must be a dict {label: weight}, 'balanced' or None, but is "
+                f"{given!r}."
+            )
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """P(class) (N, C), columns as in classes_."""
@@ -140,27 +173,36 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return probs
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """log P(class) (N, C), accurate for very small probabilities too; at least −708, the logarithm of the smallest number."""
+        """log P(class) (N, C), accurate for very small probabilities too; at least −708, the
+        logarithm of the smallest number.
+        """
         predictive = self.predict_dist(X)
         classes = np.arange(len(self.classes_))[None]
         logs: np.ndarray = predictive.log_prob(classes).clamp_min(SMALLEST_LOG).numpy()
         return logs
 
     def predict_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """The smallest set of classes with at least that probability: bool (N, C), columns as in classes_."""
+        """The smallest set of classes with at least that probability: bool (N, C), columns as
+        in classes_.
+        """
         chosen: np.ndarray = self.predict_dist(X).interval(level).numpy()
         return chosen
 
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Approximate conformal sets of classes, without calibration rows: bool (N, C), columns as in classes_.
+        """Approximate conformal sets of classes, without calibration rows: bool (N, C), columns as
+        in classes_.
 
-        A class is in the set unless its probability is below those that held-out rows have for their own class, each by the
-        network that held it out (with its trees). The most probable class is always in the set: no set is empty, and where the
-        model is right more often than the level, so are the sets. The guarantee is approximate: the held-out rows also stopped
-        the training and chose the prior and the mixture, and the mixture of all networks predicts better than one. With
-        refit="output". Not for a model from a file, nor for rows with missing or unknown inputs.
+        A class is in the set unless its probability is below those that held-out rows have for
+        their own class, each by the network that held it out (with its trees). The most probable
+        class is always in the set: no set is empty, and where the model is right more often than
+        the level, so are the sets. The guarantee is approximate: the held-out rows also stopped the
+        training and chose the prior and the mixture, and the mixture of all networks predicts
+        better than one. With refit="output". Not for a model from a file, nor for rows with missing
+        or unknown inputs.
         """
-        found: np.ndarray = self.ensemble_.class_sets(self._complete_rows(X, "predict_set"), level).numpy()
+        found: np.ndarray = self.ensemble_.class_sets(
+            self._complete_rows(X, "predict_set"), level
+        ).numpy()
         return found
 
     def predict(self, X: Any) -> np.ndarray:
@@ -173,6 +215,13 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 def _check_labels(y: Any) -> None:
     """ValueError where labels are missing; scikit-learn would compare them first."""
     labels = np.atleast_1d(np.asarray(y)) if y is not None else np.arange(0)
-    missing = np.flatnonzero([is_gap(label) for label in labels.ravel()]) if labels.dtype == object else np.arange(0)
+    missing = (
+        np.flatnonzero([is_gap(label) for label in labels.ravel()])
+        if labels.dtype == object
+        else np.arange(0)
+    )
     if len(missing):
-        raise ValueError(f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these rows.")
+        raise ValueError(
+            f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these "
+            "rows."
+        )

@@ -18,13 +18,15 @@ from ssla.tables.estimators.whole_fits import all_or_nothing
 class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Data frames with numbers, texts, categories, booleans, dates and gaps -> numbers.
 
-    The encoding is that of `ssla train` (see docs/tables.md) except for categories with many levels, which the networks of this
-    package learn: gaps are filled with the mean and marked in a second column, a category has one column for each of its 50 most
-    frequent levels, a date is the number of days since the first, with sine and cosine of the year and of the day. A table of
+    The encoding is that of `ssla train` (see docs/tables.md) except for categories with many
+    levels, which the networks of this package learn: gaps are filled with the mean and marked in a
+    second column, a category has one column for each of its 50 most frequent levels, a date is the
+    number of days since the first, with sine and cosine of the year and of the day. A table of
     numbers without gaps stays as it is.
 
-    `transform` has one answer for a gap that was not in the training table (the mean) and for an unknown category (zeros). The
-    estimators of this package use the encoder themselves and average over such values instead: give them the data frame directly.
+    `transform` has one answer for a gap that was not in the training table (the mean) and for an
+    unknown category (zeros). The estimators of this package use the encoder themselves and average
+    over such values instead: give them the data frame directly.
 
     Attributes
     ----------
@@ -46,18 +48,26 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         """The numbers, and for each row which inputs were missing or unknown."""
         check_is_fitted(self, "plan_")
         given = read_inputs(self, X, reset=False)
-        return self.plan_.encode(table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given)
+        return self.plan_.encode(
+            table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given
+        )
 
     def transform(self, X: Any) -> np.ndarray:
         """(n, width)."""
         return self.encode(X).values
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Names of the columns of numbers: `age`, `age: missing`, `colour=red`, `day: sine of the year`, …"""
+        """Names of the columns of numbers: `age`, `age: missing`, `colour=red`, `day: sine of
+        the year`, …
+        """
         check_is_fitted(self, "plan_")
         given = _check_feature_names_in(self, input_features)
         new = dict(zip(_check_feature_names_in(self), given, strict=True))
-        names = [name for feature in self.plan_.features for name in replace(feature, name=str(new[feature.name])).names]
+        names = [
+            name
+            for feature in self.plan_.features
+            for name in replace(feature, name=str(new[feature.name])).names
+        ]
         return np.array(names, dtype=object)
 
     def __sklearn_tags__(self) -> Any:

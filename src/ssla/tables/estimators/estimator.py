@@ -49,7 +49,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: settings -> ensemble. The two estimators define y."""
 
     ensemble_: Ensemble
-    plan_: Plan | None  # None: from a file of an earlier version, or of the command, which has a plan of its own
+    # None: from a file of an earlier version, or of the command, which has a plan of its own
+    plan_: Plan | None
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
@@ -57,17 +58,24 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             auto(rows) if is_auto(self, name) else whole_or_real(self, name, int, 1)
             for name, auto in (("members", auto_members), ("max_epochs", auto_epochs))
         )
-        patience = min(whole_or_real(self, "patience", int, 1), max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs)
+        patience = min(
+            whole_or_real(self, "patience", int, 1),
+            max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs,
+        )
         for name in ("learning_rate", "prior_precision"):
             whole_or_real(self, name, float, 0, strict=True)
         whole_or_real(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}.")
+            raise ValueError(
+                f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
+            )
         whole_or_real(self, "verbose", int, 0, allow_bool=True)
         one_of("row_weights", self.row_weights, MEANINGS)
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
         piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
-        activation = ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
+        activation = (
+            ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
+        )
         resolve(self.refit)
         checked_weights(self.weights)
         resolve_structure(self.structure)
@@ -88,8 +96,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             weights=self.weights,
             structure=self.structure,
             tune=flag(self, "tune"),
-            validation_fraction=float(self.validation_fraction) if flag(self, "early_stopping") else 0.0,
-            schedule=Schedule(epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)),
+            validation_fraction=float(self.validation_fraction)
+            if flag(self, "early_stopping")
+            else 0.0,
+            schedule=Schedule(
+                epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)
+            ),
             trees=self._trees(likelihood, rows),
             seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
@@ -98,14 +110,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """For each network; none where the likelihood has no trees."""
         few = rows < FEWEST_FOR_TREES or len(getattr(self, "classes_", ())) > MANY_CLASSES
         usual = AUTO_TREES.get(likelihood, 0)
-        asked = (0 if few else usual) if is_auto(self, "trees") else int(whole_or_real(self, "trees", int, 0))
+        asked = (
+            (0 if few else usual)
+            if is_auto(self, "trees")
+            else int(whole_or_real(self, "trees", int, 0))
+        )
         return min(asked, asked * usual)
 
     def _read(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray | Table, np.ndarray]:
         """The rows of a fit: numbers or a table, and y."""
         given = read_inputs(self, X, reset=True, least=2)
         if y is None:
-            raise ValueError(f"This {type(self).__name__} estimator requires y to be passed, but the target y is None.")
+            raise ValueError(
+                f"This {type(self).__name__} estimator requires y to be passed, but the target y "
+                "is None."
+            )
         target: np.ndarray = _check_y(y, estimator=self, **checks)
         check_consistent_length(X, target)
         return given, target
@@ -116,16 +135,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
 
     def _rows_of(self, X: Any) -> np.ndarray | Encoded:
-        """Later rows by the plan of the fit; numbers without gaps as they are where the fit had only such."""
+        """Later rows by the plan of the fit; numbers without gaps as they are where the fit had
+        only such.
+        """
         given = read_inputs(self, X, reset=False)
         if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
             return given
         if self.plan_ is None:
             raise ValueError(
-                "X has gaps or columns that are not numbers, but this model was saved by an earlier version (or by the command) "
-                "without the values that replace them. Fit it again, or give numbers only."
+                "X has gaps or columns that are not numbers, but this model was saved by an "
+                "earlier version (or by the command) without the values that replace them. Fit it "
+                "again, or give numbers only."
             )
-        return self.plan_.encode(given if isinstance(given, Table) else table_of(given, column_names(self)))
+        return self.plan_.encode(
+            given if isinstance(given, Table) else table_of(given, column_names(self))
+        )
 
     def _complete_rows(self, X: Any, instead: str) -> torch.Tensor:
         """The rows of a `predictive_set`, none of which may be a mixture over unknown inputs."""
@@ -134,16 +158,20 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         gaps = 0 if isinstance(rows, np.ndarray) else int(rows.mixed.sum())
         if gaps:
             raise ValueError(
-                f"predictive_set needs complete rows, but {gaps} of {len(numbers(rows))} have missing or unknown inputs. "
-                f"Leave them out, or use {instead}."
+                f"predictive_set needs complete rows, but {gaps} of {len(numbers(rows))} have "
+                f"missing or unknown inputs. Leave them out, or use {instead}."
             )
         return torch.from_numpy(numbers(rows).copy())
 
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
-        """The predictive; for rows with inputs that training did not teach a mixture over values of the training table."""
+        """The predictive; for rows with inputs that training did not teach a mixture over
+        values of the training table.
+        """
         if isinstance(rows, np.ndarray):
             return self._predict_numbers(rows)
-        return predict_with_gaps(self._predict_numbers, rows.values, rows.mixed, rows.copies(), rows.shares)
+        return predict_with_gaps(
+            self._predict_numbers, rows.values, rows.mixed, rows.copies(), rows.shares
+        )
 
     def _predict_numbers(self, X: np.ndarray) -> Predictive:
         return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)
@@ -159,7 +187,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Which rows have a positive weight (n,) bool; ValueError for fewer than two."""
         present = weights > 0
         if int(present.sum()) < 2:
-            raise ValueError(f"Fitting needs at least two rows with a positive weight, but n_samples={int(present.sum())}.")
+            raise ValueError(
+                "Fitting needs at least two rows with a positive weight, but "
+                f"n_samples={int(present.sum())}."
+            )
         return present
 
     def _fit_rows(
@@ -178,20 +209,29 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         settings = self._settings(likelihood, len(x))
         settings = settings if seed is None else replace(settings, seed=seed)
         quiet = row_weights.decided()
-        with quiet, one_thread_if(len(x) <= ONE_THREAD), epochs_bar(self.verbose, settings.schedule.max_epochs) as advance:
+        with (
+            quiet,
+            one_thread_if(len(x) <= ONE_THREAD),
+            epochs_bar(self.verbose, settings.schedule.max_epochs) as advance,
+        ):
             on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None
             levels = getattr(self, "levels", () if self.plan_ is None else self.plan_.levels)
-            return fit_ensemble(x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival, levels)
+            return fit_ensemble(
+                x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival, levels
+            )
 
     def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool, and all weights."""
+        """The rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,) bool,
+        and all weights.
+        """
         rows = self._rows_of(X)
         strange = 0 if isinstance(rows, np.ndarray) else int(rows.unlearned.any(1).sum())
         if strange:
             warn(
-                f"{strange} new rows have gaps or categories that the fit did not learn. They enter the update with the mean in "
-                "place of a gap, and without a category. Leave them out, or fit again on all rows."
+                f"{strange} new rows have gaps or categories that the fit did not learn. They "
+                "enter the update with the mean in place of a gap, and without a category. Leave "
+                "them out, or fit again on all rows."
             )
         found = numbers(rows)
         weights = row_weights.checked_weights(sample_weight, len(found))
@@ -200,15 +240,21 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _update(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
         if len(X):
-            self.ensemble_ = updated(self.ensemble_, *(torch.from_numpy(part.copy()) for part in (X, y, weights)))
+            self.ensemble_ = updated(
+                self.ensemble_, *(torch.from_numpy(part.copy()) for part in (X, y, weights))
+            )
 
     def predict_dist(self, X: Any) -> Predictive:
-        """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf, hdr, mass, sample, …"""
+        """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf,
+        hdr, mass, sample, …
+        """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._rows_of(X))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no other code is needed."""
+        """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no
+        other code is needed.
+        """
         check_is_fitted(self, "ensemble_")
         return save(self, path)
 
@@ -221,7 +267,9 @@ def numbers(rows: np.ndarray | Encoded) -> np.ndarray:
 
 
 def auto_batch(rows: int) -> int:
-    """batch_size="auto": a sixteenth of the rows, between 16 and 256; a 256th of more than 65,536 rows, at most 4,096."""
+    """batch_size="auto": a sixteenth of the rows, between 16 and 256; a 256th of more than
+    65,536 rows, at most 4,096.
+    """
     return min(4096, max(16, min(256, rows // 16), rows // 256))
 
 
@@ -242,7 +290,9 @@ def is_auto(estimator: Any, name: str) -> bool:
 
 
 def flag(estimator: Any, name: str) -> bool:
-    """A parameter that is true or false; ValueError for anything else, such as a text, which would count as true."""
+    """A parameter that is true or false; ValueError for anything else, such as a text, which
+    would count as true.
+    """
     value = getattr(estimator, name)
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, but is {value!r}.")
@@ -253,13 +303,24 @@ def hidden_widths(hidden: Any) -> tuple[int, ...]:
     """The widths of the hidden layers: several, or one number; ValueError for anything else."""
     widths = (hidden,) if isinstance(hidden, Integral) else hidden
     several = isinstance(widths, tuple | list | np.ndarray)
-    if not several or any(isinstance(w, bool) or not isinstance(w, Integral) or w < 1 for w in widths):
+    if not several or any(
+        isinstance(w, bool) or not isinstance(w, Integral) or w < 1 for w in widths
+    ):
         raise ValueError(f"hidden must be positive widths such as (50, 50), but is {hidden!r}.")
     return tuple(int(width) for width in widths)
 
 
-def whole_or_real(estimator: Any, name: str, kind: type, least: float, strict: bool = False, allow_bool: bool = False) -> Any:
-    """A parameter as a finite number of that kind, of at least (strict: above) a bound; ValueError for anything else."""
+def whole_or_real(
+    estimator: Any,
+    name: str,
+    kind: type,
+    least: float,
+    strict: bool = False,
+    allow_bool: bool = False,
+) -> Any:
+    """A parameter as a finite number of that kind, of at least (strict: above) a bound;
+    ValueError for anything else.
+    """
     value: Any = getattr(estimator, name)
     whole = isinstance(value, Integral)
     right = (
@@ -270,5 +331,8 @@ def whole_or_real(estimator: Any, name: str, kind: type, least: float, strict: b
     )
     if not right:
         bound = f"above {least:g}" if strict else f"of at least {least:g}"
-        raise ValueError(f"{name} must be {'a whole number' if kind is int else 'a number'} {bound}, but is {value!r}.")
+        raise ValueError(
+            f"{name} must be {'a whole number' if kind is int else 'a number'} {bound}, but is "
+            f"{value!r}."
+        )
     return kind(value)

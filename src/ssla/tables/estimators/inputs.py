@@ -15,20 +15,22 @@ SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numb
 
 
 def check_target_size(y: np.ndarray) -> None:
-    """Refuse targets (n,) or (n, D) whose variance would be zero or infinite in double precision."""
+    """Refuse targets (n,) or (n, D) whose variance would be zero or infinite in double
+    precision.
+    """
     largest = np.atleast_1d(np.abs(y).max(0))
     wrong = largest[(largest > LARGEST_TARGET) | (largest < SMALLEST_TARGET)]
     if wrong.size:
         raise ValueError(
-            f"The target y must have values between {SMALLEST_TARGET:g} and {LARGEST_TARGET:g} in size, "
-            f"but its largest is {wrong.flat[0]:.3g}: its variance would be zero or infinite in double "
-            "precision. Give y in another unit."
+            f"The target y must have values between {SMALLEST_TARGET:g} and {LARGEST_TARGET:g} in "
+            f"size, but its largest is {wrong.flat[0]:.3g}: its variance would be zero or infinite "
+            "in double precision. Give y in another unit."
         )
 
 
 def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarray | Table:
-    """Numbers (n, d) without gaps, or a table. X is a data frame of pandas or polars, an array or nested lists; infinite values
-    are refused, masked values are gaps.
+    """Numbers (n, d) without gaps, or a table. X is a data frame of pandas or polars, an array or
+    nested lists; infinite values are refused, masked values are gaps.
 
     reset: whether names and number of the columns are remembered (at the fit) or compared.
     """
@@ -39,11 +41,14 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarr
         validate_data(estimator, rows, reset=reset, skip_check_array=True)
         if len(rows) < least:
             raise ValueError(
-                f"Found array with {len(rows)} sample(s) (shape={rows.shape}) while a minimum of {least} is required."
+                f"Found array with {len(rows)} sample(s) (shape={rows.shape}) while a minimum of "
+                f"{least} is required."
             )
         return table_of(rows, column_names(estimator))
     if not is_frame(rows) and rows is not X and rows.dtype.kind == "O":
-        return table_of(validate_data(estimator, rows, dtype=None, **checks), column_names(estimator))
+        return table_of(
+            validate_data(estimator, rows, dtype=None, **checks), column_names(estimator)
+        )
     numbers: np.ndarray = validate_data(estimator, X, dtype=np.float64, order="C", **checks)
     if not bool(np.isnan(numbers).any()):
         return numbers
@@ -53,23 +58,37 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarr
 def column_names(estimator: Any) -> list[str]:
     """Those of the training frame; x0, x1, … if it had none, as scikit-learn names them."""
     names = getattr(estimator, "feature_names_in_", None)
-    return [f"x{i}" for i in range(estimator.n_features_in_)] if names is None else [str(name) for name in names]
+    return (
+        [f"x{i}" for i in range(estimator.n_features_in_)]
+        if names is None
+        else [str(name) for name in names]
+    )
 
 
-def plan_of(estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False) -> Plan:
-    """The plan of the kept rows (n,) bool. That of numbers without gaps encodes them as themselves. codes: see `make_plan`."""
+def plan_of(
+    estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False
+) -> Plan:
+    """The plan of the kept rows (n,) bool. That of numbers without gaps encodes them as themselves.
+
+    codes: see `make_plan`.
+    """
     if isinstance(given, np.ndarray):
         return make_plan(table_of(given, column_names(estimator)), set(), kept, constants=True)
     plan = make_plan(given, set(), kept, codes=codes)
     unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
     if unused:
         said = "; ".join(f"{name!r} ({why})" for name, why in unused.items())
-        warn(f"Some columns are not used as inputs: {said}. Group the values of texts, or leave these columns out.")
+        warn(
+            f"Some columns are not used as inputs: {said}. Group the values of texts, or leave "
+            "these columns out."
+        )
     return plan
 
 
 def _array(X: Any) -> Any:
-    """An array of objects (n, d) if X has cells that are not numbers; otherwise X itself, also where scikit-learn refuses it."""
+    """An array of objects (n, d) if X has cells that are not numbers; otherwise X itself, also
+    where scikit-learn refuses it.
+    """
     try:
         array = np.asarray(X)
         if array.ndim != 2 or array.dtype.kind not in "OUSmM":
@@ -86,7 +105,9 @@ def _array(X: Any) -> Any:
 
 
 def of_tables(tags: Any) -> Any:
-    """scikit-learn's tags of an estimator that reads tables: gaps and categories, but nothing sparse."""
+    """scikit-learn's tags of an estimator that reads tables: gaps and categories, but nothing
+    sparse.
+    """
     tags.input_tags.allow_nan = tags.input_tags.categorical = True
     tags.input_tags.sparse = False
     return tags

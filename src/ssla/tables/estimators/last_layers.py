@@ -1,4 +1,7 @@
-"""Last layers on the predictions of trees, from files. What a file holds is validated before it is used."""
+"""Last layers on the predictions of trees, from files.
+
+What a file holds is validated before it is used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from ssla.tables.trees.out_of_fold import OFFSETS, ClassLayer, NumberLayer
 
 
 def open_layer(
-    posterior: Posterior, numbers: Mapping[str, Any], target: Scaling | None, inputs: Scaling | None = None
+    posterior: Posterior,
+    numbers: Mapping[str, Any],
+    target: Scaling | None,
+    inputs: Scaling | None = None,
 ) -> ClassLayer | NumberLayer:
     """ValueError for a forged file: sizes, scales, shares, likelihood."""
     components = (Component(posterior, 0, 1.0),)
@@ -31,7 +37,11 @@ def open_layer(
     shares, centre = numbers["shares"], float(numbers["centre"])
     if type(posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
         raise ValueError("the layer is not one of mean and log variance")
-    if shares.shape != (len(OFFSETS),) or not bool((shares >= 0).all()) or abs(float(shares.sum()) - 1) > 1e-6:
+    if (
+        shares.shape != (len(OFFSETS),)
+        or not bool((shares >= 0).all())
+        or abs(float(shares.sum()) - 1) > 1e-6
+    ):
         raise ValueError("the shares are not positive with sum 1")
     if not abs(centre) <= LARGEST:
         raise ValueError("the centre is not a number")

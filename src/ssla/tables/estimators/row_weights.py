@@ -1,7 +1,8 @@
 """What row weights mean: frequencies, or relative weights, of which only the ratios count.
 
-A row of weight 2 equals that row twice, so frequencies sum to the number of observations. Weights that sum to less than half of
-the rows cannot be frequencies: 1/n for each row would stand for a single observation. Rows of weight 0 do not count as rows.
+A row of weight 2 equals that row twice, so frequencies sum to the number of observations. Weights
+that sum to less than half of the rows cannot be frequencies: 1/n for each row would stand for a
+single observation. Rows of weight 0 do not count as rows.
 """
 
 from __future__ import annotations
@@ -22,19 +23,30 @@ MEANINGS = (AUTO, FREQUENCIES, RELATIVE)
 
 
 def checked_weights(sample_weight: Any, rows: int) -> np.ndarray:
-    """The weights (n,) in float64, ones if they are not given. ValueError for wrong shapes, and for masked or negative ones."""
+    """The weights (n,) in float64, ones if they are not given.
+
+    ValueError for wrong shapes, and for masked or negative ones.
+    """
     refuse_masked("sample_weight", sample_weight)
     given = np.asarray(1.0 if sample_weight is None else sample_weight)
     if given.shape not in ((), (rows,)):
-        raise ValueError(f"sample_weight must have shape ({rows},), one weight for each row, but has {given.shape}.")
+        raise ValueError(
+            f"sample_weight must have shape ({rows},), one weight for each row, but has "
+            f"{given.shape}."
+        )
     if given.dtype.kind not in "biufO":
-        raise ValueError(f"sample_weight must be numbers, one for each row, but holds {given.dtype}.")
-    weights: np.ndarray = _check_sample_weight(sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True)
+        raise ValueError(
+            f"sample_weight must be numbers, one for each row, but holds {given.dtype}."
+        )
+    weights: np.ndarray = _check_sample_weight(
+        sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
+    )
     return weights
 
 
 def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") -> float:
-    """The factor that gives row weights (n,) their scale: 1, or one over the mean of the positive ones.
+    """The factor that gives row weights (n,) their scale: 1, or one over the mean of the positive
+    ones.
 
     meaning "auto": relative where the weights cannot be frequencies, with a warning.
     """
@@ -46,9 +58,10 @@ def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") ->
         if total >= LEAST_SHARE * rows:
             return 1.0
         warn(
-            f"{what} sums to {total:.4g}, less than half of the {rows:,} rows with a positive weight, so these are not "
-            f"frequencies (a weight of 2 is a row twice). The weights were multiplied by {rows / total:.4g}, to a mean of one. "
-            "Choose by row_weights='relative' or row_weights='frequencies'."
+            f"{what} sums to {total:.4g}, less than half of the {rows:,} rows with a positive "
+            "weight, so these are not frequencies (a weight of 2 is a row twice). The weights "
+            f"were multiplied by {rows / total:.4g}, to a mean of one. Choose by "
+            "row_weights='relative' or row_weights='frequencies'."
         )
     return rows / total
 

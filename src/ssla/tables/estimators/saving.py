@@ -1,6 +1,7 @@
 """Fitted estimators to files: networks, posteriors, scaling, settings. `files` opens them.
 
-They are self-contained, except for the models of other libraries inside `PredictiveRegressor` and `PredictiveClassifier`.
+They are self-contained, except for the models of other libraries inside `PredictiveRegressor` and
+`PredictiveClassifier`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ KIND = "estimator"
 
 
 def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
-    """Write a fitted estimator. extra: more that is plain JSON, given back by `load_with_extra`. If it has a "plan", that of the
-    estimator is not written."""
+    """Write a fitted estimator. extra: more that is plain JSON, given back by `load_with_extra`. If
+    it has a "plan", that of the estimator is not written.
+    """
     encoder = Encoder()
-    parameters = {name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()}
+    parameters = {
+        name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()
+    }
     content = {
         **_head(estimator, parameters, encoder),
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
@@ -41,17 +45,28 @@ def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | N
         content["plan"] = plan.as_json()
     conformal = getattr(estimator, "conformal_", None)
     if conformal is not None:
-        arrays = {name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")}
-        content["conformal"] = encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
+        arrays = {
+            name: torch.from_numpy(getattr(conformal, name).copy())
+            for name in ("scores", "weights")
+        }
+        content["conformal"] = encoder.encode(
+            arrays | {"refit": _plain("refit", conformal.refit)}, "conformal"
+        )
     return write(path, KIND, content, encoder.tensors)
 
 
 def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the last layer of a fitted `PredictiveRegressor` or `PredictiveClassifier`, without its models."""
+    """Write the last layer of a fitted `PredictiveRegressor` or `PredictiveClassifier`, without
+    its models.
+    """
     encoder = Encoder()
     layer = estimator.ensemble_
     given = estimator.get_params(deep=False)
-    parameters = {name: _plain(name, value) for name, value in given.items() if name not in ("base", "noise_base")}
+    parameters = {
+        name: _plain(name, value)
+        for name, value in given.items()
+        if name not in ("base", "noise_base")
+    }
     if not isinstance(parameters["cv"], int):
         del parameters["cv"]  # an object that predictions do not need
     for name, value in module_of(layer.posterior.network).state_dict().items():
@@ -62,7 +77,10 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
         "numbers": encoder.encode(_numbers(layer), "numbers"),
         "scaling": _scalings(scalings, encoder),
         "posterior": pack(layer.posterior.state, encoder, "posterior."),
-        "models": {kind: [type(model).__name__ for model in models] for kind, models in estimator.models_.items()},
+        "models": {
+            kind: [type(model).__name__ for model in models]
+            for kind, models in estimator.models_.items()
+        },
         "probe": encoder.encode(estimator.probe(), "probe"),
     }
     return write(path, KIND, content, encoder.tensors)
@@ -81,13 +99,19 @@ def _head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[
 
 def _scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str, Any]:
     return {
-        name: part and [encoder.encode(part.shift, f"{name}.shift"), encoder.encode(part.scale, f"{name}.scale")]
+        name: part
+        and [
+            encoder.encode(part.shift, f"{name}.shift"),
+            encoder.encode(part.scale, f"{name}.scale"),
+        ]
         for name, part in scalings.items()
     }
 
 
 def _numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)}
+    return {
+        name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)
+    }
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
@@ -104,11 +128,17 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "trust": ensemble.trust,
         "left_out": list(ensemble.left_out),
         "constant": ensemble.constant,
-        "scale": asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None,
+        "scale": asdict(ensemble.scale)
+        if isinstance(ensemble.scale, Positive | Censored)
+        else None,
         "trees": _pack_trees(ensemble.trees, encoder),
         "scaling": _scalings(scalings, encoder),
         "components": [
-            {"member": c.member, "weight": c.weight, "posterior": pack(c.posterior.state, encoder, f"component.{i}.")}
+            {
+                "member": c.member,
+                "weight": c.weight,
+                "posterior": pack(c.posterior.state, encoder, f"component.{i}."),
+            }
             for i, c in enumerate(ensemble.components)
         ],
     }
@@ -123,14 +153,19 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
         "layer": encoder.encode(dict(layer), "trees"),
         "posterior": pack(trees.layer.posterior.state, encoder, "trees."),
         "numbers": encoder.encode(_numbers(trees.layer), "trees.numbers"),
-        "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)["trees.target"],
+        "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)[
+            "trees.target"
+        ],
         "share": trees.share,
         "pull": trees.pull,
     }
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A parameter as JSON can hold it. A random state that is an object is not needed to predict."""
+    """A parameter as JSON can hold it.
+
+    A random state that is an object is not needed to predict.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if name == "class_weight" and isinstance(value, dict):
@@ -138,15 +173,29 @@ def _plain(name: str, value: Any) -> Any:
     if name == "random_state" and not isinstance(value, int | None):
         return None
     if name == "refit" and not isinstance(value, str):
-        raise FileError(f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example refit='output'.")
+        raise FileError(
+            f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example "
+            "refit='output'."
+        )
     return value
 
 
 def _labels(classes: np.ndarray | None) -> dict[str, Any] | None:
     if classes is None:
         return None
-    kind = {"b": "bool", "i": "int", "u": "int", "f": "float", "U": "str", "S": "str", "O": "object"}.get(classes.dtype.kind)
+    kind = {
+        "b": "bool",
+        "i": "int",
+        "u": "int",
+        "f": "float",
+        "U": "str",
+        "S": "str",
+        "O": "object",
+    }.get(classes.dtype.kind)
     values = classes.tolist()
     if kind is None or any(not isinstance(v, bool | int | float | str) for v in values):
-        raise FileError("Only classes that are numbers, texts or booleans can be saved. Encode the labels first.")
+        raise FileError(
+            "Only classes that are numbers, texts or booleans can be saved. Encode the labels "
+            "first."
+        )
     return {"dtype": kind, "values": values}

@@ -1,4 +1,5 @@
-"""Scorers of predictive distributions for `cross_val_score` and searches: greater is better, so scores are negated.
+"""Scorers of predictive distributions for `cross_val_score` and searches: greater is better, so
+scores are negated.
 
 cross_val_score(SSLARegressor(), X, y, scoring=ssla.sklearn.crps_scorer)
 """
@@ -23,7 +24,9 @@ from ssla.tables.estimators.targets import check_given, check_numeric
 @final
 @dataclass(frozen=True)
 class Scorer:
-    """−(weighted mean of a score over rows), of estimators with `predict_dist`, also at the end of a pipeline or a search."""
+    """−(weighted mean of a score over rows), of estimators with `predict_dist`, also at the end
+    of a pipeline or a search.
+    """
 
     name: str
     score: Callable[[Predictive, Any], Tensor]  # one value for each row
@@ -49,7 +52,10 @@ def pinball_scorer(q: float) -> Scorer:
     >>> GridSearchCV(SSLARegressor(), grid, scoring=pinball_scorer(0.9))      # doctest: +SKIP
     """
     level = checked_level(q)
-    return Scorer(f"neg_pinball_{level:g}", lambda predictive, y: metrics.pinball(predictive, y, level, reduce=False))
+    return Scorer(
+        f"neg_pinball_{level:g}",
+        lambda predictive, y: metrics.pinball(predictive, y, level, reduce=False),
+    )
 
 
 def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
@@ -61,8 +67,9 @@ def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
         return _last_step(estimator[-1], inputs)
     if not hasattr(estimator, "predict_dist"):
         raise TypeError(
-            f"This scorer needs a predictive distribution, but a {type(estimator).__name__} has no predict_dist. Use "
-            "SSLARegressor or SSLAClassifier, alone or as the last step of a pipeline."
+            f"This scorer needs a predictive distribution, but a {type(estimator).__name__} has no "
+            "predict_dist. Use SSLARegressor or SSLAClassifier, alone or as the last step of a "
+            "pipeline."
         )
     return estimator, X
 
@@ -78,7 +85,8 @@ def _codes(model: Any, y: Any) -> Any:
     unknown = ~np.isin(values, classes)
     if unknown.any():
         raise ValueError(
-            f"y has {int(unknown.sum())} labels that were not in the training rows, the first is {str(values[unknown][0])!r}: "
-            "their score is infinite. Use a stratified split, or leave out rare classes."
+            f"y has {int(unknown.sum())} labels that were not in the training rows, the first is "
+            f"{str(values[unknown][0])!r}: their score is infinite. Use a stratified split, or "
+            "leave out rare classes."
         )
     return np.searchsorted(classes, values)

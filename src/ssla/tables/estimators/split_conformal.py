@@ -1,4 +1,6 @@
-"""Split conformal intervals: coverage that holds for every sample size, even if the model is wrong."""
+"""Split conformal intervals: coverage that holds for every sample size, even if the model is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from ssla.refit import resolve
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Scores |y − mean| / stddev (n, D) of calibration rows, sorted, with the weights of their rows (n, D) in the same order.
+    """Scores |y − mean| / stddev (n, D) of calibration rows, sorted, with the weights of their rows
+    (n, D) in the same order.
 
-    q is the smallest score at which the weights of the scores up to it sum to at least (W + 1)·level, where W is the sum of all
-    weights and the 1 is the new row. Then P(|y − mean| ≤ q·stddev) ≥ level for a row exchangeable with them. With weights of one,
-    q is the k-th smallest score, k = ⌈(n + 1)·level⌉, and the probability is at most level + 1/(n + 1) where scores have no ties.
+    q is the smallest score at which the weights of the scores up to it sum to at least (W +
+    1)·level, where W is the sum of all weights and the 1 is the new row. Then P(|y − mean| ≤
+    q·stddev) ≥ level for a row exchangeable with them. With weights of one, q is the k-th smallest
+    score, k = ⌈(n + 1)·level⌉, and the probability is at most level + 1/(n + 1) where scores have
+    no ties.
 
-    Weights are frequencies: a row of weight 3 equals three rows. They do not correct for a new row from another distribution, and
-    their scale matters: weights that sum to one count as one row.
+    Weights are frequencies: a row of weight 3 equals three rows. They do not correct for a new row
+    from another distribution, and their scale matters: weights that sum to one count as one row.
     """
 
     scores: np.ndarray
@@ -33,9 +38,16 @@ class Conformal:
 
     @staticmethod
     def of(
-        predictive: Predictive, y: np.ndarray, weights: np.ndarray, refit: Any, transform: Transform | None = None
+        predictive: Predictive,
+        y: np.ndarray,
+        weights: np.ndarray,
+        refit: Any,
+        transform: Transform | None = None,
     ) -> Conformal:
-        """y (n,) or (n, D), weights (n,). With a transform the scores are on the scale of the model."""
+        """y (n,) or (n, D), weights (n,).
+
+        With a transform the scores are on the scale of the model.
+        """
         mean, spread = _centre(predictive, transform)
         y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
         scores = np.abs(_columns(y) - mean) / spread
@@ -52,14 +64,19 @@ class Conformal:
         short = shortage(weights[0], level, "calibration rows")
         if short is not None:
             warn(
-                f"A conformal interval of {level:g} {short}: the interval is infinite. Use a larger calibration_fraction or a "
-                "lower level."
+                f"A conformal interval of {level:g} {short}: the interval is infinite. Use a "
+                "larger calibration_fraction or a lower level."
             )
         factor: np.ndarray = conformal_quantile(scores, weights, level).numpy()
         return factor
 
-    def interval(self, predictive: Any, level: float, transform: Transform | None = None) -> np.ndarray:
-        """mean ± q·stddev: (N, 2), or (N, D, 2). With a transform, that of the interval on the scale of the model."""
+    def interval(
+        self, predictive: Any, level: float, transform: Transform | None = None
+    ) -> np.ndarray:
+        """mean ± q·stddev: (N, 2), or (N, D, 2).
+
+        With a transform, that of the interval on the scale of the model.
+        """
         mean, spread = _centre(predictive, transform)
         q = self.factor(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)

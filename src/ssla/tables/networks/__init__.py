@@ -1,7 +1,9 @@
-"""From a table of numbers to a fitted predictive: standardise, train, estimate the noise on held-out rows, fit, tune, mix.
+"""From a table of numbers to a fitted predictive: standardise, train, estimate the noise on
+held-out rows, fit, tune, mix.
 
-Members are trained together, each with different held-out rows; each then becomes a Posterior over its last layer (or more) on
-all rows. The estimators and the command use this package; it needs only torch.
+Members are trained together, each with different held-out rows; each then becomes a Posterior over
+its last layer (or more) on all rows. The estimators and the command use this package; it needs only
+torch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,16 @@ from ssla.state import POLISH, Marginal
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.constant_members import constant_network, is_worse_than_constant
 from ssla.tables.networks.embeddings import check_codes, dimensions_of, without_codes
-from ssla.tables.networks.ensemble import CLASSES, CONTINUOUS, LIKELIHOODS, VARYING, Ensemble, Settings, on_scale, scale_of
+from ssla.tables.networks.ensemble import (
+    CLASSES,
+    CONTINUOUS,
+    LIKELIHOODS,
+    VARYING,
+    Ensemble,
+    Settings,
+    on_scale,
+    scale_of,
+)
 from ssla.tables.networks.folds import folds
 from ssla.tables.networks.held_out_noise import NODES, Noise, at_noise, held_out_noise
 from ssla.tables.networks.pieces import counts_of, edges_of
@@ -35,17 +44,27 @@ from ssla.tables.networks.whole_numbers import log_probs, small_counts
 from ssla.tables.trees.beside_networks import calibrated_trees
 from ssla.tables.trees.forest import Forest
 
-PRECISIONS = (0.03, 100.0)  # of priors that held-out rows choose; inputs and targets are standardised
+PRECISIONS = (
+    0.03,
+    100.0,
+)  # of priors that held-out rows choose; inputs and targets are standardised
 DOUBT = 1.5  # standard deviation of their logarithm around the precision of the training
 FEW_ROWS, MOST_LEFT_OUT = 30, 0.2
-WORTH_A_SCALE = 0.01  # nats: by how much another scale of the target must be better, and by more than its standard error
-ENOUGH_NEGATIVE = 7.0  # rows that a model expects below zero: that none is there by chance has probability e⁻⁷
+# nats: by how much another scale of the target must be better, and by more than its standard error
+WORTH_A_SCALE = 0.01
+ENOUGH_NEGATIVE = (
+    7.0  # rows that a model expects below zero: that none is there by chance has probability e⁻⁷
+)
 SEARCHES = 2  # members that search for a prior
 MOST_HELD_OUT, MOST_OTHERS = 2_000, 10_000
-MOST_FITTED = 200_000  # rows of last layers that need several passes: with more they would predict the same
+MOST_FITTED = (
+    200_000  # rows of last layers that need several passes: with more they would predict the same
+)
 
 Grow = Callable[[Tensor, Tensor, Tensor, int], Forest]
-"""Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities, or one number."""
+"""Rows (n, d), targets (n,), row weights (n,) and a seed -> trees that predict probabilities,
+or one number.
+"""
 
 
 def fit_ensemble(
@@ -61,21 +80,40 @@ def fit_ensemble(
     rival: str | None = None,
     levels: tuple[int, ...] = (),
 ) -> Ensemble:
-    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble. Draws no global random number.
+    """x (n, d) float64, y (n,) or (n, D), row weights (n,) > 0 -> a fitted ensemble.
 
-    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a forest beside each network.
-    rival: the same likelihood on another scale of y, which is taken if its networks predict held-out rows better.
-    levels: L for columns of x that are codes 0, 1, …, L of levels, 0 for numbers; () if all are numbers.
+    Draws no global random number.
+
+    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a
+    forest beside each network. rival: the same likelihood on another scale of y, which is taken if
+    its networks predict held-out rows better. levels: L for columns of x that are codes 0, 1, …, L
+    of levels, 0 for numbers; () if all are numbers.
     """
     if settings.likelihood not in LIKELIHOODS:
-        raise ValueError(unknown_name("likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]))
-    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or (1 if y.dim() == 1 else y.shape[1]))
-    targets = [_Target.of(y, weights, name) for name in (settings.likelihood, rival) if name is not None]
+        raise ValueError(
+            unknown_name(
+                "likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]
+            )
+        )
+    likelihood, outputs = LIKELIHOODS[settings.likelihood](
+        classes or (1 if y.dim() == 1 else y.shape[1])
+    )
+    targets = [
+        _Target.of(y, weights, name) for name in (settings.likelihood, rival) if name is not None
+    ]
     check_codes(x, levels)
     inputs = scaling_of(x, weights, levels)
     z = inputs(x)
     generator = torch.Generator().manual_seed(settings.seed)
-    held = folds(len(x), settings.members, _fraction(settings, len(x)), generator, y if classes else None, groups, time)
+    held = folds(
+        len(x),
+        settings.members,
+        _fraction(settings, len(x)),
+        generator,
+        y if classes else None,
+        groups,
+        time,
+    )
     edges = edges_of(without_codes(z, levels), weights) if settings.piecewise else ()
     layers = settings.hidden, settings.activation, counts_of(edges)
     architecture = Architecture(x.shape[1], outputs, *layers, levels, dimensions_of(levels))
@@ -84,15 +122,30 @@ def fit_ensemble(
     targets = targets if bool(held.any(1).all()) else targets[:1]
     found = [target.y if classes else target.y.to(dtype) for target in targets]
     by_member = None if len(found) == 1 else torch.stack(found).repeat_interleave(len(held), 0)
-    rows = Rows(z.to(dtype), found[0], weights.to(dtype), held.repeat(len(found), 1), edges, by_member)
-    start = (weights @ y / weights.sum()).clamp_min(1e-3).log()[None] if settings.likelihood == "poisson" else None
-    trained = train(architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch)
+    rows = Rows(
+        z.to(dtype), found[0], weights.to(dtype), held.repeat(len(found), 1), edges, by_member
+    )
+    start = (
+        (weights @ y / weights.sum()).clamp_min(1e-3).log()[None]
+        if settings.likelihood == "poisson"
+        else None
+    )
+    trained = train(
+        architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch
+    )
     members = len(held)
-    by_target = [tuple(m.double() for m in trained.modules[k * members :][:members]) for k in range(len(targets))]
+    by_target = [
+        tuple(m.double() for m in trained.modules[k * members :][:members])
+        for k in range(len(targets))
+    ]
     best = 0
     if len(targets) > 1 and likelihood is not None:
         data, counted = _Data(z, y, weights, held), small_counts(y, weights)
-        best = _best(_gains_of_counts(targets, by_target, data, likelihood) if counted else _gains(targets, trained.losses, data))
+        best = _best(
+            _gains_of_counts(targets, by_target, data, likelihood)
+            if counted
+            else _gains(targets, trained.losses, data)
+        )
     target, y, modules = targets[best], targets[best].y, by_target[best]
     settings = replace(settings, likelihood=target.likelihood)
     if likelihood is not None:
@@ -105,9 +158,10 @@ def fit_ensemble(
         found_by_member = work.all_posteriors()
         if not found_by_member:
             warn(
-                f"All {members} networks predict their held-out rows worse than the mean of y does, so none is used. The "
-                "predictive is that of a constant with the spread of y, mixed with decision trees where these are better. Use "
-                "fewer columns or more rows, or give likelihood='gaussian'."
+                f"All {members} networks predict their held-out rows worse than the mean of y "
+                "does, so none is used. The predictive is that of a constant with the spread of "
+                "y, mixed with decision trees where these are better. Use fewer columns or more "
+                "rows, or give likelihood='gaussian'."
             )
             work = work.of_constants(start)
             found_by_member = work.all_posteriors()
@@ -136,7 +190,9 @@ def fit_ensemble(
 
 
 def _with_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
-    """Without negative targets, if the table shows that there are none: the model would have expected some such rows."""
+    """Without negative targets, if the table shows that there are none: the model would have
+    expected some such rows.
+    """
     some = x[_at_most(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
     below = ensemble.predict(some).cdf(torch.zeros(len(some), dtype=torch.float64))
     shown = float(below.mean() * weights.sum()) >= ENOUGH_NEGATIVE
@@ -147,7 +203,9 @@ def _with_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """Targets on the scale of the networks, in their unit there (None: counts and classes have none)."""
+    """Targets on the scale of the networks, in their unit there (None: counts and classes have
+    none).
+    """
 
     y: Tensor
     likelihood: str
@@ -174,7 +232,9 @@ class _Target:
         """log dy/dz for the standardised z of each row (n,), of one continuous target."""
         assert self.unit is not None
         z = self.unit.shift + self.unit.scale * self.y
-        return self.unit.scale.log() + (torch.zeros_like(self.y) if self.scale is None else self.scale.log_slope(z))
+        return self.unit.scale.log() + (
+            torch.zeros_like(self.y) if self.scale is None else self.scale.log_slope(z)
+        )
 
 
 def _best(gain: Tensor) -> int:
@@ -184,25 +244,37 @@ def _best(gain: Tensor) -> int:
 
 
 def fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
-    """The rows of the table (n,) bool that the last layers were fitted to: those of `ensemble.held`."""
+    """The rows of the table (n,) bool that the last layers were fitted to: those of
+    `ensemble.held`.
+    """
     whole = torch.ones(rows, dtype=torch.bool)
-    return whole if ensemble.held is None or ensemble.held.shape[1] == rows else _at_most(whole, MOST_FITTED)
+    return (
+        whole
+        if ensemble.held is None or ensemble.held.shape[1] == rows
+        else _at_most(whole, MOST_FITTED)
+    )
 
 
 def _gains(targets: list[_Target], losses: Tensor, data: _Data) -> Tensor:
-    """How much lower the NLL of y at held-out rows is with the second targets, for each member (M,).
+    """How much lower the NLL of y at held-out rows is with the second targets, for each member
+    (M,).
 
     losses: the NLL of the targets there (epochs, targets · M).
     """
     shares = data.held * data.weights
     shares = shares / shares.sum(1, keepdim=True)
     lowest = losses.amin(0).reshape(len(targets), -1)
-    first, second = (own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True))
+    first, second = (
+        own + shares @ target.log_slopes for own, target in zip(lowest, targets, strict=True)
+    )
     return torch.sub(first, second)
 
 
 def _gains_of_counts(
-    targets: list[_Target], modules: list[tuple[nn.Sequential, ...]], data: _Data, likelihood: Likelihood
+    targets: list[_Target],
+    modules: list[tuple[nn.Sequential, ...]],
+    data: _Data,
+    likelihood: Likelihood,
 ) -> Tensor:
     """The same for small counts: how much higher log P(y) is (M,)."""
     found = []
@@ -222,7 +294,9 @@ def _fraction(settings: Settings, rows: int) -> float:
 
 
 def _at_most(chosen: Tensor, most: int) -> Tensor:
-    """At most that many of the chosen rows (n,) bool, evenly spread: enough for a prior and for spreads."""
+    """At most that many of the chosen rows (n,) bool, evenly spread: enough for a prior and for
+    spreads.
+    """
     rows = chosen.nonzero().flatten()
     if len(rows) <= most:
         return chosen
@@ -269,10 +343,16 @@ class _Work:
     levels: tuple[int, ...] = ()
     residuals: list[_Residuals] = field(default_factory=list)  # constant noise: of each member
     forests: list[Forest] = field(default_factory=list)
-    priors: list[Any] = field(default_factory=list)  # of the first members, chosen by their held-out rows
+    priors: list[Any] = field(
+        default_factory=list
+    )  # of the first members, chosen by their held-out rows
     kept: list[int] = field(default_factory=list)  # members with a share
-    held_out: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # z, y and weights of held-out rows
-    said: list[tuple[Tensor, ...]] = field(default_factory=list)  # there: f and K, or log densities of classes
+    held_out: list[tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=list
+    )  # z, y and weights of held-out rows
+    said: list[tuple[Tensor, ...]] = field(
+        default_factory=list
+    )  # there: f and K, or log densities of classes
     constant: bool = False  # the modules are constants, which are kept in any case
 
     @property
@@ -280,12 +360,26 @@ class _Work:
         return tuple(self.modules[m] for m in self.kept)
 
     def of_constants(self, bias: Tensor | None) -> _Work:
-        """The same work with constants in place of the networks, and with the forests that have been grown."""
+        """The same work with constants in place of the networks, and with the forests that have
+        been grown.
+        """
         modules = tuple(constant_network(module, bias) for module in self.modules)
-        return _Work(self.data, self.likelihood, self.settings, modules, None, self.levels, forests=self.forests, constant=True)
+        return _Work(
+            self.data,
+            self.likelihood,
+            self.settings,
+            modules,
+            None,
+            self.levels,
+            forests=self.forests,
+            constant=True,
+        )
 
     def all_posteriors(self) -> list[list[tuple[Posterior, float]]]:
-        """The posteriors of each member that has a share, with their shares in it. `kept` has the numbers of these members."""
+        """The posteriors of each member that has a share, with their shares in it.
+
+        `kept` has the numbers of these members.
+        """
         found = []
         for member in range(len(self.modules)):
             parts = self.posteriors(member)
@@ -295,7 +389,12 @@ class _Work:
         return found
 
     def _fit(
-        self, module: nn.Module, rows: Tensor | None, likelihood: Likelihood, prior: Any = None, rough: bool = False
+        self,
+        module: nn.Module,
+        rows: Tensor | None,
+        likelihood: Likelihood,
+        prior: Any = None,
+        rough: bool = False,
     ) -> Posterior:
         """rough: only to choose a prior."""
         data, prior = self.data.of(rows), prior or GaussianPrior(self.settings.schedule.precision)
@@ -303,7 +402,9 @@ class _Work:
         return Posterior(fit_at_mode(module, data, likelihood, prior, weights, structure, rough))
 
     def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
-        """Posteriors with their shares: one, or one for each node of the noise; none where a constant is better."""
+        """Posteriors with their shares: one, or one for each node of the noise; none where a
+        constant is better.
+        """
         module, held = self.modules[member], self.data.held[member]
         if self.likelihood is not None:
             posterior = self._by_held_out_rows(module, held, self.likelihood)
@@ -316,22 +417,41 @@ class _Work:
         for t, share in NODES[1:]:
             likelihood = noise.at(t)
             whole = middle.state.quadratic
-            posterior = at_noise(middle, likelihood) if whole else self._fit(module, None, likelihood, middle.prior)
+            posterior = (
+                at_noise(middle, likelihood)
+                if whole
+                else self._fit(module, None, likelihood, middle.prior)
+            )
             found.append((posterior, share))
         return found
 
     def _noise(self, member: int) -> Noise:
-        """The noise from the member's held-out rows. Several members: less the disagreement of their posteriors."""
+        """The noise from the member's held-out rows.
+
+        Several members: less the disagreement of their posteriors.
+        """
         if not self.residuals:
-            self.residuals.extend(self._residuals(*both) for both in zip(self.modules, self.data.held, strict=True))
+            self.residuals.extend(
+                self._residuals(*both) for both in zip(self.modules, self.data.held, strict=True)
+            )
         own = self.residuals[member]
         disagreement = None
-        if len(self.modules) > 1:  # a strong prior keeps posteriors closer together than the networks
-            disagreement = torch.stack([other.means for other in self.residuals]).var(0, unbiased=False).mean(0)
-        return held_out_noise(own.squares, self.data.of(self.data.held[member])[2], own.inside, disagreement)
+        if (
+            len(self.modules) > 1
+        ):  # a strong prior keeps posteriors closer together than the networks
+            disagreement = (
+                torch.stack([other.means for other in self.residuals])
+                .var(0, unbiased=False)
+                .mean(0)
+            )
+        return held_out_noise(
+            own.squares, self.data.of(self.data.held[member])[2], own.inside, disagreement
+        )
 
     def _residuals(self, module: nn.Module, held: Tensor) -> _Residuals:
-        """Of the posterior of the other rows, with the noise of the network's held-out residuals and the tuned prior."""
+        """Of the posterior of the other rows, with the noise of the network's held-out
+        residuals and the tuned prior.
+        """
         z, y, _ = self.data.of(held)
         y = y.reshape(len(z), -1)
         with torch.no_grad():
@@ -345,10 +465,14 @@ class _Work:
         means = posterior.state.outputs_at(self.data.z[self.data.held.any(0)]).mean
         return _Residuals((y - f) ** 2 / (1 + share), inside, means)
 
-    def _by_held_out_rows(self, module: nn.Module, held: Tensor, likelihood: Likelihood) -> Posterior | None:
-        """The posterior of all rows, with the prior precision that predicts best the rows that the features never saw.
+    def _by_held_out_rows(
+        self, module: nn.Module, held: Tensor, likelihood: Likelihood
+    ) -> Posterior | None:
+        """The posterior of all rows, with the prior precision that predicts best the rows that the
+        features never saw.
 
-        None where a constant predicts these rows better. The trees of such a member are grown all the same.
+        None where a constant predicts these rows better. The trees of such a member are grown all
+        the same.
         """
         seen = ~held
         judged = bool(held.any())
@@ -358,7 +482,9 @@ class _Work:
         if self.grow is not None:
             x, target, w = self.data.of(seen)
             numbers = without_codes(x, self.levels)  # trees would read a code as a number
-            self.forests.append(self.grow(numbers, target, w, self.settings.seed + len(self.forests)))
+            self.forests.append(
+                self.grow(numbers, target, w, self.settings.seed + len(self.forests))
+            )
         held, others = _at_most(held, MOST_HELD_OUT), _at_most(seen, MOST_OTHERS)
         z, y, weights = self.data.of(held)
         self.held_out.append((z, y, weights))
@@ -367,12 +493,23 @@ class _Work:
             return None
         prior: Any = self._shared_prior()
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
-            warnings.filterwarnings("ignore", "the variational Gaussian did not converge", RuntimeWarning)
+            warnings.filterwarnings(
+                "ignore", "the variational Gaussian did not converge", RuntimeWarning
+            )
             warnings.filterwarnings("ignore", "polish did not reach the mode", RuntimeWarning)
             chosen = self._fit(module, others, likelihood, prior, rough=True).state
             if prior is None:
                 chosen = tune(
-                    chosen, "nll", (z, y), ("prior",), False, None, within=PRECISIONS, doubt=DOUBT, quiet=True, rough=True
+                    chosen,
+                    "nll",
+                    (z, y),
+                    ("prior",),
+                    False,
+                    None,
+                    within=PRECISIONS,
+                    doubt=DOUBT,
+                    quiet=True,
+                    rough=True,
                 )
                 prior = chosen.prior
                 self.priors.append(prior)
@@ -390,7 +527,8 @@ class _Work:
         return self._fit(module, None, likelihood, prior)
 
     def _is_left_out(self, f: Tensor, likelihood: Likelihood, held: Tensor, seen: Tensor) -> bool:
-        """Whether the mean of the rows that a network has seen predicts its held-out rows better than outputs f (n, C) there.
+        """Whether the mean of the rows that a network has seen predicts its held-out rows better
+        than outputs f (n, C) there.
 
         Classes: never, because log scores choose their shares.
         """
@@ -402,22 +540,32 @@ class _Work:
         return is_worse_than_constant(y[:, None], means, weights, (w @ target / w.sum())[None])
 
     def _say_constant(self, z: Tensor) -> None:
-        """Mean and log variance of a constant in place of those of a member that is left out: zero in the target's unit."""
+        """Mean and log variance of a constant in place of those of a member that is left out:
+        zero in the target's unit.
+        """
         if self.settings.likelihood in VARYING:
             self.said.append((z.new_zeros(len(z), 2), z.new_zeros(len(z), 2, 2)))
 
     def _shared_prior(self) -> GaussianPrior | None:
-        """The prior of the later members: with the geometric mean of the first members' precisions. None: not known yet."""
+        """The prior of the later members: with the geometric mean of the first members' precisions.
+
+        None: not known yet.
+        """
         if len(self.priors) < SEARCHES:
             return None
-        return GaussianPrior(math.exp(sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)))
+        return GaussianPrior(
+            math.exp(
+                sum(math.log(float(prior.precision)) for prior in self.priors) / len(self.priors)
+            )
+        )
 
     def calibrated(self, ensemble: Ensemble) -> Ensemble:
-        """With what the held-out rows choose: spreads of a continuous target, shares of posteriors for classes, and of trees.
+        """With what the held-out rows choose: spreads of a continuous target, shares of posteriors
+        for classes, and of trees.
 
-        At the rows of a member that is left out, trees are compared with the constant. Otherwise the few rows of members that
-        were kept, because they did well there, would choose too small a share of trees. Spreads are chosen by the rows of
-        members that were kept.
+        At the rows of a member that is left out, trees are compared with the constant. Otherwise
+        the few rows of members that were kept, because they did well there, would choose too small
+        a share of trees. Spreads are chosen by the rows of members that were kept.
         """
         if not self.said:
             return ensemble
@@ -426,31 +574,50 @@ class _Work:
         said = [torch.cat(parts) for parts in zip(*self.said, strict=True)]
         trees, own, move = None, None, torch.zeros(len(y), dtype=torch.float64)
         if self.forests:
-            modules = [m if i in self.kept else constant_network(m, None) for i, m in enumerate(self.modules)]
+            modules = [
+                m if i in self.kept else constant_network(m, None)
+                for i, m in enumerate(self.modules)
+            ]
             trees, own, move = calibrated_trees(self.forests, modules, places, y, weights)
         if self.settings.likelihood in VARYING:
             f, K = said
             disagreement = torch.cat([_disagreement(self.kept_modules, z)[:, 0] for z in places])
-            of_kept = torch.cat([torch.full((len(z),), i in self.kept) for i, z in enumerate(places)])
-            densities = stretched_log_densities(Marginal(f, K), y - move, torch.where(of_kept, disagreement, 0.0))
+            of_kept = torch.cat(
+                [torch.full((len(z),), i in self.kept) for i, z in enumerate(places)]
+            )
+            densities = stretched_log_densities(
+                Marginal(f, K), y - move, torch.where(of_kept, disagreement, 0.0)
+            )
             spreads, share = spreads_of(densities, weights, own)
             if not bool(of_kept.all()):
-                spreads, _ = spreads_of(densities[of_kept], weights[of_kept], None if own is None else own[of_kept])
+                spreads, _ = spreads_of(
+                    densities[of_kept], weights[of_kept], None if own is None else own[of_kept]
+                )
             return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
         densities = said[0] if own is None else torch.cat([said[0], own[:, None]], 1)
-        found = shares(densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)).tolist()
+        found = shares(
+            densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)
+        ).tolist()
         trust = found[0] / (found[0] + found[1])
         scores = 1 - densities.exp() @ torch.tensor(found, dtype=torch.float64)
         known = scores.nan_to_num(1.0), weights / self._copies()
-        return replace(ensemble, trust=trust, trees=trees and replace(trees, share=found[2]), scores=known)
+        return replace(
+            ensemble, trust=trust, trees=trees and replace(trees, share=found[2]), scores=known
+        )
 
     def _copies(self) -> Tensor:
         """How many members have held out each of the held-out rows (m,)."""
-        rows = torch.cat([_at_most(held, MOST_HELD_OUT).nonzero().flatten() for held in self.data.held])
+        rows = torch.cat(
+            [_at_most(held, MOST_HELD_OUT).nonzero().flatten() for held in self.data.held]
+        )
         return rows.bincount()[rows]
 
     def _tuned(self, posterior: Posterior) -> Posterior:
-        """The posterior with the prior precision of the highest evidence; no warning where columns do not help."""
+        """The posterior with the prior precision of the highest evidence; no warning where
+        columns do not help.
+        """
         if not self.settings.tune:
             return posterior
-        return Posterior(tune(posterior.state, "evidence", None, ("prior",), False, None, quiet=True))
+        return Posterior(
+            tune(posterior.state, "evidence", None, ("prior",), False, None, quiet=True)
+        )

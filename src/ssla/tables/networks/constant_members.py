@@ -1,18 +1,21 @@
 """Networks that predict worse than a constant, and the constant that takes their place.
 
-With many columns and few rows a network can be wrong by many standard deviations of the target at every new row, also at the
-best epoch of its training. Early stopping keeps such a network, because it only compares epochs. Its n held-out rows show it:
+With many columns and few rows a network can be wrong by many standard deviations of the target at
+every new row, also at the best epoch of its training. Early stopping keeps such a network, because
+it only compares epochs. Its n held-out rows show it:
 
-    Σ c (y − m)² > (1 + √(2/n)) Σ c (y − ȳ)²        (ȳ: the mean of the rows that the network was trained on)
+    Σ c (y − m)² > (1 + √(2/n)) Σ c (y − ȳ)²      (ȳ: the mean of the network's training rows)
 
-with m the mean that the network predicts. √(2/n) is the relative standard error of a mean square of Gaussian errors: a smaller
-difference may be chance, and does little harm. Squared errors decide, and not the log score. The spread of the predictives is
-corrected later, by the same rows (`ssla.tables.networks.recalibration`), but nothing corrects a wrong mean. Both answers that a member
-gives are compared: the mean of the network as it was trained, which trees use, and that of the posterior of its last layer. A
-member that is worse with either has no share.
+with m the mean that the network predicts. √(2/n) is the relative standard error of a mean square of
+Gaussian errors: a smaller difference may be chance, and does little harm. Squared errors decide,
+and not the log score. The spread of the predictives is corrected later, by the same rows
+(`ssla.tables.networks.recalibration`), but nothing corrects a wrong mean. Both answers that a
+member gives are compared: the mean of the network as it was trained, which trees use, and that of
+the posterior of its last layer. A member that is worse with either has no share.
 
-Where no member is left, constants replace all networks. A network without weights predicts the bias of its last layer, so that
-its posterior is that of the mean of y and of its spread. Trees may still be mixed with it.
+Where no member is left, constants replace all networks. A network without weights predicts the bias
+of its last layer, so that its posterior is that of the mean of y and of its spread. Trees may still
+be mixed with it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from torch import Tensor, nn
 
 
 def is_worse_than_constant(y: Tensor, means: Tensor, weights: Tensor, constant: Tensor) -> bool:
-    """Whether means (n, D) have a clearly larger squared error at held-out rows y (n, D) than a constant (D,), or none.
+    """Whether means (n, D) have a clearly larger squared error at held-out rows y (n, D) than a
+    constant (D,), or none.
 
     weights (n,) are frequencies: their sum is the number of rows.
     """
@@ -35,7 +39,9 @@ def is_worse_than_constant(y: Tensor, means: Tensor, weights: Tensor, constant: 
 
 
 def constant_network(network: nn.Sequential, bias: Tensor | None) -> nn.Sequential:
-    """A copy of the network without weights: its outputs are the bias of the last layer (C,), zero if not given."""
+    """A copy of the network without weights: its outputs are the bias of the last layer (C,),
+    zero if not given.
+    """
     copy = deepcopy(network)
     linear = [layer for layer in copy if isinstance(layer, nn.Linear)]
     with torch.no_grad():

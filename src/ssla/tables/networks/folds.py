@@ -1,11 +1,16 @@
-"""Which rows each member holds out for early stopping, noise and prior: at random, by whole groups, or the latest."""
+"""Which rows each member holds out for early stopping, noise and prior: at random, by whole
+groups, or the latest.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-ONE_GROUP = "groups has one group only, so no whole group can be held out. Leave it out, or give several groups."
+ONE_GROUP = (
+    "groups has one group only, so no whole group can be held out. Leave it out, or give several "
+    "groups."
+)
 
 
 def folds(
@@ -17,7 +22,8 @@ def folds(
     groups: Tensor | None = None,
     time: Tensor | None = None,
 ) -> Tensor:
-    """The held-out rows of each member: disjoint parts of one random order if there are enough rows.  -> bool (M, n).
+    """The held-out rows of each member: disjoint parts of one random order if there are enough
+    rows.  -> bool (M, n).
 
     strata (n,): classes; each part has the same class proportions.
     groups (n,): numbers of groups, of which whole ones are held out (strata are then not used).
@@ -36,7 +42,9 @@ def folds(
         rank = torch.zeros(rows, dtype=torch.float32)
         for label in strata.unique():
             where = (strata[order] == label).nonzero().flatten()
-            rank[where] = (torch.arange(len(where)) + torch.rand(1, generator=generator, dtype=torch.float32)) / len(where)
+            rank[where] = (
+                torch.arange(len(where)) + torch.rand(1, generator=generator, dtype=torch.float32)
+            ) / len(where)
         order = order[rank.argsort(stable=True)]
     for m in range(members):
         part = torch.arange(m * count, (m + 1) * count) % rows
@@ -45,15 +53,22 @@ def folds(
 
 
 def latest(time: Tensor, count: int) -> Tensor:
-    """The last `count` rows (n,) bool; rows of one time are not divided, so that all of them are held out, or none."""
+    """The last `count` rows (n,) bool; rows of one time are not divided, so that all of them
+    are held out, or none.
+    """
     if bool((time == time[0]).all()):
-        raise ValueError("time has one value only, so no rows are later than others. Leave it out, or give times.")
+        raise ValueError(
+            "time has one value only, so no rows are later than others. Leave it out, or give "
+            "times."
+        )
     held = time >= time.sort().values[len(time) - count]
     return held if not bool(held.all()) else time > time.min()
 
 
 def _whole_groups(groups: Tensor, members: int, count: int, generator: torch.Generator) -> Tensor:
-    """Groups in a random order, cyclically: each member takes the next ones until it has `count` rows, but never all groups."""
+    """Groups in a random order, cyclically: each member takes the next ones until it has
+    `count` rows, but never all groups.
+    """
     labels, codes, sizes = groups.unique(return_inverse=True, return_counts=True)
     if len(labels) < 2:
         raise ValueError(ONE_GROUP)

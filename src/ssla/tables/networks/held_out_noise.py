@@ -1,17 +1,18 @@
 """The noise and its standard error, from held-out rows.
 
-Training residuals of a network can be arbitrarily small. On held-out rows r² has mean σ² + K, and K is nearly
-proportional to σ², so
+Training residuals of a network can be arbitrarily small. On held-out rows r² has mean σ² + K, and K
+is nearly proportional to σ², so
 
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
-One network: at least the mean of r² over its training rows, because early stopping selected the best epoch on the held-out
-rows. Several networks: the disagreement V of their posteriors is part of the error of each, but not of the mixture, which adds
-it to its spread; so 2V is subtracted, down to the training residuals at most.
+One network: at least the mean of r² over its training rows, because early stopping selected the
+best epoch on the held-out rows. Several networks: the disagreement V of their posteriors is part of
+the error of each, but not of the mixture, which adds it to its spread; so 2V is subtracted, down to
+the training residuals at most.
 
-From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals (3 for Gaussian ones). The
-predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three Gauss–Hermite nodes: its tails are those of a t
-distribution and not of a Gaussian with known σ.
+From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals
+(3 for Gaussian ones). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three
+Gauss–Hermite nodes: its tails are those of a t distribution and not of a Gaussian with known σ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from torch import Tensor
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
-NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))  # (t, weight); the middle first
+NODES = (
+    (0.0, 2 / 3),
+    (-math.sqrt(3), 1 / 6),
+    (math.sqrt(3), 1 / 6),
+)  # (t, weight); the middle first
 SMALLEST = 1e-6  # of the target's spread
 GAUSSIAN_KURTOSIS = 3.0
 
@@ -43,8 +48,12 @@ class Noise:
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
 
 
-def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None) -> Noise:
-    """From s (n, D) of the held-out rows, their weights (n,), the mean square of the training residuals (D,), and V (D,)."""
+def held_out_noise(
+    squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None
+) -> Noise:
+    """From s (n, D) of the held-out rows, their weights (n,), the mean square of the training
+    residuals (D,), and V (D,).
+    """
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth = (weights[:, None] * squares**2).sum(0) / total
@@ -58,9 +67,15 @@ def held_out_noise(squares: Tensor, weights: Tensor, inside: Tensor, disagreemen
 
 
 def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
-    """The posterior with all noise scaled by one factor, at its new mode, without a pass. Needs `State.quadratic`."""
+    """The posterior with all noise scaled by one factor, at its new mode, without a pass.
+
+    Needs `State.quadratic`.
+    """
     assert isinstance(posterior.likelihood, Gaussian)
-    old, new = (torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1)[0] for part in (posterior.likelihood, likelihood))
+    old, new = (
+        torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1)[0]
+        for part in (posterior.likelihood, likelihood)
+    )
     scaled = replace(posterior.state.at_noise(float(new / old)), likelihood=likelihood)
     theta, statistics = scaled.statistics.at_mode(scaled.bound_prior, scaled.theta)
     report = replace(scaled.report, likelihood=repr(likelihood))

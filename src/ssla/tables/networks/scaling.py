@@ -24,14 +24,19 @@ class Scaling:
 
 
 def units_of(x: Tensor) -> Tensor:
-    """The power of two at or below the largest |x| of each column (n, d) -> (d,); division by it is exact."""
-    exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(SMALLEST_EXPONENT + 1, LARGEST_EXPONENT + 1)
+    """The power of two at or below the largest |x| of each column (n, d) -> (d,); division by
+    it is exact.
+    """
+    exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(
+        SMALLEST_EXPONENT + 1, LARGEST_EXPONENT + 1
+    )
     return torch.tensor([math.ldexp(1.0, e - 1) for e in exponents.tolist()], dtype=x.dtype)
 
 
 def scaling_of(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scaling:
-    """Weighted mean and standard deviation of each column (n, d); constant columns keep their unit. Codes of levels, where
-    `levels` has their number for a column, stay as they are."""
+    """Weighted mean and standard deviation of each column (n, d); constant columns keep their unit.
+    Codes of levels, where `levels` has their number for a column, stay as they are.
+    """
     total, unit = weights.sum(), units_of(x)
     part = x / unit  # its squares neither overflow nor vanish
     middle = (weights[:, None] * part).sum(0) / total

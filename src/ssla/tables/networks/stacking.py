@@ -1,12 +1,14 @@
 """Stacking: the weights of a mixture of predictives that predict held-out rows best.
 
-With L (n, K) the log densities of K models at n rows that they have not seen, and row weights c with sum one,
+With L (n, K) the log densities of K models at n rows that they have not seen, and row weights c
+with sum one,
 
     w = argmax over the simplex of  F(w) = Σ_i c_i log p_i,   p_i = Σ_k w_k e^(L_ik)
 
-F is concave. Its gradient g_k = Σ_i c_i e^(L_ik) / p_i has Σ_k w_k g_k = 1. At the maximum g_k = 1 where w_k > 0 and g_k ≤ 1
-elsewhere, and everywhere max_k g_k − 1 is at least the distance of F from its maximum. An EM step is w_k ← w_k g_k. It never
-lowers F. Steps w_k ∝ w_k g_k^η with a growing η are taken while they raise F more than EM must.
+F is concave. Its gradient g_k = Σ_i c_i e^(L_ik) / p_i has Σ_k w_k g_k = 1. At the maximum g_k = 1
+where w_k > 0 and g_k ≤ 1 elsewhere, and everywhere max_k g_k − 1 is at least the distance of F from
+its maximum. An EM step is w_k ← w_k g_k. It never lowers F. Steps w_k ∝ w_k g_k^η with a growing η
+are taken while they raise F more than EM must.
 """
 
 from __future__ import annotations
@@ -25,17 +27,22 @@ FASTER = 1.3  # growth of η
 
 
 def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = STEPS) -> Tensor:
-    """The weights w (K,), ≥ 0 with sum one, that maximise Σ_i c_i log Σ_k w_k e^(L_ik). Deterministic.
+    """The weights w (K,), ≥ 0 with sum one, that maximise Σ_i c_i log Σ_k w_k e^(L_ik).
 
-    log_densities: L (n, K), log densities of each model at rows that it was not fitted on (out-of-fold, held-out or
-    leave-one-out); −∞ is allowed where another model has a positive density.  row_weights: c (n,); equal if not given.
-    steps: the largest number of EM steps; a result that is not within 1e-7 nats of the maximum is warned about.
+    Deterministic.
+
+    log_densities: L (n, K), log densities of each model at rows that it was not fitted on
+    (out-of-fold, held-out or leave-one-out); −∞ is allowed where another model has a positive
+    density.  row_weights: c (n,); equal if not given. steps: the largest number of EM steps; a
+    result that is not within 1e-7 nats of the maximum is warned about.
 
     >>> w = stacking_weights(torch.stack([a.log_prob(y), b.log_prob(y)], 1))      # doctest: +SKIP
     >>> ssla.mixture([a_new, b_new], w)                                           # doctest: +SKIP
     """
     L, c = _checked(log_densities, row_weights)
-    likelihoods = (L - L.amax(1, keepdim=True)).exp()  # (n, K): a factor for each row does not change w
+    likelihoods = (
+        L - L.amax(1, keepdim=True)
+    ).exp()  # (n, K): a factor for each row does not change w
     w = torch.full((L.shape[1],), 1 / L.shape[1], dtype=torch.float64)
     value, gradient = _objective(likelihoods, c, w)
     power = 1.0
@@ -51,19 +58,23 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
         w, value, gradient, power = proposal, new, new_gradient, power * FASTER
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
-        f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of two similar models."
+        f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of "
+        "two similar models."
     )
     return w
 
 
 def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
-    """Stacking weights (K,) with prior knowledge: pseudo (K,) > 0 rows that only one model explains, for each model.
+    """Stacking weights (K,) with prior knowledge: pseudo (K,) > 0 rows that only one model
+    explains, for each model.
 
     Rows (n, K) that no model explains, or with NaN, do not count.
     """
     known = log_densities.amax(1) > -torch.inf  # False for NaN
     certain = torch.eye(len(pseudo), dtype=torch.float64).log()
-    return stacking_weights(torch.cat([log_densities[known], certain]), torch.cat([weights[known], pseudo]))
+    return stacking_weights(
+        torch.cat([log_densities[known], certain]), torch.cat([weights[known], pseudo])
+    )
 
 
 def _objective(likelihoods: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor]:
@@ -75,20 +86,29 @@ def _objective(likelihoods: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor
 def _checked(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
     L = as_tensor(log_densities).to("cpu", torch.float64)
     if L.dim() != 2 or not L.numel():
-        raise ValueError(f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them with dim=1.")
+        raise ValueError(
+            f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them "
+            "with dim=1."
+        )
     impossible = L.amax(1) == -torch.inf
     if bool(torch.isnan(L).any()) or bool(torch.isposinf(L).any()):
-        raise ValueError("log_densities must be numbers below infinity, but some are NaN or +inf. Leave out these models.")
+        raise ValueError(
+            "log_densities must be numbers below infinity, but some are NaN or +inf. Leave out "
+            "these models."
+        )
     if bool(impossible.any()):
         raise ValueError(
-            f"All models give density zero to {int(impossible.sum())} rows (first: {int(impossible.nonzero()[0])}), so no "
-            "mixture can predict them. Leave out these rows, or add a model with a wider predictive."
+            f"All models give density zero to {int(impossible.sum())} rows (first: "
+            f"{int(impossible.nonzero()[0])}), so no mixture can predict them. Leave out these "
+            "rows, or add a model with a wider predictive."
         )
     if row_weights is None:
         return L, torch.full((len(L),), 1 / len(L), dtype=torch.float64)
     c = as_tensor(row_weights).to("cpu", torch.float64)
     if c.shape != (len(L),):
-        raise ValueError(f"row_weights must have shape ({len(L)},), one for each row, but has {tuple(c.shape)}.")
+        raise ValueError(
+            f"row_weights must have shape ({len(L)},), one for each row, but has {tuple(c.shape)}."
+        )
     if bool((c < 0).any()):
         raise ValueError("row_weights must not be negative. Rows of weight 0 are ignored.")
     positive("the sum of row_weights", c.sum())

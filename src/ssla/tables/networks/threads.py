@@ -1,4 +1,6 @@
-"""One thread for small work: a second one hardly helps, and where the other core is busy it can make torch ten times slower."""
+"""One thread for small work: a second one hardly helps, and where the other core is busy it can
+make torch ten times slower.
+"""
 
 from __future__ import annotations
 

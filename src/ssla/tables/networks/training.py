@@ -1,11 +1,14 @@
-"""Small networks for tables: several trained together, each with its own initialisation, order of rows and validation rows.
+"""Small networks for tables: several trained together, each with its own initialisation, order of
+rows and validation rows.
 
-The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows:
-weight decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members are stacked
-and run by batched products, so five networks take about twice the time of one. Rows are selected by index, without a DataLoader.
+The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total
+weight of the training rows: weight decay *is* the Gaussian prior of precision τ. With unknown
+Gaussian noise, σ is trained too. Members are stacked and run by batched products, so five networks
+take about twice the time of one. Rows are selected by index, without a DataLoader.
 
-Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s = 1 at the start: a step then
-weakens or strengthens an input as a whole. At the end the scales are part of W.
+Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s =
+1 at the start: a step then weakens or strengthens an input as a whole. At the end the scales are
+part of W.
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ SMALLEST_RATE = 0.02  # of the learning rate, at the last epoch
 
 @dataclass(frozen=True)
 class Architecture:
-    """A multilayer perceptron; pieces: the number of linear pieces of each input, () for none (see `ssla.tables.networks.pieces`).
+    """A multilayer perceptron; pieces: the number of linear pieces of each input, () for none (see
+    `ssla.tables.networks.pieces`).
 
-    levels, dimensions: of the inputs that are codes of levels, 0 for numbers, () for none (see `ssla.tables.networks.embeddings`).
+    levels, dimensions: of the inputs that are codes of levels, 0 for numbers, () for none (see
+    `ssla.tables.networks.embeddings`).
     """
 
     inputs: int
@@ -83,9 +88,11 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of each member (M, n).
+    """The data of all members: x (n, d), y (n,) or (n, D), weights (n,), and the held-out rows of
+    each member (M, n).
 
-    edges: those of the pieces of each column, if the architecture has pieces.  y_by_member (M, n): in place of y.
+    edges: those of the pieces of each column, if the architecture has pieces.  y_by_member (M, n):
+    in place of y.
     """
 
     x: Tensor
@@ -119,12 +126,17 @@ def train(
     start: Tensor | None = None,
     on_epoch: Callable[[int], None] | None = None,
 ) -> Trained:
-    """Adam with a cosine schedule; each member keeps the weights of its best epoch on its held-out rows.
+    """Adam with a cosine schedule; each member keeps the weights of its best epoch on its held-out
+    rows.
 
-    likelihood None is Gaussian with unknown noise. start: the biases of the last layer. Without held-out rows the last
-    epoch is kept. Draws from its own generator only.
+    likelihood None is Gaussian with unknown noise. start: the biases of the last layer. Without
+    held-out rows the last epoch is kept. Draws from its own generator only.
     """
-    work = len(rows.held_out) * (schedule.batch_size or len(rows.x)) * sum(a * b for a, b in pairwise(architecture.widths))
+    work = (
+        len(rows.held_out)
+        * (schedule.batch_size or len(rows.x))
+        * sum(a * b for a, b in pairwise(architecture.widths))
+    )
     with one_thread_if(work < WORTH_THREADS):
         return _train(architecture, likelihood, rows, schedule, seed, start, on_epoch)
 
@@ -145,7 +157,9 @@ def _train(
     if architecture.pieces:
         shapes = {SCALES: torch.Size([architecture.widths[0]])} | shapes
     theta = _initial(module, shapes, members, start, generator).requires_grad_(True)  # (M, P)
-    spread = torch.zeros(members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None)  # log σ²
+    spread = torch.zeros(
+        members, architecture.outputs, dtype=rows.x.dtype, requires_grad=likelihood is None
+    )  # log σ²
     x, layers = rows.x, list(module.named_children())
     if isinstance(module[0], Pieces) and len(x) * architecture.widths[0] <= MOST_EXPANDED:
         x, layers = module[0](x), layers[1:]  # once for all epochs
@@ -169,7 +183,11 @@ def _train(
     inside, outside = _index(~rows.held_out), _index(rows.held_out)
     decay = schedule.precision / (rows.weights[inside.rows] * inside.real).sum(1)  # τ/W (M,)
     optimiser = _Adam([theta, spread] if likelihood is None else [theta])
-    size = inside.rows.shape[1] if schedule.batch_size is None else min(schedule.batch_size, inside.rows.shape[1])
+    size = (
+        inside.rows.shape[1]
+        if schedule.batch_size is None
+        else min(schedule.batch_size, inside.rows.shape[1])
+    )
     best, found = theta.detach().clone(), torch.zeros(members, dtype=torch.long)
     lowest = torch.full((members,), math.inf, dtype=torch.float64)
     history: list[Tensor] = []
@@ -178,7 +196,9 @@ def _train(
         share = 0.5 * (1 + math.cos(math.pi * (epoch - 1) / schedule.max_epochs))
         rate = schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)
         for index, real in inside.batches(size, generator):
-            optimiser.step((mean_loss(index, real) + 0.5 * decay * (theta * theta).sum(1)).sum(), rate)
+            optimiser.step(
+                (mean_loss(index, real) + 0.5 * decay * (theta * theta).sum(1)).sum(), rate
+            )
         if watching:
             with torch.no_grad():
                 score = mean_loss(outside.rows, outside.real).double()
@@ -194,7 +214,8 @@ def _train(
         best, found = theta.detach(), torch.full_like(found, epoch)
     if not bool(torch.isfinite(best).all()):
         raise FloatingPointError(
-            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or check for extreme values."
+            "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or "
+            "check for extreme values."
         )
     modules = tuple(_filled(module, _with_scales(layers, _unpack(flat, shapes))) for flat in best)
     return Trained(modules, epoch, found, torch.stack(history) if history else torch.empty(0))
@@ -202,7 +223,10 @@ def _train(
 
 @dataclass(eq=False)
 class _Adam:
-    """Adam on a few tensors. (torch.optim would import the compiler first, which takes longer than training.)"""
+    """Adam on a few tensors.
+
+    (torch.optim would import the compiler first, which takes longer than training.)
+    """
 
     parameters: list[Tensor]
     steps: int = 0
@@ -211,7 +235,13 @@ class _Adam:
         self.first = [torch.zeros_like(p) for p in self.parameters]
         self.second = [torch.zeros_like(p) for p in self.parameters]
 
-    def step(self, loss: Tensor, rate: float, decay: tuple[float, float] = (0.9, 0.999), least: float = 1e-8) -> None:
+    def step(
+        self,
+        loss: Tensor,
+        rate: float,
+        decay: tuple[float, float] = (0.9, 0.999),
+        least: float = 1e-8,
+    ) -> None:
         gradients = torch.autograd.grad(loss, self.parameters)
         self.steps += 1
         step = rate / (1 - decay[0] ** self.steps)
@@ -225,7 +255,9 @@ class _Adam:
 
 @dataclass(frozen=True, eq=False)
 class _Index:
-    """Rows of each member, padded to the same number: rows (M, k), real (M, k) is 0 where padded."""
+    """Rows of each member, padded to the same number: rows (M, k), real (M, k) is 0 where
+    padded.
+    """
 
     rows: Tensor
     real: Tensor
@@ -248,7 +280,11 @@ def _index(chosen: Tensor) -> _Index:
 
 
 def _initial(
-    module: nn.Sequential, shapes: Mapping[str, torch.Size], members: int, start: Tensor | None, generator: torch.Generator
+    module: nn.Sequential,
+    shapes: Mapping[str, torch.Size],
+    members: int,
+    start: Tensor | None,
+    generator: torch.Generator,
 ) -> Tensor:
     """θ (M, P): weights N(0, 1/inputs), biases 0 (the last: `start`), small embeddings."""
     parts, dtype = [], next(module.parameters()).dtype
@@ -258,7 +294,10 @@ def _initial(
         elif isinstance(module.get_submodule(name.split(".")[0]), Embeddings):
             parts.append(first_weights(members, shape, generator, dtype))
         elif len(shape) == 2:
-            parts.append(torch.randn(members, shape.numel(), generator=generator, dtype=dtype) / math.sqrt(shape[1]))
+            parts.append(
+                torch.randn(members, shape.numel(), generator=generator, dtype=dtype)
+                / math.sqrt(shape[1])
+            )
         else:
             parts.append(torch.zeros(members, shape.numel(), dtype=dtype))
     if start is not None:
@@ -269,24 +308,39 @@ def _initial(
 def _unpack(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """θ (…, P) -> parameters by name."""
     parts = flat.split([shape.numel() for shape in shapes.values()], -1)
-    return {name: part.unflatten(-1, shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return {
+        name: part.unflatten(-1, shape)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
 
 
-def _forward(layers: list[tuple[str, nn.Module]], shapes: Mapping[str, torch.Size], theta: Tensor, x: Tensor) -> Tensor:
-    """f (M, B, C) of all members for θ (M, P) and x (M, B, d): batched products, half the time of `vmap`."""
+def _forward(
+    layers: list[tuple[str, nn.Module]], shapes: Mapping[str, torch.Size], theta: Tensor, x: Tensor
+) -> Tensor:
+    """f (M, B, C) of all members for θ (M, P) and x (M, B, d): batched products, half the time
+    of `vmap`.
+    """
     parameters = _with_scales(layers, _unpack(theta, shapes))
     for name, layer in layers:
         if isinstance(layer, nn.Linear):
-            x = torch.baddbmm(parameters[f"{name}.bias"][:, None], x, parameters[f"{name}.weight"].mT)
+            x = torch.baddbmm(
+                parameters[f"{name}.bias"][:, None], x, parameters[f"{name}.weight"].mT
+            )
         elif isinstance(layer, Embeddings):
-            x = layer.stacked(x, [parameters[f"{name}.tables.{i}"] for i in range(len(layer.tables))])
+            x = layer.stacked(
+                x, [parameters[f"{name}.tables.{i}"] for i in range(len(layer.tables))]
+            )
         else:
             x = layer(x)
     return x
 
 
-def _with_scales(layers: list[tuple[str, nn.Module]], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters with the scales in the first linear layer, whose inputs then need no gradient."""
+def _with_scales(
+    layers: list[tuple[str, nn.Module]], parameters: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The parameters with the scales in the first linear layer, whose inputs then need no
+    gradient.
+    """
     scales = parameters.pop(SCALES, None)
     if scales is None:
         return parameters

@@ -1,4 +1,6 @@
-"""More rows for a fitted ensemble, without training: the networks stay, their last layers are updated."""
+"""More rows for a fitted ensemble, without training: the networks stay, their last layers are
+updated.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,35 @@ from ssla.tables.networks.ensemble import VARYING, Ensemble, on_scale
 def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
     """The ensemble with rows x (n, d), y (n,) or (n, D) and weights (n,) added to every posterior.
 
-    With Gaussian noise each last layer is then that of a fit to all rows; otherwise the variational Gaussian keeps its averages
-    over the earlier rows. Features, scaling, noise and prior stay as they were. ValueError where a posterior cannot move.
+    With Gaussian noise each last layer is then that of a fit to all rows; otherwise the variational
+    Gaussian keeps its averages over the earlier rows. Features, scaling, noise and prior stay as
+    they were. ValueError where a posterior cannot move.
     """
-    fixed = [c for c in ensemble.components if not (c.posterior.state.follows_mode or c.posterior.gaussian == "variational")]
+    fixed = [
+        c
+        for c in ensemble.components
+        if not (c.posterior.state.follows_mode or c.posterior.gaussian == "variational")
+    ]
     if fixed:
         raise ValueError(
-            "The mode of these posteriors cannot follow new rows: that needs a last layer (weights='last_layer') with Gaussian "
-            "noise and structure 'dense' or 'kfac', or a variational Gaussian. Fit again on all rows."
+            "The mode of these posteriors cannot follow new rows: that needs a last layer "
+            "(weights='last_layer') with Gaussian noise and structure 'dense' or 'kfac', or a "
+            "variational Gaussian. Fit again on all rows."
         )
     z, target = ensemble.standardised(x), on_scale(y, ensemble.scale, ensemble.settings.likelihood)
     if ensemble.target is not None:
         target = ensemble.target(target.reshape(len(y), -1)).reshape(target.shape)
     try:
-        components = tuple(replace(c, posterior=c.posterior.update((z, target, weights))) for c in ensemble.components)
+        components = tuple(
+            replace(c, posterior=c.posterior.update((z, target, weights)))
+            for c in ensemble.components
+        )
     except ValueError as error:
         if ensemble.settings.likelihood not in VARYING:
             raise
         raise ValueError(
-            "The last layers for mean and log variance cannot follow so many new rows without another fit. Fit again on all "
-            "rows, or use likelihood='gaussian', which follows exactly."
+            "The last layers for mean and log variance cannot follow so many new rows without "
+            "another fit. Fit again on all rows, or use likelihood='gaussian', which follows "
+            "exactly."
         ) from error
     return replace(ensemble, components=components, held=None, scores=None)

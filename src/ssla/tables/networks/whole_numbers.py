@@ -1,7 +1,9 @@
-"""Targets that are whole numbers: laws of numbers are compared by probabilities there, not by densities.
+"""Targets that are whole numbers: laws of numbers are compared by probabilities there, not by
+densities.
 
-A density at values that many rows share has no bound: a law that is narrow around them scores better and better, and predicts
-other rows worse. The probability of what rounds to y has no such gain:
+A density at values that many rows share has no bound: a law that is narrow around them scores
+better and better, and predicts other rows worse. The probability of what rounds to y has no such
+gain:
 
     P(y − ½ < Y < y + ½)        (y = 0: P(Y < ½))
 """
@@ -20,7 +22,9 @@ LARGEST_SPREAD = 5.0  # standard deviation of counts for which it matters that t
 
 
 def small_counts(y: Tensor, weights: Tensor) -> bool:
-    """Whether targets (n,) are whole numbers from zero with a small spread, and not only 0 and 1."""
+    """Whether targets (n,) are whole numbers from zero with a small spread, and not only 0 and
+    1.
+    """
     if y.dim() != 1 or bool((y < 0).any()) or bool((y != y.round()).any()) or bool((y <= 1).all()):
         return False
     mean = weights @ y / weights.sum()
@@ -28,13 +32,17 @@ def small_counts(y: Tensor, weights: Tensor) -> bool:
 
 
 def moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (n,) of a Gaussian for outputs f (n, C), on the scale of the target."""
+    """Mean and standard deviation (n,) of a Gaussian for outputs f (n, C), on the scale of the
+    target.
+    """
     shift, scale = unit.shift[0], unit.scale[0]
     mean, variance = (part.reshape(len(f)) for part in (likelihood.mean(f), likelihood.variance(f)))
     return shift + scale * mean, scale * variance.sqrt()
 
 
-def log_probs(likelihood: Likelihood, f: Tensor, unit: Scaling, scale: Transform | None, y: Tensor) -> Tensor:
+def log_probs(
+    likelihood: Likelihood, f: Tensor, unit: Scaling, scale: Transform | None, y: Tensor
+) -> Tensor:
     """log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C)."""
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     mean, sd = moments(likelihood, f, unit)

@@ -1,7 +1,8 @@
-"""The report: one HTML file that shows how sure a model is, where it is not, why, and whether another prior would change that.
+"""The report: one HTML file that shows how sure a model is, where it is not, why, and whether
+another prior would change that.
 
-The page has its own small script, and draws its pictures itself: a plotting library would add megabytes and is not needed. It
-loads nothing, which its content security policy enforces.
+The page has its own small script, and draws its pictures itself: a plotting library would add
+megabytes and is not needed. It loads nothing, which its content security policy enforces.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ __all__ = ["HTML", "MOST_ROWS", "html_report", "page_of"]
 
 @dataclass(frozen=True, eq=False)
 class HTML:
-    """A page. `save(path)` writes it, `str` gives it, and a notebook shows it. `facts` holds the numbers that it embeds."""
+    """A page. `save(path)` writes it, `str` gives it, and a notebook shows it.
+
+    `facts` holds the numbers that it embeds.
+    """
 
     text: str = field(repr=False)
     facts: dict[str, Any] = field(repr=False)
@@ -42,7 +46,10 @@ class HTML:
 
     def _repr_html_(self) -> str:
         style = "width:100%;height:46rem;border:1px solid #888"
-        return f'<iframe title="ssla report" style="{style}" srcdoc="{html.escape(self.text)}"></iframe>'
+        return (
+            f'<iframe title="ssla report" style="{style}" '
+            f'srcdoc="{html.escape(self.text)}"></iframe>'
+        )
 
 
 @in_plain_torch
@@ -57,15 +64,18 @@ def html_report(
     title: str | None = None,
     max_rows: int = MOST_ROWS,
 ) -> HTML:
-    """One self-contained page on the predictions for test rows X with observed targets y. It opens without a network.
+    """One self-contained page on the predictions for test rows X with observed targets y.
 
-    It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a table of rows, and the predictive
-    of each row under weaker and stronger priors, computed by `with_prior`. y has one target.
+    It opens without a network.
+
+    It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a
+    table of rows, and the predictive of each row under weaker and stronger priors, computed by
+    `with_prior`. y has one target.
 
     model: a Posterior, or a fitted estimator of `ssla.sklearn`.
-    refit: of a Posterior ("output" if not given); an estimator has its own.  names: of the columns of X.  target: the name of y.
-    max_rows: how many rows the page holds. Of more rows it holds the worst predicted, the most doubtful, and evenly spaced ones;
-    scores are of all rows.
+    refit: of a Posterior ("output" if not given); an estimator has its own.  names: of the columns
+    of X.  target: the name of y. max_rows: how many rows the page holds. Of more rows it holds the
+    worst predicted, the most doubtful, and evenly spaced ones; scores are of all rows.
 
     >>> ssla.html_report(posterior, X_test, y_test).save("report.html")      # doctest: +SKIP
     """
@@ -75,16 +85,20 @@ def html_report(
         subject = of_posterior(model, X, y, refit, target, names)
     elif hasattr(model, "predict_dist"):
         if refit is not None:
-            raise ValueError("refit= is for a Posterior. An estimator uses its own: model.set_params(refit=...).")
+            raise ValueError(
+                "refit= is for a Posterior. An estimator uses its own: model.set_params(refit=...)."
+            )
         subject = of_estimator(model, X, y, target, names)
     else:
         raise TypeError(
-            f"html_report needs a Posterior or an estimator of ssla.sklearn, but got a {type(model).__name__}. "
-            "Call ssla.fit(model, data, ...) first."
+            "html_report needs a Posterior or an estimator of ssla.sklearn, but got a "
+            f"{type(model).__name__}. Call ssla.fit(model, data, ...) first."
         )
     return page_of(subject, title, max_rows)
 
 
 def page_of(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
     facts = collect(subject, max_rows)
-    return HTML(render(subject, facts, title or f"How sure is the prediction of {subject.target}?"), facts)
+    return HTML(
+        render(subject, facts, title or f"How sure is the prediction of {subject.target}?"), facts
+    )

@@ -1,7 +1,9 @@
-"""The numbers of the report, as plain values: scores, calibration, and each shown row under several strengths of the prior.
+"""The numbers of the report, as plain values: scores, calibration, and each shown row under several
+strengths of the prior.
 
-Predictions of all rows are made in blocks, and only a few numbers of each row are kept, so memory is bounded. The bounds over the
-priors of the slider are the smallest and the largest of its values: a credal set of five priors.
+Predictions of all rows are made in blocks, and only a few numbers of each row are kept, so memory
+is bounded. The bounds over the priors of the slider are the smallest and the largest of its values:
+a credal set of five priors.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def collect(subject: Subject, max_rows: int) -> dict[str, Any]:
 
 
 def choose(nll: Tensor, share: Tensor, most: int) -> np.ndarray:
-    """The rows to show: all, or the worst predicted (a quarter), the most doubtful (a quarter), and evenly spaced ones."""
+    """The rows to show: all, or the worst predicted (a quarter), the most doubtful (a quarter),
+    and evenly spaced ones.
+    """
     n = len(nll)
     if n <= most:
         return np.arange(n)
@@ -105,9 +109,14 @@ def _measured(subject: Subject, refit: str | None) -> dict[str, Any]:
     for rows in np.array_split(np.arange(len(subject.y)), math.ceil(len(subject.y) / BLOCK)):
         predictive = subject.predict(rows, refit, 1.0)
         if predictive.kind == "vector":
-            raise ValueError("The report is for one target, but the model has several. Fit and report one target at a time.")
+            raise ValueError(
+                "The report is for one target, but the model has several. Fit and report one "
+                "target at a time."
+            )
         parts.append(measure(predictive, subject.y[torch.from_numpy(rows)]))
-    return {"kind": predictive.kind} | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {"kind": predictive.kind} | {
+        name: torch.cat([part[name] for part in parts]) for name in parts[0]
+    }
 
 
 def measure(p: Any, y: Tensor) -> dict[str, Tensor]:
@@ -138,7 +147,9 @@ def measure(p: Any, y: Tensor) -> dict[str, Tensor]:
         lower, upper = ranks(p, y)
         found |= {
             "square": (p.mean - near) ** 2,
-            "inside": torch.stack([(near >= region[:, 0]) & (near <= region[:, 1]) for region in regions], 1),
+            "inside": torch.stack(
+                [(near >= region[:, 0]) & (near <= region[:, 1]) for region in regions], 1
+            ),
             "width": torch.stack([region[:, 1] - region[:, 0] for region in regions], 1),
             "lower": lower,
             "upper": upper,
@@ -147,20 +158,32 @@ def measure(p: Any, y: Tensor) -> dict[str, Tensor]:
         }
         if p.kind != "circular":
             found["crps"] = metrics.crps(p, y, reduce=False)
-    return {name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64) for name, value in found.items()}
+    return {
+        name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64)
+        for name, value in found.items()
+    }
 
 
 def _scores(found: dict[str, Any]) -> dict[str, float]:
     names = {"nll": "negative log-likelihood", "crps": "CRPS", "brier": "Brier score"}
     scores = {text: float(found[name].mean()) for name, text in names.items() if name in found}
     if found["kind"] == "class":
-        scores |= {"accuracy": float(found["hit"].double().mean()), "calibration error (ECE)": _ece(found)}
+        scores |= {
+            "accuracy": float(found["hit"].double().mean()),
+            "calibration error (ECE)": _ece(found),
+        }
     else:
         scores["RMSE of the mean"] = float(found["square"].mean().sqrt())
         q = torch.arange(1, 20, dtype=torch.float64) / 20
         middle = (found["lower"] + found["upper"]) / 2
-        scores["calibration error"] = float(((middle[:, None] <= q).double().mean(0) - q).abs().mean())
-    what, size = ("set", "mean size of the") if found["kind"] == "class" else ("interval", "mean width of the")
+        scores["calibration error"] = float(
+            ((middle[:, None] <= q).double().mean(0) - q).abs().mean()
+        )
+    what, size = (
+        ("set", "mean size of the")
+        if found["kind"] == "class"
+        else ("interval", "mean width of the")
+    )
     for i, level in enumerate(LEVELS):
         scores[f"share inside the {level:.0%} {what}"] = float(found["inside"][:, i].mean())
     for i, level in enumerate(LEVELS):
@@ -170,19 +193,38 @@ def _scores(found: dict[str, Any]) -> dict[str, float]:
 
 def _ece(found: dict[str, Any], bins: int = 15) -> float:
     place = (found["sure"] * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, place, found["hit"].double() - found["sure"])
+    gap = torch.zeros(bins, dtype=torch.float64).index_add(
+        0, place, found["hit"].double() - found["sure"]
+    )
     return float(gap.abs().sum() / len(place))
 
 
 def _of_numbers(own: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
-    """The curve of coverage by level, and the PIT histogram, with the ranges in which a calibrated model would be."""
+    """The curve of coverage by level, and the PIT histogram, with the ranges in which a
+    calibrated model would be.
+    """
     n = len(own["nll"])
     levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
-    ranked, other = (Ranks(f["lower"], f["upper"], torch.ones(n, dtype=torch.float64)) for f in (own, plug_in))
-    low, high = (np.array([binomial_range(n, float(level), CONFIDENCE) for level in levels]).T / n).tolist()
+    ranked, other = (
+        Ranks(f["lower"], f["upper"], torch.ones(n, dtype=torch.float64)) for f in (own, plug_in)
+    )
+    low, high = (
+        np.array([binomial_range(n, float(level), CONFIDENCE) for level in levels]).T / n
+    ).tolist()
     ends = [end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE)]
-    curve = {"level": levels.tolist(), "inside": ranked.inside(levels), "plugIn": other.inside(levels), "low": low, "high": high}
-    pit = {"heights": ranked.heights(BINS).tolist(), "plugIn": other.heights(BINS).tolist(), "low": ends[0], "high": ends[1]}
+    curve = {
+        "level": levels.tolist(),
+        "inside": ranked.inside(levels),
+        "plugIn": other.inside(levels),
+        "low": low,
+        "high": high,
+    }
+    pit = {
+        "heights": ranked.heights(BINS).tolist(),
+        "plugIn": other.heights(BINS).tolist(),
+        "low": ends[0],
+        "high": ends[1],
+    }
     return {"calibration": curve, "pit": pit, "expected": _expected(n)}
 
 
@@ -206,13 +248,17 @@ def _expected(n: int) -> list[list[float]]:
     return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]
 
 
-def _rows(subject: Subject, shown: np.ndarray, factors: tuple[float, ...], kind: str) -> dict[str, Any]:
+def _rows(
+    subject: Subject, shown: np.ndarray, factors: tuple[float, ...], kind: str
+) -> dict[str, Any]:
     """By row: numbers under each factor, and what is drawn."""
     blocks = []
     for rows in np.array_split(shown, math.ceil(len(shown) / BLOCK)):
         predictives = [subject.predict(rows, None, factor) for factor in factors]
         y = subject.y[torch.from_numpy(rows)]
-        blocks.append(_class_rows(predictives, y) if kind == "class" else _number_rows(predictives, kind))
+        blocks.append(
+            _class_rows(predictives, y) if kind == "class" else _number_rows(predictives, kind)
+        )
     return {name: [value for block in blocks for value in block[name]] for name in blocks[0]}
 
 
@@ -222,14 +268,18 @@ def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
         "doubt": [p.epistemic.clamp_min(0).sqrt() for p in predictives],
         "noise": [p.aleatoric.clamp_min(0).sqrt() for p in predictives],
     }
-    found: dict[str, Any] = {name: _plain(torch.stack(parts, 1).double().cpu()) for name, parts in stacked.items()}
+    found: dict[str, Any] = {
+        name: _plain(torch.stack(parts, 1).double().cpu()) for name, parts in stacked.items()
+    }
     ends = [torch.stack([p.interval(level) for level in LEVELS], 1) for p in predictives]
     found["interval"] = _plain(torch.stack(ends, 1).double().cpu())  # (k, factors, levels, 2)
     return found | _densities(predictives, kind)
 
 
 def _densities(predictives: list[Any], kind: str) -> dict[str, Any]:
-    """Densities on one grid for all factors: start, step, and heights in whole numbers, `HEIGHT` the largest of the row."""
+    """Densities on one grid for all factors: start, step, and heights in whole numbers,
+    `HEIGHT` the largest of the row.
+    """
     if kind == "circular":
         low = predictives[0].mean.double().cpu() - math.pi
         high = low + 2 * math.pi
@@ -245,12 +295,16 @@ def _densities(predictives: list[Any], kind: str) -> dict[str, Any]:
         step = (high - low) / (points - 1)
     grid = low[:, None] + step[:, None] * torch.arange(points, dtype=torch.float64)
     where = wrapped(grid) if kind == "circular" else grid
-    heights = torch.stack([p.log_prob(where).double().cpu().exp() for p in predictives], 1)  # (k, factors, points)
+    heights = torch.stack(
+        [p.log_prob(where).double().cpu().exp() for p in predictives], 1
+    )  # (k, factors, points)
     top = heights.amax((1, 2)).clamp_min(1e-300)
     scaled = (heights / top[:, None, None] * HEIGHT).round().int().tolist()
     if kind == "count":  # rows have pictures of different lengths
         lengths = (((high - low) / step).floor().int() + 1).tolist()
-        scaled = [[part[:length] for part in row] for row, length in zip(scaled, lengths, strict=True)]
+        scaled = [
+            [part[:length] for part in row] for row, length in zip(scaled, lengths, strict=True)
+        ]
     return {"start": _plain(low, 8), "step": _plain(step, 8), "heights": scaled}
 
 
@@ -260,11 +314,21 @@ def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     rank = probs.amax(1).scatter(1, y.long()[:, None], 2.0)
     top = rank.topk(min(MOST_CLASSES, probs.shape[2]), 1).indices.sort(1).values
     chosen = probs.gather(2, top[:, None].expand(-1, probs.shape[1], -1))
-    sets = torch.stack([torch.stack([p.interval(level).sum(1) for level in LEVELS], 1) for p in predictives], 1)
+    sets = torch.stack(
+        [torch.stack([p.interval(level).sum(1) for level in LEVELS], 1) for p in predictives], 1
+    )
     total = {"doubt": "epistemic", "noise": "aleatoric"}
     split = {
         name: _plain(
-            torch.stack([getattr(p, part).reshape(len(y), -1).sum(1).clamp_min(0).sqrt() for p in predictives], 1).double().cpu()
+            torch.stack(
+                [
+                    getattr(p, part).reshape(len(y), -1).sum(1).clamp_min(0).sqrt()
+                    for p in predictives
+                ],
+                1,
+            )
+            .double()
+            .cpu()
         )
         for name, part in total.items()
     }
@@ -279,7 +343,9 @@ def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
 
 
 def _explained(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
-    """Why the most doubtful rows are unsure, by their place among the shown; empty where it is not known."""
+    """Why the most doubtful rows are unsure, by their place among the shown; empty where it is
+    not known.
+    """
     post = subject.posterior
     if subject.at_mean is not None:
         return _by_inputs(subject, shown, doubtful)
@@ -291,21 +357,31 @@ def _explained(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict
         effect = found.influence.mean[i].abs().sum(1)
         doubt = float(found.split.doubt[i].sum())
         why[str(place)] = {
-            "rows": [[int(row) + 1, _short(float(e))] for row, e in zip(found.influence.rows[i], effect, strict=True)],
-            "inputs": _largest(found.inputs[i] / doubt) if found.inputs is not None and doubt > 0 else [],
+            "rows": [
+                [int(row) + 1, _short(float(e))]
+                for row, e in zip(found.influence.rows[i], effect, strict=True)
+            ],
+            "inputs": _largest(found.inputs[i] / doubt)
+            if found.inputs is not None and doubt > 0
+            else [],
             "prior": _short(float(found.split.prior[i].sum()) / doubt) if doubt > 0 else None,
         }
     return why
 
 
 def _by_inputs(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
-    """The share of the doubt that goes when one input is at its training mean, as `ssla.explain` has it for a posterior."""
+    """The share of the doubt that goes when one input is at its training mean, as
+    `ssla.explain` has it for a posterior.
+    """
     assert subject.at_mean is not None
     rows = shown[doubtful]
     doubt = _doubt(subject.predict(rows, None, 1.0))
     parts = [1 - _doubt(subject.at_mean(rows, j)) / doubt for j in range(len(subject.input_names))]
     falls = torch.stack(parts, 1).nan_to_num(0.0, 0.0, 0.0)  # no doubt: nothing to explain
-    return {str(place): {"rows": [], "inputs": _largest(falls[i]), "prior": None} for i, place in enumerate(doubtful)}
+    return {
+        str(place): {"rows": [], "inputs": _largest(falls[i]), "prior": None}
+        for i, place in enumerate(doubtful)
+    }
 
 
 def _doubt(p: Any) -> Tensor:
@@ -337,7 +413,9 @@ def _short(value: float, digits: int = 6) -> float | int | None:
 
 
 def _inputs(rows: list[list[Any]]) -> list[list[Any]]:
-    """The cells; long texts are cut, shorter if all cells together exceed the bytes that a page has for them."""
+    """The cells; long texts are cut, shorter if all cells together exceed the bytes that a page
+    has for them.
+    """
     cut: list[list[Any]] = []
     for length in CELL_LENGTHS:
         cut = [[_cell(cell, length) for cell in row] for row in rows]

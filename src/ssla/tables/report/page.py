@@ -1,4 +1,7 @@
-"""Numbers -> HTML. What needs no script (scores, columns, fit, versions) is written here; page.js draws the rest."""
+"""Numbers -> HTML.
+
+What needs no script (scores, columns, fit, versions) is written here; page.js draws the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,23 @@ from typing import Any
 from ssla import __version__
 from ssla.tables.report.subject import Subject
 
+NO_SCRIPT = (
+    "<noscript><p>The pictures and the table of rows need JavaScript, which is part of this file."
+    "</p></noscript>"
+)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 LIBRARIES = ("torch", "numpy", "scikit-learn")
 ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 
 
 def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
-    data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
+        "<", "\\u003c"
+    )
     here = files("ssla.tables.report")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     sections = [
         _section("scores", "Scores", _summary(facts) + _scores(facts)),
         _section("calibration", "Calibration", _calibration(facts)),
@@ -56,7 +67,7 @@ def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
 <nav aria-label="Sections">{links}</nav>
 </header>
 <main>
-<noscript><p>The pictures and the table of rows need JavaScript, which is part of this file.</p></noscript>
+{NO_SCRIPT}
 {body}
 </main>
 <script type="application/json" id="data">{data}</script>
@@ -71,7 +82,8 @@ def _section(name: str, title: str, content: str) -> tuple[str, str, str]:
     return (
         name,
         title,
-        f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{content}\n</section>',
+        f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 '
+        f'id="{name}-title">{title}</h2>\n{content}\n</section>',
     )
 
 
@@ -79,8 +91,9 @@ def _sampled(facts: dict[str, Any]) -> str:
     if facts["shown"] == facts["n"]:
         return "All of them are in the table below."
     return (
-        f"Scores and calibration are of all rows. The table and the pictures of single rows have {facts['shown']:,} of them: the "
-        "worst predicted, the most doubtful, and evenly spaced ones."
+        "Scores and calibration are of all rows. The table and the pictures of single rows have "
+        f"{facts['shown']:,} of them: the worst predicted, the most doubtful, and evenly spaced "
+        "ones."
     )
 
 
@@ -91,60 +104,85 @@ def _summary(facts: dict[str, Any]) -> str:
         f"share inside the {level:.0%} {'set' if facts['kind'] == 'class' else 'interval'}"
     ]
     low, high = facts["expected"][-1]
-    verdict = "This agrees with" if low <= inside <= high else "More than" if inside > high else "Fewer than"
+    verdict = (
+        "This agrees with"
+        if low <= inside <= high
+        else "More than"
+        if inside > high
+        else "Fewer than"
+    )
     closing = f"{verdict} a calibrated model, which would have {low:.1%} to {high:.1%}."
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
-    flagged = f" In {facts['flagged']:,} rows the computation did not reach its tolerance." if facts["flagged"] else ""
+    flagged = (
+        f" In {facts['flagged']:,} rows the computation did not reach its tolerance."
+        if facts["flagged"]
+        else ""
+    )
     if facts["off_centre"]:
         flagged += (
-            f" In {facts['off_centre']:,} rows the mean is farther from the median than the quartiles are from each other: use "
-            "quantiles there."
+            f" In {facts['off_centre']:,} rows the mean is farther from the median than the "
+            "quartiles are from each other: use quantiles there."
         )
-    return f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {what}.</b> {closing}{flagged}</p>"
+    return (
+        f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {what}.</b> "
+        f"{closing}{flagged}</p>"
+    )
 
 
 def _scores(facts: dict[str, Any]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{_number(own)}</td><td>{_number(other)}</td></tr>'
+        "<tr><th "
+        f'scope="row">{escape(name)}</th><td>{_number(own)}</td><td>{_number(other)}</td></tr>'
         for name, own, other in facts["scores"]
     )
     return (
-        '<div class="wide" tabindex="0" role="region" aria-label="Table of scores"><table><thead><tr><th scope="col">score</th>'
-        f'<th scope="col">predictive</th><th scope="col">plug-in</th></tr></thead><tbody>{rows}</tbody></table></div>'
-        "<p class=note>The plug-in is the same model without the uncertainty of its weights; of several members, the mixture. "
-        "Lower is better for the negative log-likelihood, CRPS, Brier score, RMSE and calibration errors.</p>"
+        '<div class="wide" tabindex="0" role="region" aria-label="Table of scores">'
+        '<table><thead><tr><th scope="col">score</th><th scope="col">predictive</th>'
+        f'<th scope="col">plug-in</th></tr></thead><tbody>{rows}</tbody></table></div>'
+        "<p class=note>The plug-in is the same model without the uncertainty of its weights; of "
+        "several members, the mixture. Lower is better for the negative log-likelihood, CRPS, "
+        "Brier score, RMSE and calibration errors.</p>"
     )
 
 
 def _calibration(facts: dict[str, Any]) -> str:
     if facts["kind"] == "class":
-        text = "Below the diagonal the model is too sure. The bars are the range of a calibrated model, the numbers count rows."
+        text = (
+            "Below the diagonal the model is too sure. The bars are the range of a calibrated "
+            "model, the numbers count rows."
+        )
         return f'<p>{text}</p><div class="charts"><figure id="reliability"></figure></div>'
     text = (
-        "The first picture has the share of rows inside intervals of each level: above the diagonal, intervals are too wide. The "
-        "second has the histogram of P(Y ≤ y): flat if calibrated, a U if intervals are too narrow, a hump if too wide."
+        "The first picture has the share of rows inside intervals of each level: above the "
+        "diagonal, intervals are too wide. The second has the histogram of P(Y ≤ y): flat if "
+        "calibrated, a U if intervals are too narrow, a hump if too wide."
     )
     if facts["kind"] == "count":
         text += " Intervals of counts contain more than their level, because counts are discrete."
-    return f'<p>{text}</p><div class="charts"><figure id="curve"></figure><figure id="pit"></figure></div>'
+    return (
+        f'<p>{text}</p><div class="charts"><figure id="curve"></figure><figure '
+        'id="pit"></figure></div>'
+    )
 
 
 def _doubt(facts: dict[str, Any]) -> str:
     text = (
-        "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. Doubt as a share of "
-        "the variance is large for rows that are unlike the training data (out-of-distribution). "
-        f"The median share is {facts['medianShare']:.1%}."
+        "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. "
+        "Doubt as a share of the variance is large for rows that are unlike the training data "
+        f"(out-of-distribution). The median share is {facts['medianShare']:.1%}."
     )
     if facts["why"]:
         text += " For the rows listed here, the part on one row says which inputs cause the doubt."
     else:
         text += (
-            " What causes the doubt is not shown: this model does not hold its training data, or holds too many for this page."
+            " What causes the doubt is not shown: this model does not hold its training data, or "
+            "holds too many for this page."
         )
     return (
-        f'<p>{text}</p><div class="charts"><figure id="scatter"></figure>'
-        '<div><h3 id="most">Rows with the largest share of doubt</h3><ol id="doubtful" aria-labelledby="most"></ol></div></div>'
+        f'<p>{text}</p><div class="charts"><figure id="scatter"></figure><div><h3 id="most">Rows '
+        'with the largest share of doubt</h3><ol id="doubtful" '
+        'aria-labelledby="most"></ol></div></div>'
     )
 
 
@@ -154,44 +192,52 @@ def _row(facts: dict[str, Any]) -> str:
         slider = f"<p>{escape(facts['fixedPrior'])}</p>"
     else:
         slider = (
-            '<p class="slider"><label for="prior">Strength of the prior: precision × <output id="strength" for="prior">1</output>'
-            f'</label><input type="range" id="prior" min="0" max="{last}" step="1" value="{facts["own"]}"></p>'
-            '<p class="note">Other strengths are computed from the fit by with_prior, without training again.</p>'
+            '<p class="slider"><label for="prior">Strength of the prior: precision × <output '
+            'id="strength" for="prior">1</output></label><input type="range" id="prior" min="0" '
+            f'max="{last}" step="1" value="{facts["own"]}"></p><p class="note">Other strengths are '
+            "computed from the fit by with_prior, without training again.</p>"
         )
     return (
-        '<p>Choose a row in the list above or in the table below.</p><h3 id="row-name" aria-live="polite"></h3>'
-        f'{slider}<div class="charts"><figure id="predictive"></figure><div id="numbers" aria-live="polite"></div></div>'
+        '<p>Choose a row in the list above or in the table below.</p><h3 id="row-name" '
+        f'aria-live="polite"></h3>{slider}<div class="charts"><figure '
+        'id="predictive"></figure><div id="numbers" aria-live="polite"></div></div>'
     )
 
 
 def _rows(facts: dict[str, Any]) -> str:
     return (
-        '<p class="tools"><label for="search">Search</label> <input type="search" id="search" autocomplete="off"> '
+        '<p class="tools"><label for="search">Search</label> '
+        '<input type="search" id="search" autocomplete="off"> '
         '<span id="found" role="status"></span></p>'
-        '<div class="wide" tabindex="0" role="region" aria-label="Table of rows"><table id="table"><thead></thead><tbody></tbody>'
-        "</table></div>"
-        '<p class="tools"><button type="button" id="previous">Previous</button> <span id="page"></span> '
+        '<div class="wide" tabindex="0" role="region" aria-label="Table of rows">'
+        '<table id="table"><thead></thead><tbody></tbody></table></div>'
+        '<p class="tools"><button type="button" id="previous">Previous</button> '
+        '<span id="page"></span> '
         '<button type="button" id="next">Next</button></p>'
-        '<p class=note>Search looks in all columns and inputs; "doubt &gt; 0.5" and the like compare a column. A header sorts. '
-        "Arrow keys move between rows, Enter selects.</p>"
+        '<p class=note>Search looks in all columns and inputs; "doubt &gt; 0.5" and the like '
+        "compare a column. A header sorts. Arrow keys move between rows, Enter selects.</p>"
     )
 
 
 def _columns(subject: Subject) -> str:
-    rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(use)}</td></tr>' for name, use in subject.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(use)}</td></tr>'
+        for name, use in subject.columns
+    )
     count = len(subject.columns)
     many = count > ROWS_OF_COLUMNS
     return (
         (f"<p class=note>{count:,} columns: the table scrolls.</p>" if many else "")
-        + f'<div class="wide{" low" if many else ""}" tabindex="0" role="region" aria-label="Table of columns">'
-        '<table class="texts"><thead><tr>'
-        f'<th scope="col">column</th><th scope="col">use</th></tr></thead><tbody>{rows}</tbody></table></div>'
+        + f'<div class="wide{" low" if many else ""}" tabindex="0" role="region" aria-label="Table '
+        'of columns"><table class="texts"><thead><tr><th scope="col">column</th><th '
+        f'scope="col">use</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
 def _fit(subject: Subject) -> str:
     return "".join(
-        f'<h3>{escape(name)}</h3><dl class="fit">{"".join(map(_item, text.splitlines()))}</dl>' for name, text in subject.fit
+        f'<h3>{escape(name)}</h3><dl class="fit">{"".join(map(_item, text.splitlines()))}</dl>'
+        for name, text in subject.fit
     )
 
 
@@ -208,7 +254,9 @@ def _versions(subject: Subject) -> str:
             found.append((name, metadata.version(name)))
     found.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
     found += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found)
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found
+    )
     return f"<dl>{items}</dl>"
 
 

@@ -1,4 +1,6 @@
-"""Settings and priors as short texts for the page: numbers with four digits, tensors by their shape and range."""
+"""Settings and priors as short texts for the page: numbers with four digits, tensors by their
+shape and range.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,22 @@ def short(value: Any) -> str:
     if type(value) in (tuple, list):
         parts = [short(part) for part in value]
         ends = "[]" if isinstance(value, list) else "()"
-        return ends[0] + ", ".join(parts) + ("," if ends == "()" and len(parts) == 1 else "") + ends[1]
+        return (
+            ends[0] + ", ".join(parts) + ("," if ends == "()" and len(parts) == 1 else "") + ends[1]
+        )
     if is_dataclass(value) and not isinstance(value, type):
-        named = [f"{field.name}={short(getattr(value, field.name))}" for field in fields(value) if field.repr]
+        named = [
+            f"{field.name}={short(getattr(value, field.name))}"
+            for field in fields(value)
+            if field.repr
+        ]
         return f"{type(value).__name__}({', '.join(named)})"
     text = " ".join(repr(value).split())
-    return text if isinstance(value, str) else LONG_NUMBER.sub(lambda found: f"{float(found.group()):.{DIGITS}g}", text)
+    return (
+        text
+        if isinstance(value, str)
+        else LONG_NUMBER.sub(lambda found: f"{float(found.group()):.{DIGITS}g}", text)
+    )
 
 
 def _numbers(value: Tensor) -> str:

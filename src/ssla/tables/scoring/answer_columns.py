@@ -15,12 +15,17 @@ Columns = dict[str, np.ndarray]
 
 
 def columns_of(
-    p: Any, levels: Sequence[float], classes: np.ndarray | None = None, interval: Callable[[Any, float], np.ndarray] | None = None
+    p: Any,
+    levels: Sequence[float],
+    classes: np.ndarray | None = None,
+    interval: Callable[[Any, float], np.ndarray] | None = None,
 ) -> Columns:
-    """One array (N,) for each column. D targets: the name of a column of target d ends in _d, from 0.
+    """One array (N,) for each column.
 
-    classes: the labels of the classes (C,); 0 … C − 1 if not given.  interval: other intervals than those of the predictive,
-    for example conformal ones.
+    D targets: the name of a column of target d ends in _d, from 0.
+
+    classes: the labels of the classes (C,); 0 … C − 1 if not given.  interval: other intervals than
+    those of the predictive, for example conformal ones.
     """
     if p.kind == "class":
         columns = _classes(p, levels, classes)
@@ -34,16 +39,23 @@ def _classes(p: Any, levels: Sequence[float], classes: np.ndarray | None) -> Col
     probs = _array(p.probs)
     labels = np.arange(probs.shape[1]) if classes is None else classes
     texts = [str(label) for label in labels]
-    columns = {"label": labels[p.mode.cpu().numpy()]} | {f"p({text})": probs[:, i] for i, text in enumerate(texts)}
+    columns = {"label": labels[p.mode.cpu().numpy()]} | {
+        f"p({text})": probs[:, i] for i, text in enumerate(texts)
+    }
     between = separator(texts)
     for level in levels:
         chosen, which = np.unique(p.interval(level).cpu().numpy(), axis=0, return_inverse=True)
-        sets = [between.join(text for text, inside in zip(texts, row, strict=True) if inside) for row in chosen]
+        sets = [
+            between.join(text for text, inside in zip(texts, row, strict=True) if inside)
+            for row in chosen
+        ]
         columns[f"set_{percent(level)}"] = np.array(sets, dtype=object)[which.reshape(-1)]
     return columns
 
 
-def _numbers(p: Any, levels: Sequence[float], interval: Callable[[Any, float], np.ndarray]) -> Columns:
+def _numbers(
+    p: Any, levels: Sequence[float], interval: Callable[[Any, float], np.ndarray]
+) -> Columns:
     found = {"mean": _array(p.mean), "sd": _array(p.stddev)}
     for level in levels:
         ends = interval(p, level)
@@ -53,12 +65,16 @@ def _numbers(p: Any, levels: Sequence[float], interval: Callable[[Any, float], n
     found["epistemic"] = np.sqrt(_array(p.epistemic))
     if p.kind != "vector":
         return found
-    return {f"{name}_{d}": column for name, values in found.items() for d, column in enumerate(values.T)}
+    return {
+        f"{name}_{d}": column for name, values in found.items() for d, column in enumerate(values.T)
+    }
 
 
 def separator(texts: Sequence[str]) -> str:
     """Of the labels in a set."""
-    return next((mark for mark in SEPARATORS if not any(mark in text for text in texts)), LAST_SEPARATOR)
+    return next(
+        (mark for mark in SEPARATORS if not any(mark in text for text in texts)), LAST_SEPARATOR
+    )
 
 
 def percent(level: float) -> str:

@@ -1,7 +1,8 @@
-"""Batches of rows in the forms that data tools hand over, and back: pandas, polars, a mapping of arrays, an array.
+"""Batches of rows in the forms that data tools hand over, and back: pandas, polars, a mapping of
+arrays, an array.
 
-A batch is recognised by the module of its class, so that pandas and polars are not imported (but where a model needs a data frame
-and gets none).
+A batch is recognised by the module of its class, so that pandas and polars are not imported (but
+where a model needs a data frame and gets none).
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        return [] if self.kind == ARRAY else [str(name) for name in getattr(self.content, "columns", self.content)]
+        return (
+            []
+            if self.kind == ARRAY
+            else [str(name) for name in getattr(self.content, "columns", self.content)]
+        )
 
     @property
     def rows(self) -> int:
@@ -46,12 +51,16 @@ class Batch:
     def column(self, name: str) -> Any:
         if name not in self.names:
             raise ValueError(
-                f"The batch has no column {name!r}.{did_you_mean(name, self.names)} It has: {', '.join(self.names)}."
+                f"The batch has no column {name!r}.{did_you_mean(name, self.names)} It has: "
+                f"{', '.join(self.names)}."
             )
         return self.content[name]
 
     def table(self, names: Collection[str]) -> Table:
-        """The named columns as cells. A name that the batch lacks is reported when its column is read."""
+        """The named columns as cells.
+
+        A name that the batch lacks is reported when its column is read.
+        """
         here = self.names
         cells = {name: cells_of(self.column(name)) if name in names else [] for name in here}
         if any(len(cells[name]) != self.rows for name in names if name in cells):
@@ -59,10 +68,15 @@ class Batch:
         return Table(SOURCE, cells, self.rows)
 
     def selected(self, names: Sequence[str], called: Sequence[str]) -> Table:
-        """The named columns (of an array: all) under the names of an estimator, in the form in which it reads them itself."""
+        """The named columns (of an array: all) under the names of an estimator, in the form in
+        which it reads them itself.
+        """
         given = self.array().shape[1] if self.kind == ARRAY else len(names)
         if given != len(called):
-            raise ValueError(f"The model has {len(called)} inputs, but {given} were given. Its inputs are: {', '.join(called)}.")
+            raise ValueError(
+                f"The model has {len(called)} inputs, but {given} were given. Its inputs are: "
+                f"{', '.join(called)}."
+            )
         if self.kind == ARRAY:
             return table_of(self.array(), called)
         for name in names:
@@ -71,37 +85,59 @@ class Batch:
             own = {place: self.column(name) for name, place in zip(names, called, strict=True)}
             return Batch(MAPPING, own).table(called)
         at = [self.names.index(name) for name in names]
-        return table_of(self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at], called)
+        return table_of(
+            self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at], called
+        )
 
     def frame(self, names: Sequence[str]) -> Any:
-        """The named columns as a data frame: of the batch's own library, otherwise of pandas. An array has them in this order."""
+        """The named columns as a data frame: of the batch's own library, otherwise of pandas.
+
+        An array has them in this order.
+        """
         if self.kind == ARRAY:
             if self.array().shape[1:] != (len(names),):
                 raise ValueError(
-                    f"The model has {len(names)} inputs ({', '.join(names)}), but the array is {self.content.shape}."
+                    f"The model has {len(names)} inputs ({', '.join(names)}), but the array is "
+                    f"{self.content.shape}."
                 )
             return import_module(PANDAS).DataFrame(self.array(), columns=list(names))
-        columns = {name: self.column(name) for name in names}  # its error names the most similar column
+        columns = {
+            name: self.column(name) for name in names
+        }  # its error names the most similar column
         if self.kind == MAPPING:
-            return import_module(PANDAS).DataFrame({name: with_gaps(column) for name, column in columns.items()})
+            return import_module(PANDAS).DataFrame(
+                {name: with_gaps(column) for name, column in columns.items()}
+            )
         at = [self.names.index(name) for name in names]
         return self.content.iloc[:, at] if self.kind == PANDAS else self.content[:, at]
 
     def matrix(self, names: Sequence[str]) -> np.ndarray:
-        """The named columns beside one another (N, d). A single column of arrays is the input itself (N, …)."""
+        """The named columns beside one another (N, d).
+
+        A single column of arrays is the input itself (N, …).
+        """
         columns = [np.asarray(with_gaps(self.column(name))) for name in names]
-        if len(columns) == 1 and columns[0].dtype == object and len(columns[0]) and np.ndim(columns[0][0]):
+        if (
+            len(columns) == 1
+            and columns[0].dtype == object
+            and len(columns[0])
+            and np.ndim(columns[0][0])
+        ):
             columns = [np.stack(list(columns[0]))]
         for name, column in zip(names, columns, strict=True):
             if column.dtype.kind not in "biuf":
-                raise ValueError(f"The column {name!r} of the batch holds {column.dtype}, but this model needs numbers.")
+                raise ValueError(
+                    f"The column {name!r} of the batch holds {column.dtype}, but this model needs "
+                    "numbers."
+                )
         return columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
 
     def array(self) -> np.ndarray:
         array: np.ndarray = self.content
         if array.ndim < 2 or array.dtype.kind not in "biuf":
             raise ValueError(
-                f"The batch must be an array (rows, inputs) of numbers, but is {array.dtype} of shape {array.shape}."
+                f"The batch must be an array (rows, inputs) of numbers, but is {array.dtype} of "
+                f"shape {array.shape}."
             )
         return array
 
@@ -110,11 +146,19 @@ class Batch:
         kept = {place: self.column(name) for name, place in kept_names(keep, columns).items()}
         if self.kind == PANDAS:
             frame = sys.modules["pandas"].DataFrame
-            return frame({name: getattr(c, "array", c) for name, c in kept.items()} | columns, index=self.content.index)
+            return frame(
+                {name: getattr(c, "array", c) for name, c in kept.items()} | columns,
+                index=self.content.index,
+            )
         if self.kind == POLARS:
             polars = sys.modules["polars"]
-            made = {name: polars.Series(name, c.tolist() if c.dtype == object else c) for name, c in columns.items()}
-            return polars.DataFrame([c.alias(name) for name, c in kept.items()] + list(made.values()))
+            made = {
+                name: polars.Series(name, c.tolist() if c.dtype == object else c)
+                for name, c in columns.items()
+            }
+            return polars.DataFrame(
+                [c.alias(name) for name, c in kept.items()] + list(made.values())
+            )
         return kept | columns
 
 
@@ -124,7 +168,9 @@ def batch_of(content: Any) -> Batch:
     if origin in (PANDAS, POLARS) and type(content).__name__ == "DataFrame":
         names = [str(name) for name in content.columns]
         if len(set(names)) < len(names):
-            raise ValueError("The batch has several columns of one name. Rename or remove all but one.")
+            raise ValueError(
+                "The batch has several columns of one name. Rename or remove all but one."
+            )
         return Batch(origin, content)
     if isinstance(content, Mapping):
         return Batch(MAPPING, content)
@@ -133,8 +179,8 @@ def batch_of(content: Any) -> Batch:
     if isinstance(content, np.ndarray):
         return Batch(ARRAY, with_gaps(content))
     raise TypeError(
-        f"The batch must be a data frame of pandas or polars, a mapping of column names to arrays, or an array, but is a "
-        f"{type(content).__module__}.{type(content).__name__}."
+        "The batch must be a data frame of pandas or polars, a mapping of column names to arrays, "
+        f"or an array, but is a {type(content).__module__}.{type(content).__name__}."
     )
 
 
@@ -142,7 +188,11 @@ def cells_of(column: Any) -> Sequence[Any] | np.ndarray:
     """Numbers as an array; other cells as a list, with None for gaps."""
     if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
         plain = column.dtype.is_integer() or column.dtype.is_float()
-        return np.asarray(column.to_numpy()) if plain and not column.null_count() else list(column.to_list())
+        return (
+            np.asarray(column.to_numpy())
+            if plain and not column.null_count()
+            else list(column.to_list())
+        )
     missing = None
     column = with_gaps(column)
     if hasattr(column, "isna"):  # pandas
@@ -155,7 +205,11 @@ def cells_of(column: Any) -> Sequence[Any] | np.ndarray:
         if column.dtype.kind == "M":
             missing, column = np.isnat(column).tolist(), column.astype("datetime64[us]")
     cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in _list(column)]
-    return cells if missing is None else [None if gap else cell for cell, gap in zip(cells, missing, strict=True)]
+    return (
+        cells
+        if missing is None
+        else [None if gap else cell for cell, gap in zip(cells, missing, strict=True)]
+    )
 
 
 def _list(column: Any) -> list[Any]:
@@ -163,13 +217,17 @@ def _list(column: Any) -> list[Any]:
 
 
 def kept_names(keep: Sequence[str], columns: Collection[str]) -> dict[str, str]:
-    """Kept column -> its name in the output; a column with the name of an output gets a prefix, and a note."""
+    """Kept column -> its name in the output; a column with the name of an output gets a prefix,
+    and a note.
+    """
     places: dict[str, str] = {}
     for name in keep:
         place = name
         while place in columns or (place != name and place in keep):
             place = f"input_{place}"
         if place != name:
-            warn(f"The kept column {name!r} is written as {place!r}, because {name!r} is an output.")
+            warn(
+                f"The kept column {name!r} is written as {place!r}, because {name!r} is an output."
+            )
         places[name] = place
     return places

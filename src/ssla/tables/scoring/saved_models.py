@@ -1,7 +1,8 @@
-"""Saved models that give columns: tables of `ssla train`, estimators, posteriors, trees with a last layer.
+"""Saved models that give columns: tables of `ssla train`, estimators, posteriors, trees with a last
+layer.
 
-Rows are predicted in blocks of fixed size from the first row on. So memory does not grow with the rows, and a file that is read
-in parts of whole blocks gives the same bits as the table at once.
+Rows are predicted in blocks of fixed size from the first row on. So memory does not grow with the
+rows, and a file that is read in parts of whole blocks gives the same bits as the table at once.
 """
 
 from __future__ import annotations
@@ -47,22 +48,30 @@ class Counts:
     def check(self) -> None:
         if self.unlearned > self.mixed:
             warn(
-                f"{self.unlearned} rows have missing or unknown inputs, but the model is of an earlier version and has no "
-                "training values to mix over: their intervals are too narrow. Train it again."
+                f"{self.unlearned} rows have missing or unknown inputs, but the model is of an "
+                "earlier version and has no training values to mix over: their intervals are too "
+                "narrow. Train it again."
             )
 
 
 def counts_of(encoded: Encoded) -> Counts:
     mixed, unlearned = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
-    return Counts(len(encoded), Counter(encoded.missing), Counter(encoded.unknown), encoded.marked, mixed, unlearned)
+    return Counts(
+        len(encoded),
+        Counter(encoded.missing),
+        Counter(encoded.unknown),
+        encoded.marked,
+        mixed,
+        unlearned,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class TableModel:
     """A model of `ssla train`, or an estimator: it reads columns by their names.
 
-    columns_in: those of an estimator in their order, by which an array is read; none for a model of `ssla train`.
-    named: whether the file has their names.
+    columns_in: those of an estimator in their order, by which an array is read; none for a model of
+    `ssla train`. named: whether the file has their names.
     """
 
     estimator: Any
@@ -107,8 +116,8 @@ class TableModel:
 class MatrixModel:
     """A posterior, or an estimator without a plan: it reads an array, the rows first.
 
-    predict: array -> predictive.  columns: predictive, levels -> columns.  names: the names of the inputs, if the file has them.
-    width: the number of inputs; None if they may have any shape.
+    predict: array -> predictive.  columns: predictive, levels -> columns.  names: the names of the
+    inputs, if the file has them. width: the number of inputs; None if they may have any shape.
     """
 
     predict: Callable[[np.ndarray], Any]
@@ -119,7 +128,10 @@ class MatrixModel:
 
     def score(self, x: np.ndarray, levels: Sequence[float]) -> Columns:
         if self.width is not None and x.shape[1:] != (self.width,):
-            raise ValueError(f"The model has {self.width} inputs, but the array has shape {x.shape}. Give (rows, {self.width}).")
+            raise ValueError(
+                f"The model has {self.width} inputs, but the array has shape {x.shape}. Give "
+                f"(rows, {self.width})."
+            )
         finite(
             "the inputs",
             torch.from_numpy(x),
@@ -135,7 +147,9 @@ class MatrixModel:
 
 @dataclass(frozen=True, eq=False)
 class WrappedModel:
-    """A `PredictiveRegressor` or `PredictiveClassifier`: its models read a data frame as it is, or an array."""
+    """A `PredictiveRegressor` or `PredictiveClassifier`: its models read a data frame as it is,
+    or an array.
+    """
 
     estimator: Any
 
@@ -153,7 +167,11 @@ class WrappedModel:
         """x: the rows (N, d)."""
 
         def block(rows: slice) -> Columns:
-            p = self.estimator.predict_dist(x.iloc[rows] if hasattr(x, "iloc") else x[rows]) if len(x) else self._of_no_rows()
+            p = (
+                self.estimator.predict_dist(x.iloc[rows] if hasattr(x, "iloc") else x[rows])
+                if len(x)
+                else self._of_no_rows()
+            )
             return estimator_columns(self.estimator, p, levels) | _rung(p, self.estimator.refit)
 
         return in_blocks(block, len(x))
@@ -168,12 +186,23 @@ class WrappedModel:
 
 
 def estimator_model(estimator: Any) -> TableModel | MatrixModel:
-    """An estimator that was saved from Python. One of an earlier version has no plan and reads numbers only."""
+    """An estimator that was saved from Python.
+
+    One of an earlier version has no plan and reads numbers only.
+    """
     names, plan = getattr(estimator, "feature_names_in_", None), getattr(estimator, "plan_", None)
     if plan is not None:
-        return TableModel(encoded_estimator(estimator), plan, {}, tuple(column_names(estimator)), names is not None)
+        return TableModel(
+            encoded_estimator(estimator),
+            plan,
+            {},
+            tuple(column_names(estimator)),
+            names is not None,
+        )
     return MatrixModel(
-        lambda x: estimator.ensemble_.predict(torch.from_numpy(x.astype(np.float64)), estimator.refit),
+        lambda x: estimator.ensemble_.predict(
+            torch.from_numpy(x.astype(np.float64)), estimator.refit
+        ),
         lambda p, levels: estimator_columns(estimator, p, levels),
         estimator.refit,
         None if names is None else tuple(names.tolist()),
@@ -182,7 +211,9 @@ def estimator_model(estimator: Any) -> TableModel | MatrixModel:
 
 
 def encoded_estimator(estimator: Any) -> Any:
-    """The same fitted estimator without its plan: it reads encoded rows, like that of a model of `ssla train`."""
+    """The same fitted estimator without its plan: it reads encoded rows, like that of a model
+    of `ssla train`.
+    """
     other = copy.copy(estimator)
     other.n_features_in_, other.plan_ = estimator.plan_.width, None
     vars(other).pop("feature_names_in_", None)
@@ -190,20 +221,30 @@ def encoded_estimator(estimator: Any) -> Any:
 
 
 def estimator_columns(estimator: Any, p: Predictive, levels: Sequence[float]) -> Columns:
-    return columns_of(p, levels, getattr(estimator, "classes_", None), getattr(estimator, "interval_of", None))
+    return columns_of(
+        p, levels, getattr(estimator, "classes_", None), getattr(estimator, "interval_of", None)
+    )
 
 
 def in_blocks(block: Callable[[slice], Columns], rows: int) -> Columns:
     """The columns of all rows. No rows: columns without entries."""
     parts = [block(slice(start, start + BLOCK)) for start in range(0, max(rows, 1), BLOCK)]
-    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return (
+        parts[0]
+        if len(parts) == 1
+        else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    )
 
 
 def _rung(p: Any, refit: Any) -> Columns:
     """The refit that answered, for each row."""
     rows, found = len(p.diagnostics.fallback), p.diagnostics.rung
     name = refit if isinstance(refit, str) else refit.name
-    return {"rung": np.full(rows, name, dtype=object) if found is None else np.array(found, dtype=object)}
+    return {
+        "rung": np.full(rows, name, dtype=object)
+        if found is None
+        else np.array(found, dtype=object)
+    }
 
 
 def flagged(p: Any) -> int:
@@ -211,12 +252,18 @@ def flagged(p: Any) -> int:
 
 
 def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
-    """The predictive of rows; for rows with unknown inputs a mixture over values of the training table."""
+    """The predictive of rows; for rows with unknown inputs a mixture over values of the
+    training table.
+    """
     if isinstance(rows, Encoded) and rows.mixed.any():
-        return predict_with_gaps(estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares)
+        return predict_with_gaps(
+            estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares
+        )
     x = rows.values if isinstance(rows, Encoded) else rows
     predictive: Predictive = (
-        estimator.predict_dist(x) if len(x) else estimator.ensemble_.predict(torch.from_numpy(x), estimator.refit)
+        estimator.predict_dist(x)
+        if len(x)
+        else estimator.ensemble_.predict(torch.from_numpy(x), estimator.refit)
     )
     return predictive
 
@@ -232,7 +279,10 @@ def open_table_model(path: Path) -> TableModel:
     """A model of `ssla train`; FileError for another."""
     estimator, extra = load_with_extra(path)
     if "plan" not in extra:
-        raise FileError(f"{path} was saved from Python without a table's columns. Only models of `ssla train` read tables.")
+        raise FileError(
+            f"{path} was saved from Python without a table's columns. Only models of `ssla train` "
+            "read tables."
+        )
     return table_model(estimator, extra, path)
 
 
@@ -243,6 +293,9 @@ def table_model(estimator: Any, extra: dict[str, Any], path: Path) -> TableModel
             raise ValueError("the target has no name or no likelihood")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{path} does not contain a usable plan of columns ({error}).") from error
-    if plan.width != estimator.n_features_in_ or plan.levels != estimator.ensemble_.architecture.levels:
+    if (
+        plan.width != estimator.n_features_in_
+        or plan.levels != estimator.ensemble_.architecture.levels
+    ):
         raise FileError(f"The columns of {path} do not fit its network.")
     return TableModel(estimator, plan, extra)

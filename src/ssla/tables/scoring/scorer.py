@@ -23,18 +23,26 @@ from ssla.tables.estimators.loading import load_with_extra
 from ssla.tables.estimators.wrapped import WrappedEstimator
 from ssla.tables.scoring.answer_columns import columns_of
 from ssla.tables.scoring.batches import ARRAY, Batch, batch_of
-from ssla.tables.scoring.saved_models import MatrixModel, TableModel, WrappedModel, estimator_model, replace_refit, table_model
+from ssla.tables.scoring.saved_models import (
+    MatrixModel,
+    TableModel,
+    WrappedModel,
+    estimator_model,
+    replace_refit,
+    table_model,
+)
 
 _opening = threading.Lock()
 
 
 @all_in_plain_torch
 class Scorer:
-    """A saved model as a function: a batch of rows -> columns with the prediction and its intervals.
+    """A saved model as a function: a batch of rows -> columns with the prediction and its
+    intervals.
 
-    It can be pickled and holds only the path and the options. The model is opened once in each process, at the first call: the
-    path must exist there. So it is the function that Ray Data `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and
-    MLflow need.
+    It can be pickled and holds only the path and the options. The model is opened once in each
+    process, at the first call: the path must exist there. So it is the function that Ray Data
+    `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and MLflow need.
 
     Parameters
     ----------
@@ -47,19 +55,21 @@ class Scorer:
     keep:
         Columns of the batch to copy before those of the prediction.
     inputs:
-        The names of the input columns in their order, where the file has no names: for a posterior, and for an estimator that
-        was fitted to an array. One column of arrays is the input itself.
+        The names of the input columns in their order, where the file has no names: for a posterior,
+        and for an estimator that was fitted to an array. One column of arrays is the input itself.
     model:
         For a posterior: its module, or a function without arguments that builds it.
     likelihood, prior, output:
         For a posterior, as in `ssla.load`.
     models:
-        For a `PredictiveRegressor` or `PredictiveClassifier`, whose file has no trees: its `models_`, or a function without
-        arguments that opens them. Such a function is pickled in place of the trees.
+        For a `PredictiveRegressor` or `PredictiveClassifier`, whose file has no trees: its
+        `models_`, or a function without arguments that opens them. Such a function is pickled in
+        place of the trees.
 
-    A batch is a data frame of pandas or polars, a mapping of names to arrays, or an array (rows first). A data frame is returned
-    as one, with the index of a pandas frame; the others as a dictionary of arrays. Columns are named as by `ssla predict` (see
-    docs/tables.md). Rows are predicted in blocks, so that memory beyond the result does not grow with the batch.
+    A batch is a data frame of pandas or polars, a mapping of names to arrays, or an array (rows
+    first). A data frame is returned as one, with the index of a pandas frame; the others as a
+    dictionary of arrays. Columns are named as by `ssla predict` (see docs/tables.md). Rows are
+    predicted in blocks, so that memory beyond the result does not grow with the batch.
 
     >>> scorer = ssla.Scorer("model", levels=(0.5, 0.95), keep=["id"])      # doctest: +SKIP
     >>> scorer(frame)["lower_95"]                                           # doctest: +SKIP
@@ -117,10 +127,16 @@ class Scorer:
     def _open(self) -> TableModel | MatrixModel | WrappedModel:
         if kind_of(self.path) == KIND:
             return self._open_posterior()
-        given = [name for name, value in (self.own | {"model": self.module}).items() if value is not None]
+        given = [
+            name for name, value in (self.own | {"model": self.module}).items() if value is not None
+        ]
         if given:
-            raise ValueError(f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=.")
-        estimator, extra = load_with_extra(self.path, self.models() if callable(self.models) else self.models)
+            raise ValueError(
+                f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=."
+            )
+        estimator, extra = load_with_extra(
+            self.path, self.models() if callable(self.models) else self.models
+        )
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
         if isinstance(estimator, WrappedEstimator):
@@ -138,16 +154,21 @@ class Scorer:
         if self.models is not None:
             raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
         if self.module is None:
-            raise FileError(f"{self.path} holds a posterior without its network. Give the module as model=.")
+            raise FileError(
+                f"{self.path} holds a posterior without its network. Give the module as model=."
+            )
         module = self.module if isinstance(self.module, nn.Module) else self.module()
         posterior = load(self.path, module, **self.own)
         refit = "output" if self.refit is None else self.refit
-        return MatrixModel(lambda x: posterior.predict(np.ascontiguousarray(x), refit), columns_of, refit)
+        return MatrixModel(
+            lambda x: posterior.predict(np.ascontiguousarray(x), refit), columns_of, refit
+        )
 
     def _table(self, model: TableModel, rows: Batch) -> Table:
         if not model.columns_in and rows.kind == ARRAY:
             raise TypeError(
-                f"{self.path} reads columns by name ({', '.join(model.inputs[:12])}{', …' * (len(model.inputs) > 12)}), but the "
+                f"{self.path} reads columns by name "
+                f"({', '.join(model.inputs[:12])}{', …' * (len(model.inputs) > 12)}), but the "
                 "batch is an array. Give a data frame, or a mapping of names to arrays."
             )
         if not model.columns_in:
@@ -168,8 +189,8 @@ class Scorer:
 
     def _nameless(self, rows: Batch) -> ValueError:
         return ValueError(
-            f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in their order: "
-            f"Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
+            f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in "
+            f"their order: Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,5 +210,7 @@ def checked_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
 
 def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
-        raise TypeError(f"{what} must be a list of names, but is the text {names!r}. Write {what}=[{names!r}].")
+        raise TypeError(
+            f"{what} must be a list of names, but is the text {names!r}. Write {what}=[{names!r}]."
+        )
     return tuple(names)

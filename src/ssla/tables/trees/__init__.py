@@ -1,1 +1,3 @@
-"""Decision trees: grown by scikit-learn, held as tensors, beside the networks or under a last layer."""
+"""Decision trees: grown by scikit-learn, held as tensors, beside the networks or under a last
+layer.
+"""

@@ -1,4 +1,6 @@
-"""Decision trees as tensors: they predict without the library that grew them, and files hold them without code."""
+"""Decision trees as tensors: they predict without the library that grew them, and files hold
+them without code.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ AT_ONCE = 1 << 20  # rows × trees
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Trees whose mean is the prediction. From node i a row x goes to left[i] if x[feature[i]] ≤ threshold[i], else to right[i];
-    a leaf leads to itself.
+    """Trees whose mean is the prediction. From node i a row x goes to left[i] if x[feature[i]] ≤
+    threshold[i], else to right[i]; a leaf leads to itself.
 
-    roots (T,), feature, threshold, left, right (nodes,), value (nodes, C).  depth: steps that lead every row to a leaf.
+    roots (T,), feature, threshold, left, right (nodes,), value (nodes, C).  depth: steps that lead
+    every row to a leaf.
     """
 
     roots: Tensor
@@ -37,7 +40,9 @@ class Forest:
         """(N, T)."""
         at = self.roots.expand(len(x), -1)
         for _ in range(self.depth):
-            at = torch.where(x.gather(1, self.feature[at]) <= self.threshold[at], self.left[at], self.right[at])
+            at = torch.where(
+                x.gather(1, self.feature[at]) <= self.threshold[at], self.left[at], self.right[at]
+            )
         return at
 
     def check(self, width: int, outputs: int) -> None:
@@ -70,7 +75,12 @@ def joined(forests: list[Forest]) -> Forest:
     ]
     tensors = [field.name for field in fields(Forest) if field.name != "depth"]
     parts = {
-        name: torch.cat([own.get(name, getattr(forest, name)) for forest, own in zip(forests, moved, strict=True)])
+        name: torch.cat(
+            [
+                own.get(name, getattr(forest, name))
+                for forest, own in zip(forests, moved, strict=True)
+            ]
+        )
         for name in tensors
     }
     return Forest(**parts, depth=max(forest.depth for forest in forests))
