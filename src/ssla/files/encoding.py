@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ssla import likelihoods, priors, structures
+from ssla import curvature, likelihoods, priors
 from ssla.curvature.kfac import LayerFactors
 from ssla.network import LayerPlan, NormPlan, Opening, RowScale
 from ssla.state import Note, Report, Statistics, Validation, Variational
@@ -60,8 +60,12 @@ def _table() -> dict[str, type]:
         RowScale,
     )
     table: dict[str, type] = {cls.__name__: cls for cls in own}
-    for package, names in ((likelihoods, LIKELIHOODS), (priors, PRIORS), (structures, STRUCTURES)):
-        place = package.__name__.rpartition(".")[2]
+    packages = {
+        "likelihoods": (likelihoods, LIKELIHOODS),
+        "priors": (priors, PRIORS),
+        "structures": (curvature, STRUCTURES),
+    }
+    for place, (package, names) in packages.items():
         table |= {
             f"{place}.{name}": getattr(package, name)
             for name in names
