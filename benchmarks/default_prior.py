@@ -143,9 +143,7 @@ def fitted(
     post = ssla.fit(model, data, prior=prior, **options)
     if kind == "own":
         return post
-    return ssla.Posterior(
-        tune(post.state, "evidence", None, ("prior", "noise"), True, None, per_output=outputs)
-    )
+    return tune(post, "evidence", None, ("prior", "noise"), True, None, per_output=outputs)
 
 
 def records(

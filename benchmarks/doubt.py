@@ -83,7 +83,7 @@ def errors(post: ssla.Posterior, new: Tensor) -> Tensor:
     output, weights = post.predict(new), post.predict(new, refit="weights")
     y = weights.icdf((torch.arange(64, dtype=torch.float64) + 0.5) / 64)
     error = (weights.log_prob(y) - output.log_prob(y)).abs().mean(1)
-    step = largest_step(ssla.WeightRefit()(post.state, new).output, output.interval(0.95))
+    step = largest_step(ssla.WeightRefit()(post, new).output, output.interval(0.95))
     flags = weights.diagnostics
     return torch.stack([error, step**2, (output.mass - 1).abs()], 1)[
         ~(flags.unconverged | flags.inaccurate)

@@ -150,13 +150,13 @@ def last_layer(rounds: int, singles: int) -> None:
 
     many = torch.randn(1000, 8, dtype=torch.float64)
     jobs: dict[str, Callable[[], object]] = {
-        "together": lambda: refit(post.state, new).solve(grid),
+        "together": lambda: refit(post, new).solve(grid),
         "one by one": singly,
         "predict output": lambda: post.predict(many).mass,
         "predict weights": lambda: post.predict(many, refit="weights").mass,
     }
     times = timed(jobs, rounds)
-    solved, single = refit(post.state, new).solve(grid), singly()
+    solved, single = refit(post, new).solve(grid), singly()
     worst = max(
         abs(float(solved.total[i]) - value) for i, (value, _) in zip(chosen, single, strict=True)
     )
@@ -232,10 +232,10 @@ def processor_times() -> None:
     `--against` compares.
     """
     _, _, _, post, new, grid = network_at_its_mode()
-    ssla.WeightRefit(tolerance=0.1)(post.state, new).solve(grid)  # imports and caches
+    ssla.WeightRefit(tolerance=0.1)(post, new).solve(grid)  # imports and caches
     for tolerance in (1e-3, 1e-5):
         start = time.process_time()
-        solved = ssla.WeightRefit(tolerance=tolerance)(post.state, new).solve(grid)
+        solved = ssla.WeightRefit(tolerance=tolerance)(post, new).solve(grid)
         print(
             time.process_time() - start,
             float(solved.steps.double().mean()),
@@ -353,13 +353,13 @@ def all_weights(rounds: int) -> None:
     for tolerance in (1e-3, 1e-5):
         refit = ssla.WeightRefit(tolerance=tolerance)
         jobs: dict[str, Callable[[], object]] = {
-            "together": lambda r=refit: r(post.state, new).solve(grid),
+            "together": lambda r=refit: r(post, new).solve(grid),
             "authors": lambda: [
                 authors_way(model, x, y, new[i], grid[i, 0]) for i in range(retrained)
             ],
         }
         times = timed(jobs, rounds)
-        solved = refit(post.state, new).solve(grid)
+        solved = refit(post, new).solve(grid)
         faster = ratio(times, "authors", "together", retrained, grid.numel())
         print(
             f"All weights ({post.report.parameters:,}), n = 300, {grid.numel()} refits at "

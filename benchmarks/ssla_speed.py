@@ -125,7 +125,7 @@ def speed(options: argparse.Namespace) -> None:
     CLEAR.write_text("5")
     before = resident("VmRSS")
     start = time.process_time()
-    log_density = ssla.WeightRefit()(post.state, new)
+    log_density = ssla.WeightRefit()(post, new)
     probs = post.predict(new).probs
     likely = probs >= log_density.rare
     likely &= likely.sum(1, keepdim=True) > 1
@@ -139,7 +139,7 @@ def speed(options: argparse.Namespace) -> None:
         "refits": len(y) / len(new),
         "converged": float(solved.converged.double().mean()),
         "error": stated(solved, rows, y, probs),
-        "memory": (resident("VmHWM") - before) / post.state.memory_budget,
+        "memory": (resident("VmHWM") - before) / post.memory_budget,
         "engine": type(log_density._engine.shared).__name__,
     }
     print(json.dumps(found))

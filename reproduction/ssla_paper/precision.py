@@ -92,7 +92,7 @@ def by_the_library(rows: Draws, mean: float, y: Tensor) -> Tensor:
     prior = ssla.priors.Gaussian(precision=1 / PRIOR_VARIANCE, mean=PRIOR_MEAN)
     noise = ssla.likelihoods.Gaussian(noise=math.sqrt(VARIANCE))
     posterior = ssla.fit(model.eval(), rows, likelihood=noise, prior=prior, mode="polish")
-    marginal = posterior.state.outputs_at(torch.ones(1, 1, dtype=rows.dtype))
+    marginal = posterior.outputs_at(torch.ones(1, 1, dtype=rows.dtype))
     return ssla.predictive.from_marginal(posterior.likelihood, *marginal).log_prob(y[None])[0]
 
 

@@ -90,7 +90,7 @@ def one(case: str, seed: int) -> Record:
             prior=ssla.priors.Gaussian(),
             mode="polish",
         )
-        residuals = posterior.state.outputs_at(x).mean[:, 0] - y / scale
+        residuals = posterior.outputs_at(x).mean[:, 0] - y / scale
         noise = float(residuals.square().mean().sqrt())
     answers: Record = {}
     for name in METHODS.values():
@@ -109,7 +109,7 @@ def _answer(
 ) -> tuple[Tensor, Tensor, dict[float, float]]:
     """Mean, log density and coverage of one method."""
     if name == "exact":  # computed here, not by the library's predictive
-        f, K = posterior.state.outputs_at(x)
+        f, K = posterior.outputs_at(x)
         mean, sd = f[:, 0], (noise**2 + K[:, 0, 0]).sqrt()
         normal = torch.distributions.Normal(mean, sd)
         cover = {

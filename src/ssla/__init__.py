@@ -27,7 +27,7 @@ _NAMES = {  # public name -> the module that defines it
     "ExplicitModel": "explicit",
     "FileError": "files",
     "Increments": "refit",
-    "Marginal": "state",
+    "Marginal": "values",
     "NoRefit": "refit",
     "OutputRefit": "refit",
     "PlugIn": "refit",
@@ -40,10 +40,10 @@ _NAMES = {  # public name -> the module that defines it
     "credal": "diagnostics",
     "estimate_cost": "network.cost",
     "explain": "posterior",
-    "fit": "posterior",
+    "fit": "fitting.fit",
     "html_report": "tables.report",
     "label_next": "posterior",
-    "load": "posterior",
+    "load": "files.load_posterior",
     "local_sensitivity": "diagnostics",
     "mixture": "predictive",
     "sensitivity": "diagnostics",
@@ -103,13 +103,16 @@ if TYPE_CHECKING:
     from ssla.diagnostics import conflict, credal, local_sensitivity, sensitivity
     from ssla.explicit import ExplicitModel
     from ssla.files import FileError
+    from ssla.files.load_posterior import load
+    from ssla.fitting.fit import fit
     from ssla.network.cost import estimate_cost
-    from ssla.posterior import Posterior, assla, explain, fit, label_next, load, ssla
-    from ssla.predictive import Predictive, mixture
+    from ssla.posterior import Posterior, assla, explain, label_next, ssla
+    from ssla.predictive import Predictive
+    from ssla.predictive.mixing import mixture
     from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit
-    from ssla.state import Marginal
     from ssla.tables.report import html_report
     from ssla.tables.scoring import Scorer
+    from ssla.values import Marginal
 else:
 
     def __getattr__(name: str) -> object:

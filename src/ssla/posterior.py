@@ -1,134 +1,74 @@
-"""What users call: `fit`, `load`, `ssla`, `assla`, `explain`, `label_next` and the methods of
-`Posterior`.
+"""`Posterior`, what `ssla.fit` returns; and the functions `ssla`, `assla`, `explain`, `label_next`.
 
-The values are in `ssla.state` and the work is in the packages below: here are signatures and their
-documentation.
+One frozen value: the network, the likelihood, the prior, θ̂, and sums over the data. The first part
+of the class is what users call; each method names the package that does the work. The second part
+is the mathematics that those packages share: the Gaussian of θ, and the outputs at x under it.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution
 
-from ssla import files as persistence
-from ssla import fitting, predictive
-from ssla._checks import all_in_plain_torch, in_plain_torch
-from ssla.curvature import Operator, Structure
-from ssla.data import Inputs, Source, held_out
-from ssla.diagnostics import conformal as full_conformal
-from ssla.diagnostics import explanations
+from ssla import files, fitting, predictive
+from ssla._checks import all_in_plain_torch, batched, finite, in_plain_torch
+from ssla.curvature import Dense, Kfac, Operator
+from ssla.curvature.jacobians import Jacobian
+from ssla.curvature.memory import DEFAULT_BUDGET
+from ssla.data import Inputs, Source, as_inputs, leaves
+from ssla.diagnostics import conformal, explanations
 from ssla.diagnostics.explanations import Explanation, LabelGains
 from ssla.diagnostics.loo import LeaveOneOut, leave_one_out
 from ssla.files import exporting
 from ssla.files.exporting import Exported
-from ssla.fitting import prior_change, tuning
-from ssla.likelihoods import Likelihood
-from ssla.network import LAST_LAYER, Network, Output, checked_output
+from ssla.fitting import more_data, prior_change, tuning
+from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
+from ssla.maths.progress import progress_bar
+from ssla.maths.roots import Root
+from ssla.network import Network
 from ssla.predictive import Predictive, functions
 from ssla.predictive.functions import Functions, Joint
-from ssla.priors import EXACT, BoundPrior, Prior
+from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
-from ssla.state import Marginal, Report, State, Statistics, TuningHistory
+from ssla.report import POLISH, Report, TuningHistory
+from ssla.values import COARSE, Marginal, Statistics, Variational, evidence_bound, joined
 
 
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """p(θ | D) by its mode and curvature, ready to predict. Made by `ssla.fit`.
+    """p(θ | D) by a Gaussian, ready to predict. Made by `ssla.fit`; every change is a new value.
 
-    A frozen value: every change is a new one.
+    θ̂ is the mode (or the trained weights), where the network is linearised and from which weights
+    are refitted, and `statistics` are the sums there. `mean`, `sums` and `covariance` are of the
+    Gaussian that predictions use: the one at the mode (Laplace), or the variational one. It holds a
+    private copy of the network, so that the user's module is neither needed unchanged nor ever
+    written to.
     """
 
-    state: State
-
-    # --- what it is ------------------------------------------------------------------------
-
-    @property
-    def report(self) -> Report:
-        """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
-        return self.state.report
-
-    @property
-    def network(self) -> Network:
-        """A private copy of the module, with its free parameters."""
-        return self.state.network
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.state.likelihood
-
-    @property
-    def prior(self) -> Prior:
-        return self.state.prior
-
-    @property
-    def bound_prior(self) -> BoundPrior:
-        """The prior over the flat θ."""
-        return self.state.bound_prior
-
-    @property
-    def theta(self) -> Tensor:
-        """θ̂ (P,), float64."""
-        return self.state.theta
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """θ̂ by name (after `polish` not the module's own values)."""
-        return self.network.layout.unpack(self.theta.clone())
-
-    @property
-    def statistics(self) -> Statistics:
-        """Sums over the data at θ̂."""
-        return self.state.statistics
-
-    @property
-    def operator(self) -> Operator:
-        """H⁻¹ at θ̂."""
-        return self.state.operator
-
-    @property
-    def convention(self) -> str:
-        """Where the prior enters: see `with_prior`."""
-        return self.state.convention
-
-    @property
-    def source(self) -> Source | None:
-        """The training data, by reference."""
-        return self.state.source
-
-    @property
-    def tuning_history(self) -> TuningHistory | None:
-        """How `tune` reached this posterior."""
-        return self.state.tuning_history
-
-    @property
-    def gaussian(self) -> str:
-        """Which Gaussian over θ predictions use: "laplace" or "variational"."""
-        return self.state.gaussian
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of θ (P,): θ̂, or the variational one."""
-        return self.state.mean
-
-    @property
-    def covariance(self) -> Operator:
-        """The covariance of θ: H⁻¹, or the variational one."""
-        return self.state.covariance
-
-    def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|; variational: a lower bound.
-
-        Exact for linear Gaussian models.
-        """
-        return self.state.log_evidence()
+    network: Network
+    likelihood: Likelihood
+    prior: Prior
+    theta: Tensor  # θ̂ (P,), float64
+    statistics: Statistics  # at θ̂
+    mode: str  # how θ̂ was chosen: POLISH, TILT or AS_IS
+    report: Report
+    memory_budget: int = DEFAULT_BUDGET
+    source: Source | None = (
+        None  # the training data, by reference: what a refit of the weights reads again
+    )
+    convention: str = EXACT  # where the prior enters: see `Posterior.with_prior`
+    tuning_history: TuningHistory | None = None
+    variational: Variational | None = None
 
     # --- predictions -----------------------------------------------------------------------
 
@@ -146,7 +86,7 @@ class Posterior:
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
-        return predictive.predict(self.state, x, refit, differentiable)
+        return predictive.predict(self, x, refit, differentiable)
 
     def marginal(self, x: Inputs, differentiable: bool = False) -> Marginal:
         """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N.
@@ -154,7 +94,8 @@ class Posterior:
         differentiable: both carry gradients in x, for every likelihood, structure and choice of
         weights.
         """
-        return self.state.marginal(x, differentiable)
+        found = self.outputs_at(x, differentiable)
+        return Marginal(*(part.to(self.like(found)) for part in found))
 
     def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
         """f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C).
@@ -164,7 +105,7 @@ class Posterior:
         The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused:
         see `draw_functions`. differentiable: both carry gradients in x.
         """
-        return functions.joint(self.state, x, differentiable)
+        return functions.joint(self, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
         """n draws of the function f, with the covariance of `joint`, to be evaluated at any x: (n,
@@ -177,7 +118,7 @@ class Posterior:
         >>> draws = post.draw_functions(16, generator)      # doctest: +SKIP
         >>> draws(x).std(0), draws[3](x)                    # doctest: +SKIP
         """
-        return functions.draw_functions(self.state, n, generator)
+        return functions.draw_functions(self, n, generator)
 
     def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
         """Every training row predicted from the other rows: log densities, PIT and coverage without
@@ -191,7 +132,7 @@ class Posterior:
 
         >>> print(post.loo())      # doctest: +SKIP
         """
-        return leave_one_out(self.state, data, refits)
+        return leave_one_out(self, data, refits)
 
     def predictive_set(
         self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None
@@ -215,7 +156,7 @@ class Posterior:
 
         >>> post.predictive_set(x, 0.9, rows=held_out)      # doctest: +SKIP
         """
-        return full_conformal.predictive_set(self.state, x, level, data, rows)
+        return conformal.predictive_set(self, x, level, data, rows)
 
     # --- another prior ---------------------------------------------------------------------
 
@@ -241,7 +182,7 @@ class Posterior:
         `data` the Gaussian is fitted again. The conventions "paper" and "additive" are defined at
         the mode, and take the Gaussian there.
         """
-        return Posterior(prior_change.with_prior(self.state, prior, convention, data))
+        return prior_change.with_prior(self, prior, convention, data)
 
     def tune(
         self,
@@ -262,7 +203,7 @@ class Posterior:
 
         >>> tuned = post.tune(); print(tuned.tuning_history)      # doctest: +SKIP
         """
-        return Posterior(tuning.tune(self.state, objective, data, over, per_layer, folds))
+        return tuning.tune(self, objective, data, over, per_layer, folds)
 
     # --- more data -------------------------------------------------------------------------
 
@@ -277,7 +218,7 @@ class Posterior:
         the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained
         weights otherwise.
         """
-        return Posterior(fitting.update(self.state, data))
+        return fitting.update(self, data)
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
@@ -286,7 +227,7 @@ class Posterior:
         stand at the same θ̂ (fit shards with mode="tilt"), unless the statistics determine the log
         likelihood exactly, when θ̂ is moved.
         """
-        return Posterior(self.state.merge(other.state))
+        return more_data.merge(self, other)
 
     # --- files -----------------------------------------------------------------------------
 
@@ -296,7 +237,7 @@ class Posterior:
 
         Neither the network nor any data are stored: keep the module's state_dict beside it.
         """
-        return persistence.save(self.state, path)
+        return files.save(self, path)
 
     def export(
         self,
@@ -318,7 +259,230 @@ class Posterior:
 
         >>> print(post.export("model.onnx", example=x))      # doctest: +SKIP
         """
-        return exporting.export(self.state, path, levels, example)
+        return exporting.export(self, path, levels, example)
+
+    def log_evidence(self) -> float:
+        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
+
+        H holds the prior's curvature under the exact convention only. Of a variational Gaussian it
+        is the evidence bound Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to
+        second order around m.
+        """
+        size = self.theta.numel()
+        if self.variational is not None:
+            return evidence_bound(
+                self.bound_prior, self.mean, self.covariance, self.sums.log_likelihood
+            )
+        prior = float(self.bound_prior.log_prob(self.theta))
+        operator = self.operator if self.convention == EXACT else self.data_operator
+        return (
+            self.statistics.log_likelihood
+            + prior
+            + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+        )
+
+    # --- the Gaussian of θ -------------------------------------------------------------------
+
+    @property
+    def gaussian(self) -> str:
+        """Which Gaussian over θ predictions use: "laplace" or "variational"."""
+        return self.report.gaussian
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of θ (P,): m, or θ̂."""
+        return self.theta if self.variational is None else self.variational.mean
+
+    @property
+    def sums(self) -> Statistics:
+        """The sums over the data behind `covariance`."""
+        return self.statistics if self.variational is None else self.variational.statistics
+
+    @cached_property
+    def covariance(self) -> Operator:
+        """The covariance of θ: S, or H⁻¹."""
+        if self.variational is None:
+            return self.operator
+        return self.sums.curvature.with_prior(self.bound_prior.precision(self.mean))
+
+    @property
+    def tilted(self) -> bool:
+        """Whether θ̂ counts as the mode, though it is not one.
+
+        A variational Gaussian keeps what it was fitted with.
+        """
+        return self.mode != POLISH if self.variational is None else self.variational.tilted
+
+    @property
+    def tilt(self) -> Tensor:
+        """What is subtracted from the gradient of the objective (P,), so that the mean of θ is
+        stationary; zero at a mode.
+
+        The gradient is that of the Gaussian at hand: at θ̂, or averaged over the variational one,
+        whose mean then is θ̂.
+        """
+        if not self.tilted:
+            return torch.zeros_like(self.theta)
+        return self.sums.gradient + self.bound_prior.gradient(self.mean)
+
+    @cached_property
+    def bound_prior(self) -> BoundPrior:
+        return self.prior.bind(self.network.layout)
+
+    @property
+    def objective_prior(self) -> BoundPrior:
+        """The prior in the objective of θ̂ and of every refit: none under the additive
+        convention.
+        """
+        return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
+
+    @cached_property
+    def operator(self) -> Operator:
+        """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive
+        convention).
+        """
+        if self.convention == ADDITIVE:
+            return self.data_operator
+        precision = self.bound_prior.precision(self.theta)
+        try:
+            return self.statistics.curvature.with_prior(precision)
+        except ValueError as error:
+            count = indefinite(precision)
+            if not count:
+                raise
+            raise ValueError(
+                f"{error} Here the prior is not log-concave in {count} directions at θ̂, and the "
+                "data do not make up for it."
+            ) from None
+
+    @cached_property
+    def data_operator(self) -> Operator:
+        """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of
+        it.
+        """
+        try:
+            return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
+        except ValueError as error:
+            raise ValueError(
+                f"convention={self.convention!r} leaves the prior out of the curvature, and the "
+                f"data alone do not determine every parameter. Use convention='exact'. ({error})"
+            ) from None
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """θ̂ by name (after `polish` not the module's own values)."""
+        return self.network.layout.unpack(self.theta.clone())
+
+    @property
+    def residual(self) -> float:
+        """√(gᵀH⁻¹g): how far θ̂ is from the mode of the objective, in posterior standard
+        deviations.
+        """
+        gradient = self.statistics.gradient + self.objective_prior.gradient(self.theta)
+        return math.sqrt(max(float(gradient @ self.operator.solve(gradient)), 0.0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies travel without the training data: a refit of the weights then needs
+        WeightRefit(data=…).
+        """
+        return {**self.__dict__, "source": None}
+
+    @property
+    def follows_prior(self) -> bool:
+        """Whether the mean of θ can follow when the prior changes, from the sums alone (to
+        first order if they are averages).
+        """
+        return self.follows_mode if self.variational is None else not self.variational.tilted
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the statistics determine ℓ_D exactly (a quadratic), so that the mode can move
+        without another pass.
+
+        So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
+        rows makes A ⊗ G/n exact.
+        """
+        whole = isinstance(self.statistics.curvature, Dense | Kfac)
+        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
+
+    @property
+    def follows_mode(self) -> bool:
+        """Whether θ̂ can follow the mode when prior, noise or data change, from the statistics
+        alone.
+        """
+        return self.quadratic and self.mode == POLISH
+
+    # --- the outputs at x --------------------------------------------------------------------
+
+    def linearised(
+        self, x: Any, differentiable: bool = False, progress: bool | None = None
+    ) -> Iterator[tuple[Tensor, Jacobian]]:
+        """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time.
+
+        differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is
+        then held.
+        """
+        inputs = self.network.cast(as_inputs(x, differentiable))
+        graph = (
+            differentiable
+            and torch.is_grad_enabled()
+            and any(part.requires_grad for part in leaves(inputs))
+        )
+        for part in progress_bar(
+            self.network.chunks(inputs, self.memory_budget), None, progress, "predict", "chunk"
+        ):
+            f, J = self.network.linearise(
+                part, self.mean if self.network.linear else self.theta, graph
+            )
+            if graph:
+                _refuse_disconnected(f, part)
+            finite(
+                "The network's output",
+                f,
+                "Its own layers overflow there, or have no value: leave out these inputs.",
+            )
+            if self.variational is not None and not self.network.linear:
+                f = f.double() + J.double().push(self.mean - self.theta)
+            self.likelihood.check_outputs(f)
+            yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
+
+    def like(self, marginal: Marginal) -> Tensor:
+        """Answers are given in this tensor's dtype and on its device: the model's.
+
+        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a
+        noise of 0.01 at outputs of 10⁶ has no place in float32.
+        """
+        dtype, law = self.network.dtype, self.likelihood.predictive
+        f, K = marginal
+        if isinstance(law, Gaussian):
+            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
+        elif isinstance(law, HeteroscedasticGaussian | StudentT):
+            centre, scale = law.guess(f, K)
+            f = centre
+        else:
+            scale = torch.full_like(f, torch.inf)
+        limits = torch.finfo(dtype)
+        if batched(f):
+            return torch.empty(0, dtype=torch.float64, device=self.network.device)
+        coarse = limits.eps * f.abs() > COARSE * scale
+        infinite = K.diagonal(dim1=-2, dim2=-1) > limits.max
+        if bool(coarse.any()) or bool(infinite.any()):
+            dtype = torch.float64
+        return torch.empty(0, dtype=dtype, device=self.network.device)
+
+    def outputs_at(self, x: Inputs, differentiable: bool = False) -> Marginal:
+        """`marginal` in float64 on the CPU, where everything else is computed."""
+        return joined(
+            self.network.outputs,
+            [(f, self.covariance.covariance(J)) for f, J in self.linearised(x, differentiable)],
+        )
+
+    def roots_at(self, x: Inputs, differentiable: bool = False) -> Iterator[tuple[Tensor, Root]]:
+        """f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is never
+        held.
+        """
+        for f, J in self.linearised(x, differentiable):
+            yield f.double(), self.covariance.root(J)
 
     def __repr__(self) -> str:
         r = self.report
@@ -326,114 +490,23 @@ class Posterior:
         return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, {how})"
 
 
-@in_plain_torch
-def fit(
-    model: nn.Module,
-    data: Any,
-    *,
-    likelihood: Likelihood,
-    prior: Prior | Distribution | None = None,
-    validation: Any = None,
-    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
-    structure: str | Structure = "auto",
-    mode: str | None = None,
-    gaussian: str | None = None,
-    output: Output = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
-) -> Posterior:
-    """Fit a Laplace posterior to a trained network, ready to predict distributions.
-
-    Parameters
-    ----------
-    model:
-        The trained network, in eval mode. It is copied, never written to.
-    data:
-        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any
-        iterable of such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts
-        (model(**x)). Row weights are frequencies: a row of weight 2 counts as if it were there
-        twice.
-    likelihood:
-        What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
-    prior:
-        Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions
-        distribution. If not given, a Gaussian with one precision for each layer, by the evidence
-        and the scale of the trained weights; biases are centred on their trained values.
-    validation:
-        Rows that the network has not seen, in any form that `data` has, or a share of `data` to
-        hold out (0.2), which says less if the network was trained on them. They choose the
-        dispersion of the likelihood (noise, temperature of classes, overdispersion of counts; a
-        given value is where the search starts), and what is not given of prior, mode and gaussian.
-        Training rows cannot show that a network is over-confident. `posterior.report` says what
-        these rows found.
-    weights:
-        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left
-        out and noted in the report; where all are frozen, all are taken), a module's name, or a
-        list of parameter names.
-    structure:
-        "auto" (dense where it takes little time and memory, kfac otherwise; the report says which,
-        and why), "dense", "kfac", "diag" or "low_rank", or an object such as
-        `ssla.structures.LowRank(rank=50)`.
-    mode:
-        "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is".
-        By default polish for a last layer, tilt otherwise. The last layer of a classifier without
-        `prior` is polished only if it is not trained; the report says which of the two was chosen,
-        and why.
-    gaussian:
-        "variational": the Gaussian nearest to the posterior in KL divergence, found in a few
-        passes; or "laplace": the one at the mode, with the curvature there. By default variational,
-        but for Gaussian noise, where they are the same.
-    output:
-        Which part of the network's answer holds the outputs, where it is not one tensor: a key or
-        attribute ("logits"), an index (0), or a function of the answer.
-    memory_budget:
-        Bytes that intermediate results may take (1 GiB if not given).
-    progress:
-        Show how far the fit is: True (a bar; needs tqdm), False, or None: after two seconds, on a
-        terminal only.
-
-    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the
-    same posterior of all of them (see `ssla.distributed`).
-
-    Example
-    -------
-    >>> noisy = ssla.likelihoods.Gaussian(noise="estimate")
-    >>> post = ssla.fit(model, (X, y), likelihood=noisy)   # doctest: +SKIP
-    >>> post.predict(X_new).interval(0.95)                 # doctest: +SKIP
+def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
+    """ValueError if the network's outputs have no derivative in x, which a zero gradient would
+    hide.
     """
-    with fitting.announced():
-        budget, part = fitting.checked_budget(memory_budget), checked_output(output)
-        training, unseen = held_out(data, validation)
-        reader = fitting.Reader(
-            training, model, fitting.checked_weights(weights), budget, progress, output=part
-        )
-        job = fitting.checked_job(
-            fitting.shared(reader), likelihood, prior, structure, mode, gaussian, budget
-        )
-    return Posterior(tuning.fitted(job, unseen, isinstance(validation, float)))
-
-
-@in_plain_torch
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    likelihood: Likelihood | None = None,
-    prior: Prior | None = None,
-    output: Output = None,
-) -> Posterior:
-    """Load a posterior that `posterior.save(path)` wrote. Its predictions have the same bits.
-
-    model: the same network with the same weights, in eval mode; it is copied and never modified. No
-    data are needed. likelihood, prior, output: needed only if the saved one was custom code
-    (`likelihoods.custom(…)`, a function as output=), which a file cannot contain.
-
-    >>> post.save("posterior")                                       # doctest: +SKIP
-    >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
-    """
-    return Posterior(
-        persistence.load(path, model, likelihood=likelihood, prior=prior, output=output)
+    free = [part for part in leaves(x) if part.requires_grad]
+    found = (
+        torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True)
+        if f.requires_grad
+        else ()
     )
+    if all(gradient is None for gradient in found):
+        raise ValueError(
+            "differentiable=True was asked for, but the network's outputs have no derivative in x. "
+            "Likely causes: (a) torch.no_grad() or .detach() in its forward; (b) x is rounded or "
+            "used as indices. Remedy: remove them, or give the numbers that the network is "
+            "differentiable in."
+        )
 
 
 @in_plain_torch
@@ -513,10 +586,10 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
     return explanations.label_next(_checked(posterior), pool, targets)
 
 
-def _checked(posterior: Posterior) -> State:
+def _checked(posterior: Posterior) -> Posterior:
     if not isinstance(posterior, Posterior):
         raise TypeError(
             "The first argument must be a Posterior, as ssla.fit returns it, but is a "
             f"{type(posterior).__name__}."
         )
-    return posterior.state
+    return posterior

@@ -79,7 +79,7 @@ def test_influence_with_kfac_is_exact_for_one_output():
 def test_influence_equals_the_formula_with_matrices(structure, weights):
     """S₋ = (S⁻¹ − JᵀΛJ)⁻¹ and m₋ = m − S₋Jᵀg, with every matrix built."""
     posterior = gaussian(outputs=2, structure=structure, weights=weights)
-    state = posterior.state
+    state = posterior
     S = state.covariance.solve_many(torch.eye(len(state.theta), dtype=torch.float64))
     (f, J), (_, at) = next(state.linearised(X)), next(state.linearised(NEW))
     J, at = J.double().dense().values, at.double().dense().values
@@ -111,7 +111,7 @@ def test_influence_on_the_variance_of_classes_equals_the_formula_with_matrices()
     """
     law, y = L.Categorical(), (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
     posterior = ssla.fit(mlp(outputs=3), (X, y), likelihood=law, prior=PRIOR, gaussian="laplace")
-    state = posterior.state
+    state = posterior
     S = state.covariance.solve_many(torch.eye(len(state.theta), dtype=torch.float64))
     (f, J), (_, at) = next(state.linearised(X)), next(state.linearised(NEW))
     J, at = J.double().dense().values, at.double().dense().values

@@ -131,7 +131,7 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
             likelihood=law,
             prior=ssla.priors.Gaussian(PRECISION),
             gaussian="laplace",
-        ).state
+        )
         for seed in range(2)
     ]
     members = [
@@ -168,7 +168,7 @@ def test_several_ridge_regressions_have_their_mean_at_the_candidate():
     halves = [torch.arange(40) < 20, torch.arange(40) >= 20]
     views, new = [X, X.abs()], [NEW, NEW.abs()]
     prior, ones = ssla.priors.Gaussian(PRECISION), np.ones(40)
-    posts = [ssla.fit(linear(), (x, Y), likelihood=LAW, prior=prior).state for x in views]
+    posts = [ssla.fit(linear(), (x, Y), likelihood=LAW, prior=prior) for x in views]
     members = [
         full_conformal.Member(*parts)
         for parts in zip(posts, new, [None, None], halves, strict=True)
@@ -193,7 +193,7 @@ def test_several_ridge_regressions_have_their_mean_at_the_candidate():
 
 @pytest.mark.parametrize("name", ["heteroscedastic", "poisson", "categorical"])
 def test_equal_networks_are_one_network(name):
-    post, half = fitted(name).state, torch.arange(40) < 20
+    post, half = fitted(name), torch.arange(40) < 20
     members = [full_conformal.Member(post, NEW, rows=rows) for rows in (half, ~half)]
     one = full_conformal.cross_sets([full_conformal.Member(post, NEW)], LEVEL)
     torch.testing.assert_close(full_conformal.cross_sets(members, LEVEL), one)

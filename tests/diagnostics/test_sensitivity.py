@@ -15,6 +15,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.fitting.variational import with_sums
 from ssla.predictive.expectation import expect, nodes_of, probability
 from support.oracles import Constant, linear_predictive
 
@@ -382,13 +383,11 @@ def test_priors_too_weak_for_the_averages_are_left_out_and_named():
     them, a weaker one does not.
     """
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
-    state = ssla.fit(
-        model, (X, Y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian()
-    ).state
+    state = ssla.fit(model, (X, Y), likelihood=L.HeteroscedasticGaussian(), prior=priors.Gaussian())
     values, vectors = torch.linalg.eigh(state.sums.curvature.as_matrix())
     values[0] = -0.5
     bent = replace(state.sums.curvature, matrix=(vectors * values) @ vectors.mT, rows=())
-    post = ssla.Posterior(state.with_sums(replace(state.sums, curvature=bent)))
+    post = with_sums(state, replace(state.sums, curvature=bent))
     with pytest.warns(
         UserWarning, match=r"2 of 4 priors were left out \(precision 0.01, precision 0.1\)"
     ):

@@ -15,7 +15,7 @@ from ssla.fitting.choice import (
     cross_fitted,
     mean_and_error,
 )
-from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL
+from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL
 
 ROWS = 400
 ONES = torch.ones(ROWS, dtype=torch.float64)

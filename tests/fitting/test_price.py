@@ -10,7 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla.fitting.price import MOST_PRICE
 from ssla.priors import Gaussian
-from ssla.state import TILT
+from ssla.report import TILT
 
 
 def memorised(outputs: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:

@@ -83,7 +83,7 @@ def fitted(given: Problem, **options: object) -> ssla.Posterior:
 
 
 def scale_of(posterior: ssla.Posterior) -> RowScale | None:
-    return posterior.state.network.row_scale
+    return posterior.network.row_scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -62,7 +62,9 @@ def verdict(
     layer: nn.Module, data: Any, likelihood: Likelihood, structure: str = "dense"
 ) -> Verdict:
     reader = fitting.Reader(open_source(data), layer, "last_layer", 2**30)
-    job = fitting.checked_job(reader, likelihood, None, structure, None, None, 2**30)
+    job = fitting.checked_job(
+        ssla.Posterior, reader, likelihood, None, structure, None, None, 2**30
+    )
     sums, target = job._read(None)
     assert target.classes is not None
     return judged(sums, target.classes, likelihood)
@@ -348,7 +350,9 @@ def test_the_gain_of_gaussian_noise_is_that_of_least_squares() -> None:
     with torch.no_grad():
         layer.weight *= 0.5
     reader = fitting.Reader(open_source((x, y)), layer, "last_layer", 2**30)
-    job = fitting.checked_job(reader, Gaussian(noise=1.0), None, "dense", None, None, 2**30)
+    job = fitting.checked_job(
+        ssla.Posterior, reader, Gaussian(noise=1.0), None, "dense", None, None, 2**30
+    )
     sums, target = job._read(None)
     assert target.numbers is not None
     found = judged_numbers(sums, target.numbers, Gaussian(noise=1.0), True)

@@ -22,8 +22,10 @@ from ssla import priors
 from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, evidence_of
 from ssla.fitting.held_out_scores import HeldOut
 from ssla.fitting.mode import NoModeError, Polish
+from ssla.fitting.noise import at_noise
 from ssla.fitting.tuning import not_worse, tune
 from ssla.fitting.tuning_space import Space
+from ssla.fitting.variational import recentred
 from ssla.maths.bfgs import maximise
 from support.oracles import linear_log_evidence, linear_predictive
 
@@ -120,7 +122,7 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(
         structure=structure,
         weights=weights,
     )
-    space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
+    space, _ = Space.of(post, ("prior", "noise"), per_layer)
     evidence = evidence_of(space.problem)
     assert isinstance(evidence, kind)
     other = OperatorEvidence(space.problem)
@@ -160,7 +162,7 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     tuned = quiet(post.tune, per_layer=per_layer)
     assert tuned.tuning_history.converged
     assert tuned.log_evidence() >= post.log_evidence()
-    space, _ = Space.of(post.state, ("prior", "noise"), per_layer)
+    space, _ = Space.of(post, ("prior", "noise"), per_layer)
     low, high = space.box
     free = ~torch.tensor(
         [name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names]
@@ -324,8 +326,8 @@ def test_validation_scores_are_minimised(objective):
 
 def test_folds_are_scored_as_if_each_had_been_fitted():
     post = line()
-    space, _ = Space.of(post.state, ("prior", "noise"), True)
-    held = HeldOut.of(post.state, (X, Y), "nll", 5)
+    space, _ = Space.of(post, ("prior", "noise"), True)
+    held = HeldOut.of(post, (X, Y), "nll", 5)
     point = torch.tensor([0.7, -0.9], dtype=torch.float64)
     total = 0.0
     for k in range(5):
@@ -389,7 +391,7 @@ def test_another_noise_rescales_the_sums_exactly():
         weights="all",
         structure="kfac",
     )
-    other = post.state.at_noise(1.7)
+    other = at_noise(post, 1.7)
     fresh = quiet(
         ssla.fit,
         net(),
@@ -640,7 +642,7 @@ def test_a_rough_search_finds_nearly_the_same_prior_and_keeps_the_mode():
     held = NEW_X, COUNTS[:80]
     whole, rough = (
         tune(
-            post.state,
+            post,
             "nll",
             held,
             ("prior",),
@@ -663,9 +665,9 @@ def test_a_rough_search_finds_nearly_the_same_prior_and_keeps_the_mode():
 
 def test_a_prior_with_a_lower_bound_is_not_returned():
     """As kfac found for mean and log variance: −14.996 before, −15.020 after."""
-    best = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson()).tune().state
+    best = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson()).tune()
     assert best.tuning_history is not None
-    worse = replace(best, prior=priors.Gaussian(1e4)).recentred()
+    worse = recentred(replace(best, prior=priors.Gaussian(1e4)))
     assert worse.log_evidence() < best.log_evidence() - 1.0
     kept = not_worse(best, worse)
     assert kept.prior == best.prior

@@ -170,7 +170,7 @@ def test_the_predictive_is_the_conjugate_one_at_the_chosen_prior_and_noise(c):
     assert isinstance(prior, priors.Gaussian)
     assert isinstance(posterior.likelihood.noise, float)
     sigma = posterior.likelihood.noise / c
-    bound = prior.bind(posterior.state.network.layout)
+    bound = prior.bind(posterior.network.layout)
     with torch.no_grad():
         phi, new = (
             torch.cat([ONE[1](ONE[0](x)), torch.ones(len(x), 1).double()], 1) for x in (X, NEW)

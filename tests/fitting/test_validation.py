@@ -28,7 +28,7 @@ from ssla.fitting.choice import MOST_LOSS
 from ssla.fitting.validation import Search, trained_state
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.priors import Gaussian
-from ssla.state import LAPLACE, POLISH, TILT, VARIATIONAL
+from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL
 
 TRAIN, UNSEEN = 150, 400
 
@@ -65,6 +65,7 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
     asked = {"prior": None, "structure": "dense", "mode": None, "gaussian": None} | options
     reader = Reader(open_source(given.train), given.model, "last_layer", DEFAULT_BUDGET)
     job = checked_job(
+        ssla.Posterior,
         reader,
         likelihood,
         asked["prior"],

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import ssla
 from ssla.curvature import Dense
 from ssla.data import open_source
-from ssla.fitting import Reader, again, fit_at_mode
+from ssla.fitting import Reader, again
+from ssla.fitting.fit import fit_at_mode
 from ssla.fitting.passes import Order
 from ssla.fitting.variational import ROUGH, Climb
 from ssla.likelihoods import (
@@ -202,9 +203,9 @@ def test_conjugate_models_have_their_exact_evidence() -> None:
     assert asked.gaussian == "variational"
     assert asked.report.passes == laplace.report.passes
 
-    job = again(laplace.state)
+    job = again(laplace)
     assert job is not None
-    climbed = Climb(laplace.state, job.average(laplace.theta)).run()  # the same by passes
+    climbed = Climb(laplace, job.average(laplace.theta)).run()  # the same by passes
     assert climbed.log_evidence() == pytest.approx(laplace.log_evidence(), abs=1e-10)
     torch.testing.assert_close(climbed.mean, laplace.theta, rtol=0, atol=1e-10)
     phi = torch.cat([x, torch.ones(40, 1)], 1)
@@ -269,8 +270,8 @@ def test_rows_in_place_of_a_matrix_give_the_same() -> None:
         )
         for structure in (Dense(), Dense(dual=False))
     )
-    assert isinstance(dual.state.sums.curvature, Dense)
-    assert dual.state.sums.curvature.matrix is None
+    assert isinstance(dual.sums.curvature, Dense)
+    assert dual.sums.curvature.matrix is None
     torch.testing.assert_close(dual.mean, whole.mean, rtol=0, atol=1e-8)
     torch.testing.assert_close(dual.covariance.variances(), whole.covariance.variances())
     assert dual.log_evidence() == pytest.approx(whole.log_evidence(), abs=1e-8)

@@ -267,7 +267,7 @@ def test_one_row_and_one_place_give_the_blocks_of_the_dense_curvature(name):
 def test_predictions_in_chunks_are_those_of_all_rows_at_once():
     model, x, y = made("batch norm")
     post = fit(model, x, y)
-    network = post.state.network
+    network = post.network
     budget = 4 * 2 * network.bytes_per_row
     assert network.rows_at_once(budget) == 2
     small = fit(model, x, y, memory_budget=max(budget, 200_000))

@@ -30,7 +30,7 @@ def opened(net, weights="all"):
         prior=ssla.priors.Gaussian(),
         weights=weights,
         gaussian="laplace",
-    ).state
+    )
     return post, x
 
 

@@ -211,7 +211,7 @@ CASES = {
     "refit of a generator's data": (lambda: fit(data=((X, Y) for _ in range(1))).predict(X, refit=ssla.WeightRefit(logdet="frozen")).increments(Y), r"came from a generator, which can be read only once. Give all the data of the fit: refit=ssla.WeightRefit\(data="),
     "refit on fewer rows": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X[:9], Y[:9]))), "data to refit on have 9 rows, but the posterior was fitted on 20"),
     "refit on other data": (lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X, Y + 9))), "not those of the fit: the log likelihood's gradient.*Give the data of the fit"),
-    "refit without data": (lambda: ssla.ssla(ssla.Posterior(replace(fit().state, source=None)), X, Y), "does not hold them.*loaded from a file.*WeightRefit"),
+    "refit without data": (lambda: ssla.ssla(replace(fit(), source=None), X, Y), "does not hold them.*loaded from a file.*WeightRefit"),
     "refit tolerance": (lambda: ssla.WeightRefit(tolerance=0.0), "tolerance must be a number "
                                                                  "between 0 and 1"),
     "refit steps": (lambda: ssla.WeightRefit(max_steps=2.5), "max_steps must be a whole number "

@@ -377,7 +377,7 @@ def test_all_weights_of_a_transformer_are_refitted():
         prior=priors.Gaussian(precision=30.0),
     )
     increments = ssla.ssla(post, x[:1], y[:1], ssla.WeightRefit(on_failure="raise"))
-    log_density = ssla.WeightRefit()(post.state, x[:1])
+    log_density = ssla.WeightRefit()(post, x[:1])
     theta = log_density.modes(y[:1])[0]
     names = post.network.layout.unpack(theta)
     twin = Encoder()  # at θ̃ the gradient of the augmented objective is that of the tilt

@@ -250,9 +250,7 @@ def test_ten_million_float32_rows_stream_in_flat_memory_to_six_digits():
     exact = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y)
     found = post.predict(new)
     assert found.log_prob(y).dtype == torch.float32
-    unrounded = ssla.predictive.from_marginal(
-        post.likelihood, *post.state.outputs_at(new)
-    ).log_prob(y)
+    unrounded = ssla.predictive.from_marginal(post.likelihood, *post.outputs_at(new)).log_prob(y)
     assert (unrounded - exact).abs().max() < 1e-6
     assert (found.log_prob(y) - exact).abs().max() < 2e-6  # the answer itself is float32
 

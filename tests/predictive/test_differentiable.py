@@ -12,14 +12,13 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import ssla
+from ssla import Marginal, priors
 from ssla import likelihoods as L
-from ssla import priors
 from ssla.maths import linalg
 from ssla.maths.quadrature import grid, normal
 from ssla.predictive import affine, from_marginal, mixture
 from ssla.predictive.implicit import GraphDensity, log_density_with_graph, with_graph
 from ssla.refit.increments import at_mode
-from ssla.state import Marginal
 from support.networks import SCOPES, STRUCTURES, TwoInputs, data, fitted_mlp, mlp
 
 X, Y = data(40)
@@ -406,7 +405,7 @@ def test_single_precision_has_nearly_the_same_gradient(weights):
 
 def test_chunks_of_rows_give_the_same_gradient():
     post = fitted("three classes", "all", "kfac")
-    small = ssla.Posterior(replace(post.state, memory_budget=post.network.bytes_per_row))
+    small = replace(post, memory_budget=post.network.bytes_per_row)
     slopes = []
     for one in (post, small):
         x = at()

@@ -72,7 +72,7 @@ def test_probabilities_reach_their_limit_along_a_ray(outputs, dtype, structure):
     assert bool(torch.isfinite(probs).all())
     assert float((probs - probs[-1]).abs().max()) < 1e-4
     if outputs == 1:
-        f, K = post.state.outputs_at(x[:1].double() if dtype == torch.float64 else x[:1])
+        f, K = post.outputs_at(x[:1].double() if dtype == torch.float64 else x[:1])
         limit = stats.norm.cdf(
             float(f[0, 0]) / float(K[0, 0, 0]) ** 0.5
         )  # a step in place of the sigmoid

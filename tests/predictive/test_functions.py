@@ -46,7 +46,7 @@ def brute_force(post, x):
     f = lambda theta: functional_call(model, layout.unpack(theta), x).flatten()
     J = torch.autograd.functional.jacobian(f, post.theta)
     eye = torch.eye(layout.size, dtype=torch.float64)
-    S = torch.stack([post.state.sums.curvature.push(column) for column in eye], 1)
+    S = torch.stack([post.sums.curvature.push(column) for column in eye], 1)
     covariance = torch.linalg.inv(S + 2.0 * eye)
     return f(post.theta) + J @ (post.mean - post.theta), J @ covariance @ J.mT
 
@@ -136,9 +136,7 @@ def test_draws_of_a_last_layer_are_the_network_with_other_weights():
 def test_pieces_of_rows_give_the_same_matrix(scope):
     post = fitted("kfac", scope)
     whole, size = post.joint(AT), post.network.layout.size
-    small = ssla.Posterior(
-        replace(post.state, memory_budget=4 * 8 * 3 * size * 2)
-    )  # two rows of the Jacobian
+    small = replace(post, memory_budget=4 * 8 * 3 * size * 2)  # two rows of the Jacobian
     assert torch.allclose(small.joint(AT).covariance, whole.covariance, rtol=1e-10, atol=1e-13)
 
 
@@ -150,12 +148,12 @@ def test_groups_are_blocks_of_the_joint_gaussian(structure, scope, rows):
     post, x = fitted(structure, scope), torch.cat([AT, AT[:1]])
     mean, K = post.joint(x)
     budget = 4 * 8 * 3 * post.network.layout.size * rows
-    found = joint_of_groups(replace(post.state, memory_budget=max(budget, 2 * 8 * 36)), x, 2)
+    found = joint_of_groups(replace(post, memory_budget=max(budget, 2 * 8 * 36)), x, 2)
     torch.testing.assert_close(found.mean, mean.view(3, 6))
     blocks = torch.stack([K[i : i + 6, i : i + 6] for i in (0, 6, 12)])
     torch.testing.assert_close(found.covariance, blocks, rtol=1e-8, atol=1e-11)
     assert torch.equal(found.covariance, found.covariance.mT)
-    assert joint_of_groups(post.state, x[:0], 2).covariance.shape == (0, 6, 6)
+    assert joint_of_groups(post, x[:0], 2).covariance.shape == (0, 6, 6)
 
 
 def test_a_single_precision_model_answers_in_its_dtype():
@@ -200,13 +198,13 @@ def test_layers_without_a_kronecker_form_and_no_rows():
 
 
 def test_what_is_beyond_the_budget_is_refused():
-    post = ssla.Posterior(replace(fitted("kfac").state, memory_budget=3000))
+    post = replace(fitted("kfac"), memory_budget=3000)
     with pytest.raises(
         ValueError,
         match=r"5 inputs with 3 outputs is a matrix of 15 × 15. It needs 3.52 KiB, .* at most 4 inputs",
     ):
         post.joint(AT)
-    post = ssla.Posterior(replace(post.state, memory_budget=1900))
+    post = replace(post, memory_budget=1900)
     with pytest.raises(ValueError, match=r"Jacobian of one input takes 1.97 KiB, .*draw_functions"):
         post.joint(AT[:1])
     with pytest.raises(

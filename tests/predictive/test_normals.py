@@ -9,7 +9,7 @@ import torch
 from scipy import integrate, stats
 
 from ssla.predictive.normals import NormalsLaw, averaged
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 ONE = torch.ones(1, dtype=torch.float64)
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from ssla import likelihoods, metrics
+from ssla import Marginal, likelihoods, metrics
 from ssla.predictive import affine, from_marginal, mixture, transformed
 from ssla.predictive.normals import averaged
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Exponential
-from ssla.state import Marginal
 
 SCALE = Positive(-1.0, 2.0)
 OPEN = Positive(-1.0, 2.0, closed=False)

@@ -23,7 +23,7 @@ def test_the_dual_determinant_is_the_dense_one(name, kind):
     definite, neither is the dual.
     """
     post, new, candidates, *_ = small_network(name, n=150)
-    determinants = ssla.WeightRefit(curvature=kind)(post.state, new)._engine.determinants
+    determinants = ssla.WeightRefit(curvature=kind)(post, new)._engine.determinants
     dual = Dual(post, determinants.run, determinants.rows)
     point = 0.02 * torch.randn(4, post.theta.numel(), dtype=torch.float64, generator=seeded(1))
     y, x = (
@@ -80,7 +80,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
     net, post, x = wide_network(weights=w if weighted else None)
     new = T([0.5, -0.2])
     y = post.predict(new).icdf(T(0.05, 0.8))
-    log_density = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post.state, new)
+    log_density = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post, new)
     solved, modes = log_density.solve(y), log_density.modes(y)[0]
     assert solved.converged.all()
 
@@ -96,7 +96,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
         assert float(found) == pytest.approx(
             float(-0.5 * (after - logdet(post.theta, x, w))), abs=1e-8
         )
-    frozen = ssla.WeightRefit(tolerance=1e-6, logdet="frozen")(post.state, new).solve(y).curvature
+    frozen = ssla.WeightRefit(tolerance=1e-6, logdet="frozen")(post, new).solve(y).curvature
     assert not torch.allclose(frozen, solved.curvature, atol=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_an_exact_determinant_beyond_the_memory_budget_is_refused_before_it_is_t
     """61 rows of 501 weights, three times, and six 61 × 61 matrices: 0.9 MB."""
     _, post, _ = wide_network()
     new, y, exact = T([0.5, -0.2]), T(0.0), ssla.WeightRefit(tolerance=1e-6, logdet="exact")
-    enough = ssla.Posterior(dataclasses.replace(post.state, memory_budget=1 << 20))
+    enough = dataclasses.replace(post, memory_budget=1 << 20)
     assert torch.allclose(
         ssla.ssla(enough, new, y, exact).curvature,
         ssla.ssla(post, new, y, exact).curvature,
@@ -120,9 +120,7 @@ def test_an_exact_determinant_beyond_the_memory_budget_is_refused_before_it_is_t
     with pytest.raises(
         ValueError, match=r"logdet='exact' for 501 weights needs .* GiB.*logdet='frozen'"
     ):
-        ssla.ssla(
-            ssla.Posterior(dataclasses.replace(post.state, memory_budget=800_000)), new, y, exact
-        )
+        ssla.ssla(dataclasses.replace(post, memory_budget=800_000), new, y, exact)
 
 
 def test_the_work_for_jacobians_grows_with_the_rows_not_with_their_square():

@@ -24,7 +24,7 @@ TRACES, EXACT = ssla.WeightRefit(logdet="traces"), ssla.WeightRefit(logdet="exac
 def both(post, new, y, **options):
     """The tasks solved by products and by the dense engine."""
     solved = [
-        ssla.WeightRefit(logdet=logdet, **options)(post.state, new).solve(y)
+        ssla.WeightRefit(logdet=logdet, **options)(post, new).solve(y)
         for logdet in ("traces", "exact")
     ]
     assert all(part.converged.all() for part in solved)
@@ -45,7 +45,7 @@ def test_gaussian_noise_has_the_analytic_predictive(outputs):
     post = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise=0.3), prior=priors.Gaussian(0.7))
     new = inputs(6, 4, 5)
     values = y[:6] + 0.5
-    log_density = TRACES(post.state, new)
+    log_density = TRACES(post, new)
     assert isinstance(log_density._engine, ProductsRefit)
     assert torch.allclose(
         log_density(values).total, post.predict(new).log_prob(values), rtol=0, atol=1e-9
@@ -99,8 +99,8 @@ def test_the_modes_are_those_of_the_dense_engine():
     post, new = class_problem()
     y = all_classes(post, new)
     options = {"tolerance": 1e-9}
-    found = ssla.WeightRefit(logdet="traces", **options)(post.state, new).modes(y)
-    expected = ssla.WeightRefit(logdet="exact", **options)(post.state, new).modes(y)
+    found = ssla.WeightRefit(logdet="traces", **options)(post, new).modes(y)
+    expected = ssla.WeightRefit(logdet="exact", **options)(post, new).modes(y)
     assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
@@ -135,7 +135,7 @@ def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
     with pytest.warns(
         RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"
     ):
-        engine = TRACES(post.state, new)._engine
+        engine = TRACES(post, new)._engine
     assert isinstance(engine.shared, last_layer_curvature.SharedStructure)
     traces, exact = both(post, new, y)
     assert torch.allclose(traces.likelihood, exact.likelihood, rtol=0, atol=1e-3)
@@ -219,8 +219,8 @@ def test_it_is_chosen_where_the_dense_engine_does_not_fit():
     """52 parameters: 8·6·52² bytes are 130 kB."""
     ample, new = class_problem()
     tight, _ = class_problem(memory_budget=100_000)
-    assert not isinstance(ssla.WeightRefit()(ample.state, new)._engine, ProductsRefit)
-    assert isinstance(ssla.WeightRefit()(tight.state, new)._engine, ProductsRefit)
+    assert not isinstance(ssla.WeightRefit()(ample, new)._engine, ProductsRefit)
+    assert isinstance(ssla.WeightRefit()(tight, new)._engine, ProductsRefit)
     refit = ssla.WeightRefit(rare=0)
     found, expected = tight.predict(new, refit=refit), ample.predict(new, refit=refit)
     assert torch.allclose(found.probs.log(), expected.probs.log(), rtol=0, atol=1e-3)
@@ -236,11 +236,11 @@ def test_it_is_chosen_where_the_dense_engine_does_not_fit():
 def test_rows_that_do_not_fit_are_read_again():
     ample, new = class_problem(n=400)
     tight, _ = class_problem(n=400, memory_budget=100_000)
-    log_density = TRACES(tight.state, new)
+    log_density = TRACES(tight, new)
     y = all_classes(ample, new)
     assert log_density._engine.rows.kept is None
     assert torch.allclose(
-        log_density.solve(y).total, TRACES(ample.state, new).solve(y).total, rtol=0, atol=1e-3
+        log_density.solve(y).total, TRACES(ample, new).solve(y).total, rtol=0, atol=1e-3
     )
 
 
@@ -258,7 +258,7 @@ def test_a_frozen_determinant_has_the_new_rows_part_only():
     y = all_classes(ample, new)
     frozen = ssla.WeightRefit(logdet="frozen")
     assert torch.allclose(
-        frozen(tight.state, new)(y).total, frozen(ample.state, new)(y).total, rtol=0, atol=1e-3
+        frozen(tight, new)(y).total, frozen(ample, new)(y).total, rtol=0, atol=1e-3
     )
 
 
@@ -266,7 +266,7 @@ def test_refits_that_change_no_row_have_an_exact_determinant_too():
     """The dense engine in single precision, where the trace is enough for every task of a group."""
     post, new = class_problem(n=2000, width=30, classes=3, noise=0.2)
     likely = post.predict(new).probs.argmax(1, keepdim=True).double()
-    solved = EXACT(post.state, new).solve(likely)
+    solved = EXACT(post, new).solve(likely)
     assert solved.converged.all()
 
 

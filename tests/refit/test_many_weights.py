@@ -51,7 +51,7 @@ def engine(name, tolerance, **options):
     optimiser.step(loss)
     post = ssla.fit(
         net.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", gaussian="laplace"
-    ).state
+    )
     where, kind = torch.tensor([0, 0, 1, 1]), torch.long if name == "categorical" else torch.float64
     made = ssla.WeightRefit(tolerance=tolerance, **options).engine(post, inputs(2, 7))
     return made, where, torch.tensor(candidates * 2).to(kind)

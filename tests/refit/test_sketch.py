@@ -71,10 +71,10 @@ def test_a_sketched_determinant_is_that_of_the_dense_engine(monkeypatch):
     monkeypatch.setattr(engine, "LARGE", 0.0)
     monkeypatch.setattr(engine, "ENOUGH", 1e9)
     y = all_classes(post, new)
-    found = ssla.WeightRefit(logdet="traces", tolerance=1e-4)(post.state, new)
+    found = ssla.WeightRefit(logdet="traces", tolerance=1e-4)(post, new)
     assert found._engine.vectors is not None
     sketched = found.solve(y)
-    exact = ssla.WeightRefit(logdet="exact")(post.state, new).solve(y)
+    exact = ssla.WeightRefit(logdet="exact")(post, new).solve(y)
     off = sketched.curvature - exact.curvature
     assert float(sketched.error.max()) > 1e-3
     assert float(sketched.error.max()) < 0.05
@@ -90,9 +90,9 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
     weights = 0.5 + torch.rand(600, generator=seeded(8)).double()
     post, new = class_problem(n=600, width=15, classes=6, noise=2.5, weights=weights)
     y = all_classes(post, new)
-    exact = ssla.WeightRefit(logdet="exact")(post.state, new).solve(y)
+    exact = ssla.WeightRefit(logdet="exact")(post, new).solve(y)
     monkeypatch.setattr(engine, "factor_bytes", lambda *_: 1 << 60)
-    log_density = ssla.WeightRefit(logdet="traces")(post.state, new)
+    log_density = ssla.WeightRefit(logdet="traces")(post, new)
     assert isinstance(log_density._engine.shared, SharedBlocks)
     found = log_density.solve(y)
     assert found.converged.all()

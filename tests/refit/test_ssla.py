@@ -163,7 +163,7 @@ def test_lemma_1_and_theorem_1(model):
             weights=scope,
             mode=mode,
         )
-        log_density = ssla.WeightRefit()(post.state, new)
+        log_density = ssla.WeightRefit()(post, new)
         parts = log_density(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
         lengths.append(float((log_density.modes(target) - post.theta).norm()))
@@ -337,7 +337,7 @@ def test_an_interrupt_leaves_nothing_broken(build, at, monkeypatch):
     before = {
         name: value.clone() for name, value in post.network.frozen.module.state_dict().items()
     }
-    log_density = ssla.WeightRefit()(post.state, new)
+    log_density = ssla.WeightRefit()(post, new)
     with monkeypatch.context() as patched:
         interrupted = Interrupted(at)
         patched.setattr(L.HeteroscedasticGaussian, "score", lambda *task: interrupted(*task))
@@ -434,7 +434,7 @@ def test_refits_that_fail_are_handled_as_asked():
     post, new, *_ = last_layer("heteroscedastic")
     y = T(-1.0, 0.5, 30.0).expand(len(new), -1)
     few = {"max_steps": 2, "tolerance": 1e-12}
-    solved = ssla.WeightRefit(**few)(post.state, new).solve(y)
+    solved = ssla.WeightRefit(**few)(post, new).solve(y)
     assert not solved.converged.any()
     below = post.predict(new).increments(y)
     with pytest.warns(
@@ -551,7 +551,7 @@ def test_an_indefinite_observed_curvature_falls_back_to_fisher_and_is_counted():
         prior=priors.Gaussian(1e-3),
         gaussian="laplace",
     )
-    solved = ssla.WeightRefit()(post.state, new).solve(candidates.expand(3, -1))
+    solved = ssla.WeightRefit()(post, new).solve(candidates.expand(3, -1))
     assert solved.fallback.all()
 
 
@@ -703,7 +703,7 @@ def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
     from ssla.predictive.interpolation import FIRST_NODES, Frame, correct, widened
 
     posterior, *_ = last_layer("poisson")
-    weights = ssla.WeightRefit()(posterior.state, inputs(1, 3))
+    weights = ssla.WeightRefit()(posterior, inputs(1, 3))
     narrow = torch.tensor([[5.0, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
     first = correct(weights, narrow, torch.tensor([True]))
     lower = torch.tensor([[3.2, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)

@@ -20,7 +20,7 @@ from support.refits import FAMILIES, T, classes_at, inputs, last_layer, seeded, 
 def test_last_layer_equals_brute_force(name):
     post, new, candidates, log_joint, log_new = last_layer(name)
     y = candidates.expand(len(new), -1)
-    found = ssla.WeightRefit(tolerance=1e-9)(post.state, new)
+    found = ssla.WeightRefit(tolerance=1e-9)(post, new)
     totals, solved = found(y).total, found.solve(y)
     assert solved.converged.all()
     assert not solved.fallback.any()
@@ -50,7 +50,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
     def log_joint(theta):
         return outputs(theta, x).log_softmax(1)[torch.arange(90), y].sum() - 0.01 * (theta @ theta)
 
-    log_density = ssla.WeightRefit(tolerance=1e-8)(post.state, new)
+    log_density = ssla.WeightRefit(tolerance=1e-8)(post, new)
     solved = log_density.solve(classes)
     assert solved.converged.all()
     totals = log_density(classes).total
@@ -62,7 +62,7 @@ def test_classes_that_the_network_holds_for_impossible_are_refitted_too(monkeypa
             )
             assert abs(float(totals[i, k]) - expected) < 1e-6
     monkeypatch.setattr("ssla.refit.weights.last_layer.SHARED_STEPS", 100)
-    assert not ssla.WeightRefit()(post.state, new).solve(classes).converged.all()
+    assert not ssla.WeightRefit()(post, new).solve(classes).converged.all()
 
 
 @pytest.mark.parametrize("name", ["heteroscedastic", "poisson"])
@@ -72,7 +72,7 @@ def test_row_weights_and_a_tilted_network_equal_brute_force(name):
     """
     weights = 0.5 + torch.rand(70, dtype=torch.float64, generator=seeded(8))
     post, new, candidates, log_joint, log_new = last_layer(name, weights=weights, mode="tilt")
-    found = ssla.WeightRefit()(post.state, new)(candidates.expand(len(new), -1)).total
+    found = ssla.WeightRefit()(post, new)(candidates.expand(len(new), -1)).total
     for i, j in ((0, 0), (1, 1), (2, -1)):
         expected, _ = brute_force_refit(log_joint, log_new(i, candidates[j]), post.theta)
         assert abs(float(found[i, j]) - expected) < 1e-6
@@ -93,7 +93,7 @@ def plausible(post, new, candidates):
 @pytest.mark.parametrize("name", ["gaussian", "heteroscedastic", "poisson", "categorical"])
 def test_all_weights_with_the_full_hessian_equal_brute_force(name):
     post, new, candidates, log_joint, log_new, _ = small_network(name)
-    found = ssla.WeightRefit(curvature="hessian")(post.state, new)
+    found = ssla.WeightRefit(curvature="hessian")(post, new)
     y = plausible(post, new, candidates)
     totals, solved = found(y).total, found.solve(y)
     assert solved.converged.all()
@@ -116,7 +116,7 @@ def test_all_weights_with_gauss_newton_equal_brute_force_for_every_structure(str
         return float(torch.linalg.slogdet(J.mT @ J / 0.25 + 0.3 * torch.eye(len(t)))[1])
 
     y = plausible(post, new, candidates)
-    found = ssla.WeightRefit(curvature="fisher")(post.state, new)(y)
+    found = ssla.WeightRefit(curvature="fisher")(post, new)(y)
     for i in range(len(new)):
         for j, value in enumerate(y[i]):
             _, end = brute_force_refit(log_joint, log_new(i, value), post.theta)
@@ -186,7 +186,7 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
     assert post.report.parameters == 501
     new = torch.tensor([[0.5, -0.2], [1.5, 1.0]], dtype=torch.float64)
     candidates = post.predict(new).icdf(torch.tensor([0.1, 0.7], dtype=torch.float64))
-    log_density = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post.state, new)
+    log_density = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post, new)
     solved = log_density.solve(candidates)
     assert bool(solved.converged.all())
     modes = log_density.modes(candidates).reshape(4, -1)
@@ -317,7 +317,7 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
     monkeypatch.setattr(weights.WeightLogDensity, "_no_mode", lambda *_: False)
-    log_density = few(post.state, new)
+    log_density = few(post, new)
     solved = log_density.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right
     assert early < 0.1 * (work[0] - early)
@@ -409,8 +409,8 @@ def wide_rows(weighted):
 
 def test_classes_are_by_default_within_1e_3_of_refits_to_the_end():
     post, new, y = wide_classes()
-    exact = ssla.WeightRefit(tolerance=1e-9)(post.state, new).solve(y)
-    quick = ssla.WeightRefit()(post.state, new).solve(y)
+    exact = ssla.WeightRefit(tolerance=1e-9)(post, new).solve(y)
+    quick = ssla.WeightRefit()(post, new).solve(y)
     assert exact.converged.all()
     assert quick.converged.all()
     assert (quick.total - exact.total).abs().max() < 1e-3
@@ -450,7 +450,7 @@ def test_rare_classes_change_as_the_rarest_class_with_a_refit():
 @pytest.mark.parametrize("tolerance", [1e-9, 1e-4])
 def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted, tolerance):
     post, new, y = wide_classes(weighted)
-    engine = ssla.WeightRefit(tolerance=tolerance).engine(post.state, new)
+    engine = ssla.WeightRefit(tolerance=tolerance).engine(post, new)
     where = torch.arange(12).repeat_interleave(4)
     group = Group(engine, engine.bases[0], where, y.flatten().long())
     point = engine._ascend(group).point
@@ -495,8 +495,8 @@ def test_classes_with_priors_of_their_own_have_no_contrasts():
     weight = torch.full((4, 29), 0.3, dtype=torch.float64)
     weight[0] = 0.6
     different, _, _ = wide_classes(prior={"2.weight": weight, "2.bias": 0.3})
-    assert ssla.WeightRefit().engine(alike.state, new).contrasts is not None
-    assert ssla.WeightRefit().engine(different.state, new).contrasts is None
+    assert ssla.WeightRefit().engine(alike, new).contrasts is not None
+    assert ssla.WeightRefit().engine(different, new).contrasts is None
 
 
 @pytest.mark.parametrize("rare", [-0.1, 1.0, "few", True])
@@ -540,7 +540,7 @@ def test_newton_starts_again_where_the_shared_steps_were_lost(monkeypatch):
     far = torch.linspace(-1.6, -1.0, 30, dtype=torch.float64).expand(2, -1)
 
     def solved(most):
-        return ssla.WeightRefit(max_steps=most)(post.state, new).solve(far)
+        return ssla.WeightRefit(max_steps=most)(post, new).solve(far)
 
     found = solved(40)
     assert found.converged.all()

@@ -113,7 +113,7 @@ def validated(data, validation, **options):
 def summary(post):
     """Numbers in which two posteriors would differ."""
     x = rows(7)[0]
-    f, K = post.state.outputs_at(x)
+    f, K = post.outputs_at(x)
     numbers = [post.report.n, post.report.weight, post.log_evidence(), post.report.residual]
     return {
         "theta": post.theta,

@@ -179,10 +179,8 @@ def run(model: Model, n: int, seed: int) -> Record:
             for part in Parts._fields
         }
     for name, posterior in model.posteriors(rows).items():
-        refitted = ssla.WeightRefit(tolerance=1e-11, on_failure="raise")(
-            posterior.state, model.point
-        )
-        still = ssla.NoRefit()(posterior.state, model.point)
+        refitted = ssla.WeightRefit(tolerance=1e-11, on_failure="raise")(posterior, model.point)
+        still = ssla.NoRefit()(posterior, model.point)
         ours = {
             f"ours SSLA{name}": partial(_at, refitted, "total"),
             f"ours ASSLA{name}": partial(_at, still, "total"),

@@ -152,7 +152,7 @@ def refit_gap(ensemble: Ensemble, case: Case) -> float:
     z = ensemble.inputs(torch.from_numpy(case.new[:REFITTED]))
     y = ensemble.target(torch.from_numpy(case.target[:REFITTED])[:, None])[:, 0]
     posterior = ensemble.components[0].posterior
-    refits = WeightRefit(on_failure="raise")(posterior.state, z)
+    refits = WeightRefit(on_failure="raise")(posterior, z)
     return float((refits.at(y).log - posterior.predict(z).log_prob(y)).abs().max())
 
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,9 @@ from ssla.predictive.cavities import Sites, cavity, collect
 from ssla.priors import EXACT
 from ssla.refit.increments import at_mode
 from ssla.refit.weights.refit_rows import Purpose
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 PURPOSE = Purpose("posterior.predictive_set", "The data", "posterior.predictive_set(x, data={})")
 ROWS_AT_ONCE = 1024
@@ -75,7 +77,7 @@ class Member(NamedTuple):
     the same row.
     """
 
-    posterior: State
+    posterior: Posterior
     x: Inputs
     data: Any = None
     rows: Any = None
@@ -83,7 +85,7 @@ class Member(NamedTuple):
 
 
 def predictive_set(
-    posterior: State, x: Inputs, level: float, data: Any = None, rows: Any = None
+    posterior: Posterior, x: Inputs, level: float, data: Any = None, rows: Any = None
 ) -> Tensor:
     """See Posterior.predictive_set."""
     found = cross_sets([Member(posterior, as_inputs(x), data, rows)], level)
@@ -128,7 +130,7 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
     return found
 
 
-def _checked_support(posterior: State) -> Support:
+def _checked_support(posterior: Posterior) -> Support:
     if posterior.convention != EXACT:
         raise ValueError(
             "predictive_set works with the exact convention only, but this posterior has "
@@ -198,7 +200,7 @@ class _Others:
     sound: Tensor  # (m,) bool: the row can be removed
 
     @staticmethod
-    def of(posterior: State, sites: Sites, chosen: Tensor) -> _Others:
+    def of(posterior: Posterior, sites: Sites, chosen: Tensor) -> _Others:
         found = []
         for site, part in zip(sites, _parts(sites, chosen), strict=True):
             weights, K = site.row_weights, posterior.covariance.covariance(site.J)

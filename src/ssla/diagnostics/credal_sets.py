@@ -31,7 +31,7 @@ from ssla.predictive.expectation import Event, expect, probability
 from ssla.predictive.predictive import answer, probabilities, scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
-from ssla.state import PRIOR, subject
+from ssla.report import PRIOR, subject
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -196,7 +196,7 @@ def credal(
         return Credal(members, members.names, convention, members.notes)
     chosen = named_priors(posterior, priors)
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
-    kept = [p.report.notes for p in posteriors if not p.state.follows_mode]
+    kept = [p.report.notes for p in posteriors if not p.follows_mode]
     notes = tuple(dict.fromkeys(note for notes in kept for note in notes if subject(note) == PRIOR))
     return Credal(
         FiniteMembers(tuple(p.predict(x, refit) for p in posteriors)),

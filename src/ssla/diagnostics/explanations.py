@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,12 @@ from ssla.maths.linalg import root
 from ssla.predictive import predict
 from ssla.predictive.cavities import LEAST, Site, Sites, by_fisher, collect
 from ssla.priors import EXACT
+from ssla.refit.prior_response import prior_response
 from ssla.refit.weights.refit_rows import Purpose, training_data
-from ssla.state import Marginal, State
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 PURPOSE = Purpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={})")
 MEAN, VARIANCE = "mean", "variance"
@@ -171,7 +175,7 @@ class LabelGains:
 
 
 def explain(
-    posterior: State,
+    posterior: Posterior,
     x: Inputs,
     top: int | None = 10,
     by: str = MEAN,
@@ -201,7 +205,7 @@ def explain(
     marginal = posterior.outputs_at(x)
     doubt = predictive.law.epistemic
     A = slopes(posterior.likelihood.predictive, *marginal)
-    share = first_order_variance(A, posterior.prior_response(x).covariance) / first_order_variance(
+    share = first_order_variance(A, prior_response(posterior, x).covariance) / first_order_variance(
         A, marginal.covariance
     )
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
@@ -211,7 +215,7 @@ def explain(
     )
 
 
-def label_next(posterior: State, pool: Inputs, targets: Inputs = None) -> LabelGains:
+def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
     """See ssla.label_next."""
     _check(posterior, "ssla.label_next")
     pool = as_inputs(pool)
@@ -238,14 +242,14 @@ def label_next(posterior: State, pool: Inputs, targets: Inputs = None) -> LabelG
     return LabelGains(gain / rows, total / rows)
 
 
-def _in_chunks(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
+def _in_chunks(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
     """f and J at x in float64, at most ROWS_AT_ONCE rows at a time."""
     for start in range(0, row_count(x), ROWS_AT_ONCE):
         for f, J in posterior.linearised(slice_inputs(x, slice(start, start + ROWS_AT_ONCE))):
             yield f.double(), J.double()
 
 
-def _check(posterior: State, task: str) -> None:
+def _check(posterior: Posterior, task: str) -> None:
     if posterior.convention != EXACT:
         raise ValueError(
             f"{task} works with the exact convention only, but this posterior has "
@@ -269,7 +273,7 @@ class Query(NamedTuple):
     solved: Tensor  # H⁻¹Jᵀ (P, q·C)
 
 
-def queries(posterior: State, x: Inputs, numbers: int) -> Iterator[Query]:
+def queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
     """x, a few inputs at a time: so many numbers for each output of each input fit a share of
     the memory budget.
     """
@@ -282,7 +286,7 @@ def queries(posterior: State, x: Inputs, numbers: int) -> Iterator[Query]:
             yield Query(f.double(), posterior.covariance.covariance(J), solved)
 
 
-def _products(posterior: State, rows: int) -> int:
+def _products(posterior: Posterior, rows: int) -> int:
     """The numbers that an output of a query takes with a chunk of `rows` other rows: X, ΛX and
     t.
     """
@@ -294,7 +298,7 @@ def _products(posterior: State, rows: int) -> int:
 
 
 def _influence(
-    posterior: State, x: Inputs, top: int | None, by: str, data: Any
+    posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
     n, C = posterior.statistics.n, posterior.network.outputs
     most = n if top is None else min(top, n)
@@ -339,7 +343,7 @@ def _influence(
     return Influence(rows[:, :kept], mean[:, :kept], variance[:, :kept]), failed
 
 
-def _bend(posterior: State, sites: Sites, query: Query) -> Tensor:
+def _bend(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
     """S v (P, q·C): how the variances at the query depend on θ, through the precisions of all
     rows.
     """
@@ -366,7 +370,7 @@ def _bend(posterior: State, sites: Sites, query: Query) -> Tensor:
     return posterior.covariance.solve_many(total)
 
 
-def _own_rise(posterior: State, site: Site, a: Tensor) -> Tensor:
+def _own_rise(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
     """The derivative of Λ_i along K_i a, the row's effect on its own outputs (b, C, C)."""
     K = posterior.covariance.covariance(site.J)
     move = (K @ a.unsqueeze(-1)).squeeze(-1)
@@ -380,7 +384,7 @@ def _own_rise(posterior: State, site: Site, a: Tensor) -> Tensor:
     return torch.nan_to_num(rise * (once / (2 * step))[:, None, None], 0.0, 0.0, 0.0)
 
 
-def _precision(posterior: State, site: Site, f: Tensor) -> Tensor:
+def _precision(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
     """Λ of the sites with other outputs (b, C, C)."""
     if posterior.variational is None:
         return posterior.likelihood.fisher(f)
@@ -463,7 +467,7 @@ def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
     return ((A @ K) * A).sum(-1)
 
 
-def _reference(posterior: State, x: Inputs, reference: Any, data: Any) -> Tensor | None:
+def _reference(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Tensor | None:
     """What each input is compared with (D,): by default its mean over the training rows.
 
     None: x is not a table of numbers.
@@ -498,7 +502,7 @@ def _reference(posterior: State, x: Inputs, reference: Any, data: Any) -> Tensor
     return total / weight
 
 
-def _one_at_a_time(posterior: State, x: Tensor, reference: Tensor) -> Tensor:
+def _one_at_a_time(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
     """The doubt at x less the doubt with column j at its reference (N, D)."""
     x = x.to("cpu", torch.float64)
     N, D = x.shape
@@ -513,7 +517,7 @@ def _one_at_a_time(posterior: State, x: Tensor, reference: Tensor) -> Tensor:
     return here[:, None] - torch.cat(parts).mT
 
 
-def _doubt(posterior: State, x: Tensor) -> Tensor:
+def _doubt(posterior: Posterior, x: Tensor) -> Tensor:
     """The variance of E[y|f] to first order (N,), summed over the values of y."""
     marginal = posterior.outputs_at(x)
     return first_order_variance(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from ssla.fitting import Chunk, fit_again
 from ssla.likelihoods import Likelihood
 from ssla.predictive.cavities import Site, Sites, cavity, collect, predictives_of, ranks
 from ssla.priors import EXACT
-from ssla.state import POLISH, Marginal, State
+from ssla.report import POLISH
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 INFLUENTIAL = 0.1  # nats: the error of a cavity grows with it (benchmarks/leave_one_out.py)
 # at most this many rows are read for refits in each round, unless the user says otherwise
@@ -129,7 +133,7 @@ class Answer(NamedTuple):
     inaccurate: Tensor
 
 
-def leave_one_out(posterior: State, data: Any = None, refits: int | None = None) -> LeaveOneOut:
+def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = None) -> LeaveOneOut:
     """See Posterior.loo."""
     if posterior.convention != EXACT:
         raise ValueError(
@@ -182,7 +186,7 @@ def _warn(failed: Tensor, inaccurate: Tensor) -> None:
         )
 
 
-def _worst(posterior: State, influence: Tensor, most: int) -> list[int]:
+def _worst(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
     """The rows to refit, the most influential first: none but those without a cavity where
     cavities are exact.
     """
@@ -192,7 +196,7 @@ def _worst(posterior: State, influence: Tensor, most: int) -> list[int]:
 
 
 def _refits(
-    posterior: State, sites: Sites, wanted: list[int]
+    posterior: Posterior, sites: Sites, wanted: list[int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Row, f and K of the same Gaussian fitted without that row, and y.
 
@@ -222,7 +226,7 @@ def _refits(
         yield torch.tensor([row]), f, other.covariance.covariance(J), site.y[at : at + 1]
 
 
-def _chunk(site: Site, posterior: State) -> Chunk:
+def _chunk(site: Site, posterior: Posterior) -> Chunk:
     assert isinstance(site.J, Features)
     return Chunk(None, site.y, site.weights, 0.0, site.J, posterior.network.offset)
 

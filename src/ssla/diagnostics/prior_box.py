@@ -30,7 +30,7 @@ from ssla.likelihoods import Gaussian, Likelihood
 from ssla.predictive import Predictive, from_marginal
 from ssla.priors import EXACT, Box
 from ssla.refit import Refit
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -99,7 +99,7 @@ class BoxMembers:
                 "A box of priors needs one range of precisions for each layer: weight and bias "
                 "alike."
             )
-        curvature = posterior.state.sums.curvature
+        curvature = posterior.sums.curvature
         basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, torch.ones_like(low), groups)
         if basis is None and len(firsts) == 1:
             basis = thin_basis(curvature, layout.size)
@@ -109,7 +109,7 @@ class BoxMembers:
                 f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
                 "or fit with structure='kfac'."
             )
-        moves = posterior.state.follows_prior
+        moves = posterior.follows_prior
         if not moves:
             notes.append(
                 "θ̂ does not move with the prior here, so the range of means has no influence"
@@ -119,7 +119,7 @@ class BoxMembers:
                 "A range of means is for networks with one output. Give fixed means, or a list of "
                 "priors."
             )
-        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.state.linearised(x)]
+        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.linearised(x)]
         labels = (
             [f"precision of {layer or 'network'}" for layer in layers]
             if not shared
@@ -133,8 +133,8 @@ class BoxMembers:
             torch.cat([f for f, _ in parts]),
             torch.cat([J for _, J in parts]),
             basis,
-            posterior.state.sums.gradient,
-            posterior.state.mean,
+            posterior.sums.gradient,
+            posterior.mean,
             (a + b) / 2,
             (b - a) / 2,
             groups

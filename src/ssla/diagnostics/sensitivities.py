@@ -35,7 +35,8 @@ from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.refit import Refit
 from ssla.refit.increments import at_mode
-from ssla.state import Marginal
+from ssla.refit.prior_response import prior_response
+from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -199,9 +200,7 @@ def _under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
     """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
-        moved.state.sums.curvature.with_prior(
-            NEEDED * moved.bound_prior.precision(moved.state.mean)
-        )
+        moved.sums.curvature.with_prior(NEEDED * moved.bound_prior.precision(moved.mean))
     return moved
 
 
@@ -211,7 +210,7 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     """
     return (
         convention == EXACT
-        and posterior.state.variational is not None
+        and posterior.variational is not None
         and not concave(posterior.likelihood)
     )
 
@@ -282,8 +281,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the "
             "exact convention. Use with_prior(priors.Gaussian(…)) first."
         )
-    moves = posterior.state.follows_prior
-    marginal, (b, M) = posterior.state.outputs_at(x), posterior.state.prior_response(x)
+    moves = posterior.follows_prior
+    marginal = posterior.outputs_at(x)
+    b, M = prior_response(posterior, x)
     change = Marginal(b if moves else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)
@@ -412,15 +412,15 @@ def conflict(posterior: Posterior) -> Conflict:
         raise ValueError(
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
-    tau, curvature = bound.scale_precision, posterior.state.sums.curvature
-    if not isinstance(curvature, Dense) and not posterior.state.quadratic:
+    tau, curvature = bound.scale_precision, posterior.sums.curvature
+    if not isinstance(curvature, Dense) and not posterior.quadratic:
         raise ValueError(
             "A conflict check needs dense curvature, but this posterior has "
             f"structure={posterior.report.structure!r}, which leaves out correlations: it would "
             "report conflicts that are not there. Fit with structure='dense', for example of the "
             "last layer."
         )
-    r = curvature.push(posterior.state.mean - bound.mean) + posterior.state.sums.gradient
+    r = curvature.push(posterior.mean - bound.mean) + posterior.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
         c, values = basis.rotated(r), basis.values

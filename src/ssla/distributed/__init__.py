@@ -90,8 +90,8 @@ def fit(
     cluster = Cluster(
         engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part
     )
-    job = checked_job(cluster, likelihood, prior, structure, mode, gaussian, budget)
-    return Posterior(fitted(job, None if validation is None else open_source(validation)))
+    job = checked_job(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
+    return fitted(job, None if validation is None else open_source(validation))
 
 
 # --- on the workers ------------------------------------------------------------------------

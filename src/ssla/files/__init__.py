@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from ssla.files.container import VERSION, FileError, read, write
 from ssla.files.encoding import Decoder, Encoder
-from ssla.files.posteriors import load, pack, save, unpack
+from ssla.files.save_posterior import pack, save
 
 __all__ = [
     "VERSION",
     "Decoder",
     "Encoder",
     "FileError",
-    "load",
     "pack",
     "read",
     "save",
-    "unpack",
     "write",
 ]

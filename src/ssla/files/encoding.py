@@ -21,7 +21,8 @@ from torch import Tensor
 from ssla import curvature, likelihoods, priors
 from ssla.curvature.kfac import LayerFactors
 from ssla.network import LayerPlan, NormPlan, Opening, RowScale
-from ssla.state import Note, Report, Statistics, Validation, Variational
+from ssla.report import Note, Report, Validation
+from ssla.values import Statistics, Variational
 
 LIKELIHOODS = (
     "Bernoulli",

@@ -15,9 +15,8 @@ without a prior.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
@@ -26,13 +25,18 @@ from ssla.curvature.automatic import AUTO
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Source, open_source
 from ssla.fitting.job import Job
+from ssla.fitting.more_data import with_more
 from ssla.fitting.passes import Chunk, Data, Reader
 from ssla.fitting.ranks import announced, shared
-from ssla.fitting.variational import ROUGH, with_rows
+from ssla.fitting.variational import with_rows
 from ssla.likelihoods import Gaussian, Likelihood, Tempered
 from ssla.network import LAST_LAYER
 from ssla.priors import Prior, as_prior
-from ssla.state import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, State, Statistics
+from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL
+from ssla.values import Statistics
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 __all__ = [
     "Chunk",
@@ -43,7 +47,6 @@ __all__ = [
     "checked_weights",
     "collect",
     "fit_again",
-    "fit_at_mode",
     "polish_again",
     "shared",
     "update",
@@ -51,6 +54,7 @@ __all__ = [
 
 
 def checked_job(
+    kind: type[Posterior],
     data: Data,
     likelihood: Likelihood,
     prior: Prior | Distribution | None,
@@ -91,8 +95,10 @@ def checked_job(
         )
     own = None if prior is None else as_prior(prior)
     if isinstance(structure, str) and structure == AUTO:
-        return Job(data, likelihood, own, resolve("dense"), mode, budget, gaussian, automatic=True)
-    return Job(data, likelihood, own, resolve(structure), mode, budget, gaussian)
+        return Job(
+            kind, data, likelihood, own, resolve("dense"), mode, budget, gaussian, automatic=True
+        )
+    return Job(kind, data, likelihood, own, resolve(structure), mode, budget, gaussian)
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
@@ -112,7 +118,7 @@ def checked_budget(memory_budget: Any) -> int:
     return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
 
 
-def collect(posterior: State, data: Any) -> Statistics:
+def collect(posterior: Posterior, data: Any) -> Statistics:
     """The sums of other data under a posterior's Gaussian (at θ̂, or averages), in one pass."""
     job = _job(posterior, data)[0]
     if posterior.variational is None:
@@ -122,7 +128,7 @@ def collect(posterior: State, data: Any) -> Statistics:
     ).statistics
 
 
-def again(posterior: State) -> Job | None:
+def again(posterior: Posterior) -> Job | None:
     """Further passes over the data that a posterior was fitted on; None where it cannot read
     them again.
     """
@@ -131,10 +137,10 @@ def again(posterior: State) -> Job | None:
     return replace(_job(posterior, posterior.source)[0], rows=posterior.statistics.n)
 
 
-def update(posterior: State, data: Any) -> State:
+def update(posterior: Posterior, data: Any) -> Posterior:
     """The posterior with more data, by passes over them alone (see Posterior.update)."""
     job, source = _job(posterior, data)
-    found = posterior.with_more(job.sums_at(posterior.theta), source, passes=1)
+    found = with_more(posterior, job.sums_at(posterior.theta), source, passes=1)
     if posterior.variational is None:
         return found
     if not job.repeatable:
@@ -146,18 +152,27 @@ def update(posterior: State, data: Any) -> State:
     return with_rows(posterior, found, job.average(posterior.theta, not posterior.tilted))
 
 
-def _job(posterior: State, data: Any) -> tuple[Job, Source]:
+def _job(posterior: Posterior, data: Any) -> tuple[Job, Source]:
     """A job that sums other data at a posterior's θ̂, and where it reads them."""
     budget = posterior.memory_budget
     with announced():
         reader = Reader(open_source(data), None, LAST_LAYER, budget, opened=posterior.network)
     curvature, gaussian = posterior.statistics.curvature, posterior.gaussian
     return Job(
-        shared(reader), posterior.likelihood, posterior.prior, curvature, AS_IS, budget, gaussian
+        type(posterior),
+        shared(reader),
+        posterior.likelihood,
+        posterior.prior,
+        curvature,
+        AS_IS,
+        budget,
+        gaussian,
     ), reader.source
 
 
-def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = False) -> State:
+def polish_again(
+    posterior: Posterior, prior: Prior, data: Any, from_there: bool = False
+) -> Posterior:
     """The same network and likelihood polished under another prior, or on other rows.
 
     from_there: a variational Gaussian starts from the posterior's own, which saves passes. It is
@@ -169,6 +184,7 @@ def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = F
     structure = posterior.statistics.curvature.zero(size)
     start = posterior.variational if from_there else None
     return Job(
+        type(posterior),
         shared(reader),
         posterior.likelihood,
         prior,
@@ -180,27 +196,7 @@ def polish_again(posterior: State, prior: Prior, data: Any, from_there: bool = F
     ).run()
 
 
-def fit_at_mode(
-    model: nn.Module,
-    data: Any,
-    likelihood: Likelihood,
-    prior: Prior,
-    weights: str = LAST_LAYER,
-    structure: str | Structure = "dense",
-    rough: bool = False,
-) -> State:
-    """As `fit` with a prior, but a last layer is polished where it has a mode, trained or not.
-
-    For networks of which held-out rows choose the prior afterwards. rough: with a variational
-    Gaussian of a lower accuracy, which is enough to choose a prior.
-    """
-    with announced():
-        reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
-        job = checked_job(shared(reader), likelihood, prior, structure, None, None, DEFAULT_BUDGET)
-    return replace(job, judges=False, tolerance=ROUGH if rough else None).run()
-
-
-def fit_again(posterior: State, chunks: list[Chunk]) -> State:
+def fit_again(posterior: Posterior, chunks: list[Chunk]) -> Posterior:
     """The Gaussian of a polished or variational last layer on other rows, with a warm start;
     its prior and noise stay.
     """
@@ -209,6 +205,13 @@ def fit_again(posterior: State, chunks: list[Chunk]) -> State:
     reader = Reader(nothing_more, None, LAST_LAYER, budget, opened=posterior.network, kept=chunks)
     structure = posterior.statistics.curvature.zero(size)
     job = Job(
-        reader, posterior.likelihood, posterior.prior, structure, POLISH, budget, posterior.gaussian
+        type(posterior),
+        reader,
+        posterior.likelihood,
+        posterior.prior,
+        structure,
+        POLISH,
+        budget,
+        posterior.gaussian,
     )
     return job.from_there(posterior)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.state import TILT, VARIATIONAL
+from ssla.report import TILT, VARIATIONAL
 
 # Nats a row. Settings next to each other may have a paired standard error of 1e-4 (fashion, 5,000
 # rows), which would leave no room for doubt that is worth .05 in the AUROC of other inputs.

@@ -4,12 +4,16 @@ says so.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from ssla._checks import warn
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.training_rows import TrainingRows
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 # Nats a row: a guess. A posterior gives up some confidence on rows that its network has memorised,
 # and may be better for it on others. Posteriors that fail lose 1 and more (method.md, section 11).
@@ -31,7 +35,7 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
         _warn("validation rows", scores, plug_in, weights)
 
 
-def warn_on_training_rows(posterior: State, rows: TrainingRows | None) -> None:
+def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
     """Warn where some training rows are predicted far worse than by the network itself.
 
     A comparison on rows that the network has seen favours the network: only a large loss counts.

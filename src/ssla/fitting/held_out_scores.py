@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,19 @@ from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Batch, column, leaves, open_source, pick_rows
 from ssla.fitting import collect
+from ssla.fitting.noise import at_noise
 from ssla.fitting.tuning_space import Space
+from ssla.fitting.variational import with_sums
 from ssla.likelihoods import HeteroscedasticGaussian, Likelihood
 from ssla.predictive import GaussianLaw, Predictive, predictive_of_outputs
 from ssla.predictive.cavities import Sites
 from ssla.predictive.cavities import collect as collect_sites
 from ssla.predictive.cavities import score as left_out_score
-from ssla.state import POLISH, State, Statistics
+from ssla.report import POLISH
+from ssla.values import Statistics
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
 INDEFINITE = (
@@ -59,13 +65,13 @@ class Part(NamedTuple):
 class HeldOut:
     """−score of predictions for held-out rows, at any precision and noise."""
 
-    posterior: State
+    posterior: Posterior
     parts: tuple[Part, ...]
     score: Callable[[Predictive, Tensor], Tensor]
     notes: list[str]
 
     @staticmethod
-    def of(posterior: State, data: Any, objective: str, folds: int | None) -> HeldOut:
+    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOut:
         whole = _whole(data)
         score = negative_log_density if objective == NLL else crps
         if folds is None:
@@ -115,7 +121,7 @@ class HeldOut:
         factor = math.exp(float(space.full(point)[-1]))
         precision, total, rows = space.precision(point), 0.0, 0
         for part in self.parts:
-            post = self.posterior.with_sums(part.statistics).at_noise(factor)
+            post = at_noise(with_sums(self.posterior, part.statistics), factor)
             operator = self._operator(post.sums.curvature, precision)
             step = torch.zeros_like(post.theta)
             if part.moves:
@@ -160,12 +166,12 @@ class LeftOut:
     of the rows kept.
     """
 
-    posterior: State
+    posterior: Posterior
     sites: Sites
     notes: list[str]
 
     @staticmethod
-    def of(posterior: State) -> LeftOut:
+    def of(posterior: Posterior) -> LeftOut:
         note = (
             "leave-one-out is optimistic where the network's features were trained on the same rows"
         )

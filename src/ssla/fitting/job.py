@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,20 +35,11 @@ from ssla.priors import (
     describe,
     trained_scale,
 )
-from ssla.state import (
-    CONCAVITY,
-    LAPLACE,
-    MOVED,
-    POLISH,
-    RANK,
-    TILT,
-    VARIATIONAL,
-    Note,
-    Report,
-    State,
-    Statistics,
-    Variational,
-)
+from ssla.report import CONCAVITY, LAPLACE, MOVED, POLISH, RANK, TILT, VARIATIONAL, Note, Report
+from ssla.values import Statistics, Variational
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 STRAIGHT = (
     "log p(y|f) has no curvature in f at any of the targets, while its Fisher information is not "
@@ -64,6 +56,7 @@ NOISE_ROUNDS = 10
 class Job:
     """One call of `fit`: what its steps share."""
 
+    kind: type[Posterior]  # of the result: its module stands above this one
     data: Data
     likelihood: Likelihood
     prior: Prior | None  # None: to be chosen, from the scale of the trained weights on
@@ -100,7 +93,7 @@ class Job:
 
     # --- the whole -------------------------------------------------------------------------
 
-    def run(self) -> State:
+    def run(self) -> Posterior:
         self.estimated = estimate = (
             isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
         )
@@ -164,7 +157,7 @@ class Job:
         report = self._report(sums, mode, before, after, steps, shift)
         if not self.validated:  # validation rows have compared it with the network itself
             warn_residual(report)
-        posterior = State(
+        posterior = self.kind(
             network,
             self.likelihood,
             self._prior,
@@ -234,7 +227,7 @@ class Job:
         by_layers = not self._network.linear and not self.structure.whole
         return self.gaussian is None and by_layers
 
-    def averaged(self, posterior: State, choose: Choose | None = None) -> State:
+    def averaged(self, posterior: Posterior, choose: Choose | None = None) -> Posterior:
         """The state with a variational Gaussian where one is wanted; `choose` chooses its prior."""
         if not self._variational:
             same = isinstance(self.likelihood, Gaussian) and self.gaussian == VARIATIONAL
@@ -259,7 +252,7 @@ class Job:
         _ = found.covariance
         return replace(found, report=replace(found.report, passes=self.data.passes))
 
-    def climb(self, posterior: State, choose: Choose | None = None) -> Climb:
+    def climb(self, posterior: Posterior, choose: Choose | None = None) -> Climb:
         """The rounds to the variational Gaussian: from the mode, or from the Gaussian of
         similar rows.
         """
@@ -291,7 +284,7 @@ class Job:
         of_row = self.likelihood.fisher(nowhere)[0] * statistics.weight
         return replace(statistics, curvature=curvature.with_output_factor(of_row))
 
-    def from_there(self, posterior: State) -> State:
+    def from_there(self, posterior: Posterior) -> Posterior:
         """A last layer's posterior on this job's data instead, from where it is: at their mode, or
         with their averages.
 
@@ -386,7 +379,7 @@ class Job:
         )
         return (whole, False) if fits else (structure, True)
 
-    def _without_averages(self, posterior: State) -> State:
+    def _without_averages(self, posterior: Posterior) -> Posterior:
         """Laplace in place of the default: for data that can be read only once, or Jacobians
         that are not kept.
         """
@@ -545,7 +538,7 @@ class Job:
             self.notes.append(Note(message, MOVED))
             warn(message)
 
-    def polished(self, posterior: State) -> State:
+    def polished(self, posterior: Posterior) -> Posterior:
         """θ̂ of a variational posterior moved to the mode under its prior, which may have changed:
         where weight refits start.
 

@@ -4,7 +4,10 @@ fit uses up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +16,10 @@ from ssla.fitting.sums import Sums, climbing
 from ssla.likelihoods import Gaussian
 from ssla.network import Network
 from ssla.priors import BoundPrior
-from ssla.state import prior_share
+from ssla.values import prior_share, residual_squares
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 Again = Callable[[Gaussian, "Tensor | None"], Sums]
 """(likelihood, θ) -> the sums of another pass."""
@@ -99,3 +105,19 @@ def _refuse(why: str) -> None:
     raise ValueError(
         f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…)."
     )
+
+
+def at_noise(posterior: Posterior, factor: float) -> Posterior:
+    """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
+    old = posterior.likelihood
+    if factor == 1.0 or not isinstance(old, Gaussian):
+        return posterior
+    stats, outputs = posterior.statistics, posterior.network.outputs
+    squares = residual_squares(stats, old, outputs)
+    new = old.dispersed(factor)
+    log_likelihood = (
+        stats.log_likelihood
+        + 0.5 * squares * (1 - factor**-2)
+        - stats.weight * outputs * math.log(factor)
+    )
+    return replace(posterior, likelihood=new, statistics=stats.at_noise(factor, log_likelihood))

@@ -35,7 +35,7 @@ from ssla.network import (
 from ssla.network.frozen import rows_within
 from ssla.network.head import PRECISIONS
 from ssla.priors import Prior
-from ssla.state import POLISH, TILT
+from ssla.report import POLISH, TILT
 
 # Parts of the budget that the dense curvature for steps of the mean takes at most: with Kronecker
 # factors of classes, whose own steps converge too, and otherwise. It is held three times: at the

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.job import Job
@@ -20,7 +21,10 @@ from ssla.fitting.training_rows import TrainingRows
 from ssla.fitting.tuning_space import posterior_prior
 from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
-from ssla.state import TILT, State
+from ssla.report import TILT
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 # Nats a row beside the network's own loss. At .003 the networks of benchmarks/networks lose .004 to
 # .006 on cnn, where the evidence alone lost .012 to .017, and still win .30 to .34 on clinc, where
@@ -32,7 +36,7 @@ STRONGEST = 1e6  # factor on the precision
 STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is taken to lie
 
 
-def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
+def affordable(posterior: Posterior, job: Job, rows: TrainingRows | None) -> Posterior:
     """The posterior, under a stronger prior if its doubt costs too much on training rows.
 
     For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so
@@ -49,7 +53,7 @@ def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
         return posterior
     most = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
 
-    def price(state: State) -> float:
+    def price(state: Posterior) -> float:
         return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
 
     tried = {1.0: price(posterior)}
@@ -72,7 +76,7 @@ def affordable(posterior: State, job: Job, rows: TrainingRows | None) -> State:
     return described(here, what, posterior.mode)
 
 
-def _under(posterior: State, here: State, factor: float, job: Job) -> State:
+def _under(posterior: Posterior, here: Posterior, factor: float, job: Job) -> Posterior:
     """The posterior with that factor on its prior precision; a variational Gaussian starts from
     the one at hand.
     """

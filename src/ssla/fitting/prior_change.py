@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
 from ssla.fitting import polish_again
+from ssla.fitting.more_data import with_directions
 from ssla.fitting.sums import climbing
+from ssla.fitting.variational import recentred
 from ssla.priors import (
     ADDITIVE,
     CONVENTIONS,
@@ -37,20 +39,11 @@ from ssla.priors import (
     concavity_notes,
     describe,
 )
-from ssla.state import (
-    AS_IS,
-    CONCAVITY,
-    LAPLACE,
-    MOVED,
-    POLISH,
-    PRIOR,
-    TILT,
-    Note,
-    State,
-    Statistics,
-    with_directions,
-    without,
-)
+from ssla.report import AS_IS, CONCAVITY, LAPLACE, MOVED, POLISH, PRIOR, TILT, Note, without
+from ssla.values import Statistics
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 KEPT = (
     "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= "
@@ -62,7 +55,9 @@ DECREMENT = 1e-12  # posterior standard deviations from the mode at which the as
 TRUSTED = 1e-10
 
 
-def with_prior(posterior: State, prior: Prior | Distribution, convention: str, data: Any) -> State:
+def with_prior(
+    posterior: Posterior, prior: Prior | Distribution, convention: str, data: Any
+) -> Posterior:
     """See Posterior.with_prior."""
     one_of("convention", convention, CONVENTIONS)
     new = as_prior(prior)
@@ -86,7 +81,7 @@ def with_prior(posterior: State, prior: Prior | Distribution, convention: str, d
     return described(moved, KEPT, TILT if posterior.mode == TILT else AS_IS)
 
 
-def _averages_kept(moved: State) -> State:
+def _averages_kept(moved: Posterior) -> Posterior:
     """A variational Gaussian under another prior, with its averages over the data kept."""
     if moved.convention != EXACT:
         report = replace(moved.report, gaussian=LAPLACE)
@@ -97,11 +92,11 @@ def _averages_kept(moved: State) -> State:
             "variational one's place; "
         )
         return described(laplace, what + KEPT, TILT if moved.mode == TILT else AS_IS)
-    there = moved.recentred()
+    there = recentred(moved)
     return described(there, _how_it_moved(there), TILT if moved.mode == TILT else AS_IS)
 
 
-def _how_it_moved(there: State) -> str:
+def _how_it_moved(there: Posterior) -> str:
     """What a change of the prior did to a variational Gaussian, for the report."""
     if there.tilted:
         what = "the covariance has changed and the mean stayed at the trained weights"
@@ -116,7 +111,7 @@ def _how_it_moved(there: State) -> str:
     return f"{what}; the averages over the data and θ̂ were kept. Give data= to fit it again"
 
 
-def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> State:
+def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
     """A fresh polish on the data, from the trained weights; the noise stays what it is."""
     objective = Flat() if convention == ADDITIVE else prior
     again = polish_again(posterior, objective, data)
@@ -127,7 +122,7 @@ def _polished(posterior: State, prior: Prior, convention: str, data: Any) -> Sta
     return described(found, "polished again on the data; the noise was kept", POLISH)
 
 
-def described(posterior: State, what: str, mode: str) -> State:
+def described(posterior: Posterior, what: str, mode: str) -> Posterior:
     """The posterior with a report of its prior, its convention and its distance to the mode."""
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())

@@ -26,7 +26,7 @@ from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.conjugate import Product, conjugate_gradients
 from ssla.maths.roots import Root
 from ssla.priors import BoundPrior
-from ssla.state import Statistics
+from ssla.values import Statistics
 
 
 class Around(NamedTuple):

@@ -31,7 +31,7 @@ from ssla.curvature import Kfac
 from ssla.curvature.jacobians import Features
 from ssla.fitting.sums import Sums
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
-from ssla.state import POLISH, TILT
+from ssla.report import POLISH, TILT
 
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
 SAMPLE, SAMPLE_OF_CHUNK = (

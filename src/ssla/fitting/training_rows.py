@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from ssla.curvature.jacobians import Jacobian
 from ssla.data import Batch, Source, checked, slice_inputs
 from ssla.fitting.validation_rows import Candidate, log_densities
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 MOST_ROWS, MOST_BATCHES = 256, 8
 KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
@@ -24,12 +27,12 @@ class TrainingRows:
     they fit.
     """
 
-    posterior: State
+    posterior: Posterior
     batches: tuple[Batch, ...]
     kept: tuple[tuple[Tensor, Jacobian], ...] | None  # f in float64 and J of some rows each
 
     @staticmethod
-    def of(posterior: State) -> TrainingRows | None:
+    def of(posterior: Posterior) -> TrainingRows | None:
         """Rows of a posterior that can read its data again; None for others."""
         source = posterior.source
         if source is None or not source.repeatable:
@@ -73,7 +76,7 @@ class TrainingRows:
             )
         return self.posterior.likelihood.predictive.log_prob(self.y, f.double())
 
-    def scores(self, posterior: State) -> Tensor:
+    def scores(self, posterior: Posterior) -> Tensor:
         """log p(y|x) (n,) of a predictive with the same mean and another covariance."""
         own, found, start = Candidate(posterior.likelihood, posterior.covariance, None), [], 0
         for f, J in self.kept if self.kept is not None else self._linearised():

@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,13 @@ from ssla.fitting.prior_change import described
 from ssla.fitting.training_rows import TrainingRows
 from ssla.fitting.tuning_space import NOISE, PRIOR, Space
 from ssla.fitting.validation import choose_by_validation
-from ssla.fitting.variational import ROUGH, TOLERANCE, Climb
+from ssla.fitting.variational import ROUGH, TOLERANCE, Climb, with_sums
 from ssla.maths.bfgs import Maximum, Value, maximise
 from ssla.priors import EXACT, Prior
-from ssla.state import TUNING, Note, State, TuningHistory, without
+from ssla.report import TUNING, Note, TuningHistory, without
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 __all__ = ["choose_prior", "fitted", "tune"]
 
@@ -68,7 +71,7 @@ BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as c
 SCORE_ERROR = 1e-9  # of a score: quadrature, and rounding errors of covariances under weak priors
 
 
-def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State:
+def fitted(job: Job, validation: Source | None, held_out: bool = False) -> Posterior:
     """The posterior of a fit: what nobody gave is chosen by validation rows, or without any by the
     evidence.
 
@@ -86,7 +89,7 @@ def fitted(job: Job, validation: Source | None, held_out: bool = False) -> State
 
 
 def tune(
-    posterior: State,
+    posterior: Posterior,
     objective: str,
     data: Any,
     over: Sequence[str],
@@ -97,7 +100,7 @@ def tune(
     doubt: float = math.inf,
     quiet: bool = False,
     rough: bool = False,
-) -> State:
+) -> Posterior:
     """See Posterior.tune.
 
     per_output: one precision for each output of a last layer. within: the range of precisions;
@@ -174,7 +177,7 @@ def tune(
     if objective == EVIDENCE:
         return not_worse(posterior, _alternate(space, notes, job, quiet))
 
-    def score(state: State) -> float:
+    def score(state: Posterior) -> float:
         own = LeftOut.of(state) if objective == LOO else HeldOut.of(state, data, objective, folds)
         nowhere = torch.zeros(len(space.free), dtype=torch.float64)
         value = own(space.moved(state), nowhere) + space.moved(state).expected(nowhere) / own.rows
@@ -184,7 +187,7 @@ def tune(
     return _search(space, score, objective, notes, job, quiet, rough)
 
 
-def choose_prior(posterior: State, job: Job) -> State:
+def choose_prior(posterior: Posterior, job: Job) -> Posterior:
     """The posterior of a fit without a prior: with the precisions of the highest evidence around
     the trained weights' scale.
 
@@ -212,7 +215,7 @@ def choose_prior(posterior: State, job: Job) -> State:
     return _finished(end, history, quiet=True)
 
 
-def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
+def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> Posterior:
     """Averages of the variational Gaussian and its prior in turn, until the prior stays where it
     is.
 
@@ -222,7 +225,7 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     points, values = [space.units(torch.zeros(1, len(space.free)).double())], []
     found: list[Maximum] = []
 
-    def choose(state: State) -> Prior | None:
+    def choose(state: Posterior) -> Prior | None:
         here = replace(space.moved(_positive(state)), reach=REACH)
         best = _climb_evidence(here)
         chosen, point = _stepped(here, best.point)
@@ -253,7 +256,7 @@ def _alternate(space: Space, notes: list[str], job: Job, quiet: bool) -> State:
     return _ended(space, end, best, EVIDENCE, notes, job, quiet, points, values, settled)
 
 
-def not_worse(before: State, tuned: State) -> State:
+def not_worse(before: Posterior, tuned: Posterior) -> Posterior:
     """The tuned posterior, unless its bound is lower than the one before.
 
     Then the one before, with a note.
@@ -276,13 +279,13 @@ def not_worse(before: State, tuned: State) -> State:
 
 def _search(
     space: Space,
-    score: Callable[[State], float],
+    score: Callable[[Posterior], float],
     objective: str,
     notes: list[str],
     job: Job,
     quiet: bool,
     rough: bool,
-) -> State:
+) -> Posterior:
     """The prior of the best score, by a variational Gaussian for each that is tried: all
     precisions together, then each.
     """
@@ -366,7 +369,7 @@ def _top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float
 
 def _ended(
     space: Space,
-    end: State,
+    end: Posterior,
     best: Maximum,
     objective: str,
     notes: list[str],
@@ -375,7 +378,7 @@ def _ended(
     points: list[Tensor],
     values: list[float],
     settled: bool,
-) -> State:
+) -> Posterior:
     """The tuned variational posterior: θ̂ follows the prior to its mode by passes of `job`, and
     the history shows the way.
     """
@@ -390,16 +393,16 @@ def _ended(
     return _finished(end, trace, quiet)
 
 
-def _positive(posterior: State) -> State:
+def _positive(posterior: Posterior) -> Posterior:
     """With the positive part of the averages: what is negative would make variances infinite
     under a weaker prior.
     """
-    return posterior.with_sums(
-        replace(posterior.sums, curvature=posterior.sums.curvature.positive_part())
+    return with_sums(
+        posterior, replace(posterior.sums, curvature=posterior.sums.curvature.positive_part())
     )
 
 
-def _stepped(space: Space, point: Tensor) -> tuple[State, Tensor]:
+def _stepped(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
     """The posterior at the point, or on the way to it as far as the kept averages are positive
     definite with the prior.
     """
@@ -519,7 +522,7 @@ def _history(objective: str, space: Space, best: Maximum, notes: list[str]) -> T
     )
 
 
-def _finished(posterior: State, history: TuningHistory, quiet: bool = False) -> State:
+def _finished(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
     """The tuned posterior with its history and its report; warns about a poor solution, unless
     nobody asked for tuning.
     """

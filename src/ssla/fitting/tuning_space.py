@@ -8,16 +8,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
 from ssla.fitting.job import outputs_apart
+from ssla.fitting.noise import at_noise
+from ssla.fitting.variational import recentred
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.state import State, residual_squares
+from ssla.values import residual_squares
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 PRIOR, NOISE = "prior", "noise"
 # Of precisions, around those of the trained weights' scale; not measured. Far above it the evidence
@@ -35,7 +41,7 @@ class Space:
     that are free.
     """
 
-    posterior: State
+    posterior: Posterior
     bound: BoundGaussian
     pattern: Tensor  # (P,)
     groups: Tensor  # (P,)
@@ -49,7 +55,7 @@ class Space:
 
     @staticmethod
     def of(
-        posterior: State, over: Sequence[str], per_layer: bool, per_output: bool = False
+        posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
         bound, notes = posterior.bound_prior, []
         if not isinstance(bound, BoundGaussian):
@@ -161,7 +167,7 @@ class Space:
         assert self.home is not None
         return (self.levels + self.full(point)[:-1] - self.home) / self.doubt
 
-    def moved(self, posterior: State) -> Space:
+    def moved(self, posterior: Posterior) -> Space:
         """The same coordinates around another posterior."""
         bound = posterior.bound_prior
         assert isinstance(bound, BoundGaussian)
@@ -208,21 +214,23 @@ class Space:
             columns.append(base * points[:, column].exp())
         return torch.stack(columns, 1)
 
-    def posterior_at(self, point: Tensor) -> State:
+    def posterior_at(self, point: Tensor) -> Posterior:
         """The posterior with that prior and noise; its mode where it moves with them."""
-        post = self.posterior.at_noise(math.exp(float(self.full(point)[-1])))
+        post = at_noise(self.posterior, math.exp(float(self.full(point)[-1])))
         prior = posterior_prior(post, self.precision(point))
         found = replace(post, prior=prior)
         if not self.moves:
             return found
         if found.variational is not None:
             # else passes follow, which move it
-            return found.recentred() if self.reach == math.inf else found
+            return recentred(found) if self.reach == math.inf else found
         theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
         return replace(found, theta=theta, statistics=statistics)
 
 
-def _grouped(posterior: State, per_layer: bool, per_output: bool) -> tuple[tuple[str, ...], Tensor]:
+def _grouped(
+    posterior: Posterior, per_layer: bool, per_output: bool
+) -> tuple[tuple[str, ...], Tensor]:
     """Labels, and the group of each parameter (P,): by layer; per_output: by output in a last
     layer.
     """
@@ -242,7 +250,7 @@ def _grouped(posterior: State, per_layer: bool, per_output: bool) -> tuple[tuple
     return tuple(labels[i] for i in used.tolist()), groups
 
 
-def _trained_precisions(posterior: State) -> Tensor:
+def _trained_precisions(posterior: Posterior) -> Tensor:
     """The precisions (P,) of the trained weights' scale, by output where each has its own unit."""
     network = posterior.network
     apart = outputs_apart(network, posterior.likelihood, posterior.statistics.curvature)
@@ -256,7 +264,7 @@ def first_noise(likelihood: Likelihood, outputs: int) -> float:
     )
 
 
-def posterior_prior(posterior: State, precision: Tensor) -> GaussianPrior:
+def posterior_prior(posterior: Posterior, precision: Tensor) -> GaussianPrior:
     """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean
     that the posterior's prior has.
     """

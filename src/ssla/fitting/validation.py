@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ssla.fitting.guard import warn_on_validation_rows
 from ssla.fitting.job import Job
 from ssla.fitting.network_itself import best_spread as best_spread_of_network
 from ssla.fitting.network_itself import chosen_row_scale
+from ssla.fitting.noise import at_noise
 from ssla.fitting.passes import Reader, thinned
 from ssla.fitting.ranks import the_same_rows
 from ssla.fitting.score_table import Scored, ScoreTable
@@ -46,16 +47,11 @@ from ssla.maths.digests import digest
 from ssla.network import LastLayer
 from ssla.predictive.cavities import ranks
 from ssla.priors import BoundGaussian
-from ssla.state import (
-    LAPLACE,
-    POLISH,
-    TILT,
-    VARIATIONAL,
-    State,
-    Statistics,
-    TuningHistory,
-    Validation,
-)
+from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL, TuningHistory, Validation
+from ssla.values import Statistics
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 # The doubt explains a part of the errors: the dispersion beside it lies between one and the best
 # one without doubt. The steps are guesses; a parabola through three of them refines the choice.
@@ -83,7 +79,7 @@ COVERAGE_ROWS = 1000
 LEVELS = (0.5, 0.9, 0.95)
 
 
-def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
+def choose_by_validation(job: Job, validation: Source, held_out: bool) -> Posterior:
     """The posterior of the setting that validation rows choose, with what they say in its
     report.
     """
@@ -107,7 +103,7 @@ def choose_by_validation(job: Job, validation: Source, held_out: bool) -> State:
     return _with_report(posterior, search, as_it_came, setting, held_out)
 
 
-def trained_state(job: Job) -> tuple[Job, State]:
+def trained_state(job: Job) -> tuple[Job, Posterior]:
     """Where a search starts: the Gaussian at the trained weights (or as `mode` says), under the
     prior of their scale.
 
@@ -146,7 +142,7 @@ class Search:
     """Settings that are scored on validation rows, and what their scores need."""
 
     job: Job
-    start: State
+    start: Posterior
     rows: ValidationRows
 
     @cached_property
@@ -236,7 +232,7 @@ class Search:
         level = setting.precision / setting.spread**2 if self._by_noise else setting.precision
         return level * bound.scale_precision
 
-    def state_at(self, setting: Setting, statistics: Statistics) -> State:
+    def state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
         """The Gaussian at the trained weights in that setting."""
         prior = (
             self.start.prior
@@ -325,7 +321,7 @@ class Search:
         known = self._known_statistics
         if spread not in known:
             if isinstance(self.start.likelihood, Gaussian):
-                known[spread] = self.start.at_noise(spread).statistics
+                known[spread] = at_noise(self.start, spread).statistics
             else:
                 job = replace(
                     self.job, likelihood=self.likelihood_at(spread), mode=self.mode, notes=[]
@@ -400,7 +396,7 @@ class Search:
             return None
         return self._candidate_of(found)
 
-    def _candidate_of(self, state: State) -> Candidate:
+    def _candidate_of(self, state: Posterior) -> Candidate:
         return Candidate(state.likelihood, state.covariance, state.mean - self.start.theta)
 
     @property
@@ -453,8 +449,12 @@ class Search:
 
 
 def _with_report(
-    posterior: State, search: Search, as_it_came: ValidationRows, setting: Setting, held_out: bool
-) -> State:
+    posterior: Posterior,
+    search: Search,
+    as_it_came: ValidationRows,
+    setting: Setting,
+    held_out: bool,
+) -> Posterior:
     """The posterior with the figures of the validation rows in its report.
 
     `as_it_came`: the rows without a scale of rows.

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.integrals import log_average
 from ssla.network import LastLayer, squared_lengths
 from ssla.predictive import Predictive, predictive_of_outputs
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 KEPT_SHARE = 4  # parts of the memory budget that kept features or Jacobians take at most
 FEWEST = 10
@@ -44,7 +46,7 @@ class Candidate(NamedTuple):
 class ValidationRows:
     """Targets, weights and outputs of the rows; features or Jacobians are kept while they fit."""
 
-    posterior: State  # at whose mean the rows are linearised
+    posterior: Posterior  # at whose mean the rows are linearised
     source: Source
     y: Tensor
     weights: Tensor  # (n,)
@@ -55,7 +57,7 @@ class ValidationRows:
     )
 
     @staticmethod
-    def read(posterior: State, data: Any) -> ValidationRows:
+    def read(posterior: Posterior, data: Any) -> ValidationRows:
         source = open_source(data)
         outputs = posterior.network.outputs
         support = posterior.likelihood.support_for(outputs)
@@ -104,7 +106,7 @@ class ValidationRows:
             lengths,
         )
 
-    def scaled(self, posterior: State) -> ValidationRows:
+    def scaled(self, posterior: Posterior) -> ValidationRows:
         """The same rows under a posterior whose network has a scale of rows, where that of the
         rows at hand has none.
         """

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ from ssla.curvature import Operator, Structure
 from ssla.fitting.sums import Sums, climbing, newton_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import Prior
-from ssla.state import FIT, VARIATIONAL, Note, State, Statistics, Variational, evidence_bound
+from ssla.report import FIT, VARIATIONAL, Note
+from ssla.values import Statistics, Variational, evidence_bound
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
 ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior
@@ -49,7 +53,7 @@ CONVERGED = 0.03  # standard deviations of the last step of the mean, after thes
 # another step
 PRECISE = 0.1
 MOST_PRODUCTS = 6  # for one step (method, section 11)
-Choose = Callable[[State], "Prior | None"]
+Choose: TypeAlias = "Callable[[Posterior], Prior | None]"
 """A state with averages -> a better prior; None: keep the one it has."""
 
 
@@ -86,7 +90,7 @@ class Kept:
     statistics: Statistics
 
     @staticmethod
-    def of(posterior: State) -> Kept:
+    def of(posterior: Posterior) -> Kept:
         return Kept(posterior.mean, posterior.covariance, posterior.sums)
 
     @cached_property
@@ -116,24 +120,22 @@ class Climb:
     ones alone.
     """
 
-    state: State
+    state: Posterior
     average: Average
     choose: Choose | None = None
     tolerance: float = TOLERANCE
     most: int = MOST_ROUNDS
     kept: Kept | None = None
-    new: float | None = (
-        # the weight of new averages in the precision; None: NEW, or all while a prior is to be
-        # chosen
-        None
-    )
+    # the weight of new averages in the precision; None: NEW, or all while a prior is to be
+    # chosen
+    new: float | None = None
 
     @property
     def moves(self) -> bool:
         """Whether the mean is found, too."""
         return not self.state.tilted
 
-    def run(self) -> State:
+    def run(self) -> Posterior:
         """The state with its variational Gaussian: the one with the highest bound that was
         found.
         """
@@ -198,7 +200,8 @@ class Climb:
         return Place(mean, curvature, covariance, found, self._bound(mean, covariance, found))
 
     def _bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
-        return evidence_bound(self.state, mean, covariance, averages.statistics.log_likelihood)
+        log_likelihood = averages.statistics.log_likelihood
+        return evidence_bound(self.state.bound_prior, mean, covariance, log_likelihood)
 
     def _gradient(self, here: Place) -> Tensor:
         """Of the bound in the mean; zero where the mean stays."""
@@ -251,13 +254,13 @@ class Climb:
         earlier = self.kept.statistics.curvature
         return lambda v: product(v) + earlier.push(v)
 
-    def _state_at(self, here: Place) -> State:
+    def _state_at(self, here: Place) -> Posterior:
         statistics = replace(here.averages.statistics, curvature=here.curvature)
         return replace(
             self.state, variational=Variational(here.mean, statistics, self.state.tilted)
         )
 
-    def _finished(self, here: Place, rounds: int, converged: bool) -> State:
+    def _finished(self, here: Place, rounds: int, converged: bool) -> Posterior:
         report = replace(
             self.state.report, gaussian=VARIATIONAL, rounds=self.state.report.rounds + rounds
         )
@@ -278,7 +281,7 @@ class Climb:
         return replace(self._state_at(here), report=report)
 
 
-def with_rows(before: State, posterior: State, average: Average) -> State:
+def with_rows(before: Posterior, posterior: Posterior, average: Average) -> Posterior:
     """The variational Gaussian with the averages of more rows, which `average` sums; those of the
     earlier rows are kept.
 
@@ -293,7 +296,7 @@ def with_rows(before: State, posterior: State, average: Average) -> State:
     return Climb(replace(posterior, variational=start), average, kept=kept).run()
 
 
-def from_there(posterior: State, average: Average) -> State:
+def from_there(posterior: Posterior, average: Average) -> Posterior:
     """The variational Gaussian of slightly other rows, which `average` sums, from the one at hand.
 
     A fixed number of rounds with half of the new averages. The bound is no stopping rule so close
@@ -318,3 +321,30 @@ def from_there(posterior: State, average: Average) -> State:
             f"The variational Gaussian did not converge in {ROUNDS_FROM_THERE} rounds."
         )
     return here
+
+
+def with_sums(posterior: Posterior, statistics: Statistics) -> Posterior:
+    """The same Gaussian's mean with other sums."""
+    if posterior.variational is None:
+        return replace(posterior, statistics=statistics)
+    return replace(posterior, variational=replace(posterior.variational, statistics=statistics))
+
+
+def recentred(posterior: Posterior) -> Posterior:
+    """The variational Gaussian with its averages kept as they are, and m where they and the
+    prior put it.
+
+    Averages that are kept stand for a likelihood that is quadratic around m, with the curvature
+    of the structure: exact to first order in what changed where the structure is dense. A
+    tilted Gaussian stays where it is.
+    """
+    here = posterior.variational
+    assert here is not None
+    if posterior.tilted:
+        return posterior
+    gradient = posterior.sums.gradient + posterior.bound_prior.gradient(posterior.mean)
+    step = posterior.covariance.solve(gradient)
+    return replace(
+        posterior,
+        variational=replace(here, mean=here.mean + step, statistics=here.statistics.moved(step)),
+    )

@@ -14,7 +14,7 @@ from ssla._checks import warn
 from ssla.data import Batch, Source
 from ssla.fitting.trained import Classes, Numbers
 from ssla.maths.progress import progress_bar
-from ssla.state import AS_IS, DATA, POLISH, TILT, Note, Report
+from ssla.report import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter

@@ -27,12 +27,15 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ssla import priors
 from ssla._checks import finite, in_plain_torch, positive
+from ssla.fitting.fit import fit
+from ssla.fitting.variational import recentred
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
 from ssla.network.unset import unset_linear
-from ssla.posterior import Posterior, fit
+from ssla.posterior import Posterior
 from ssla.predictive.functions import joint_of_groups
-from ssla.state import VARIATIONAL, State, Variational
+from ssla.report import VARIATIONAL
+from ssla.values import Variational
 
 try:
     from botorch.models.deterministic import GenericDeterministicModel
@@ -205,9 +208,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
         q, batch = X.shape[-2], X.shape[:-2]
-        found = joint_of_groups(
-            self.fitted.state, X.reshape(-1, X.shape[-1]), q, differentiable=True
-        )
+        found = joint_of_groups(self.fitted, X.reshape(-1, X.shape[-1]), q, differentiable=True)
         return found.mean.reshape(*batch, -1), found.covariance.reshape(
             *batch, *found.covariance.shape[-2:]
         )
@@ -247,7 +248,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         known = None if noise is None else noise.double().expand(Y.shape) / self.scale**2
         plain = self.observations is None and known is None and X.dim() == Y.dim() == 2
         graph = torch.is_grad_enabled() and (X.requires_grad or Y.requires_grad)
-        if plain and not graph and self.fitted.state.follows_mode:
+        if plain and not graph and self.fitted.follows_mode:
             return self._with(
                 self.fitted.update((X, y.squeeze(-1) if self.num_outputs == 1 else y)), None
             )
@@ -376,7 +377,7 @@ def train(
         rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
         state = _linearised(network, rows, likelihood, settings.prior)
         network.load_state_dict(state.network.layout.unpack(state.mean), strict=False)
-    return SSLAModel(Posterior(state), offset=offset, scale=scale)
+    return SSLAModel(state, offset=offset, scale=scale)
 
 
 class Settings(NamedTuple):
@@ -536,21 +537,18 @@ def _log_evidence(
 
 def _linearised(
     network: nn.Module, rows: tuple[Tensor, Tensor], likelihood: Gaussian, prior: priors.Prior
-) -> State:
+) -> Posterior:
     """The exact posterior of the network linearised at its own weights θ̂: its mean is one
     Newton step from θ̂.
     """
     with warnings.catch_warnings():  # θ̂ need be neither trained nor a mode
         for text in (NOT_A_MODE, RESIDUALS):
             warnings.filterwarnings("ignore", text, UserWarning)
-        state = fit(
-            network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt"
-        ).state
+        state = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt")
     notes = tuple(note for note in state.report.notes if not note.startswith(RESIDUALS))
     report = replace(state.report, gaussian=VARIATIONAL, rounds=1, notes=notes)
-    return replace(
-        state, variational=Variational(state.theta, state.statistics, tilted=False), report=report
-    ).recentred()
+    variational = Variational(state.theta, state.statistics, tilted=False)
+    return recentred(replace(state, variational=variational, report=report))
 
 
 def _standardised(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

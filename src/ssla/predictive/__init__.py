@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ssla.predictive.differentiable import differentiable_predictive
 from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, additive_law
 from ssla.predictive.grid_predictive import grid_predictive
 from ssla.predictive.law import Law
-from ssla.predictive.mixture import mixture
+from ssla.predictive.mixing import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.predictive.refitted import check_refittable, refitted
 from ssla.predictive.transformed import transformed
@@ -45,7 +45,9 @@ from ssla.refit import (
     resolve,
 )
 from ssla.refit.increments import EMPIRICAL
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 __all__ = [
     "Diagnostics",
@@ -67,10 +69,10 @@ HELD_IN_FULL = 1 << 22  # probabilities of classes that are held in float64: 32 
 
 
 def predict(
-    posterior: State, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
+    posterior: Posterior, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
 ) -> Predictive:
     """The predictive of y at x (see Posterior.predict)."""
-    if not isinstance(posterior, State):
+    if not hasattr(posterior, "bound_prior"):  # the class itself stands above this package
         raise TypeError(
             "predict needs a Posterior, as ssla.fit returns it, but got "
             f"{type(posterior).__name__}."

@@ -16,7 +16,7 @@ from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import DensityRegion
 from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
-from ssla.state import COARSE
+from ssla.values import COARSE
 
 SCALAR = "scalar"
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ from ssla.maths.quadrature import wrapped
 from ssla.predictive import from_marginal
 from ssla.predictive.predictive import Predictive
 from ssla.refit.weights.refit_rows import Purpose, check_seen, training_data
-from ssla.state import Marginal, State
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
 LEAST = (
@@ -83,7 +86,7 @@ class Sites:
 
 
 def collect(
-    posterior: State, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None
+    posterior: Posterior, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None
 ) -> Sites:
     """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless
     they are those of the fit.
@@ -121,7 +124,7 @@ def bytes_of_site(site: Site) -> int:
     )
 
 
-def by_fisher(posterior: State) -> bool:
+def by_fisher(posterior: Posterior) -> bool:
     """Whether a variational Gaussian was fitted with the expected Fisher, because its structure
     takes no indefinite average.
     """

@@ -4,14 +4,14 @@ Gaussian noise has a closed form and classes are integrals. Counts and other num
 `ssla.predictive.implicit`.
 
 The values are those of the plain predictive. f̂ and K at x are differentiable because the network
-is (see `State.linearised`). The covariance of θ does not depend on x.
+is (see `Posterior.linearised`). The covariance of θ does not depend on x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT
 from ssla.refit import Density, NoRefit, OutputRefit, OutputRung, Refit
 from ssla.refit.increments import EMPIRICAL, Increments
-from ssla.state import Marginal, State
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 SINGULAR = 1e-12  # of a variance: the square root of a smaller pivot has no usable derivative
 
@@ -58,7 +61,7 @@ def _refuse_increments() -> NoReturn:
     )
 
 
-def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predictive:
+def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
     """The predictive of y at x, with the graph of x.
 
     ValueError where there is no derivative of the answers.
@@ -108,7 +111,7 @@ def differentiable_predictive(posterior: State, x: Inputs, rung: Refit) -> Predi
     return integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 
-def _regular(posterior: State, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+def _regular(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
     """f̂ and roots of K. ValueError where K is singular: its root then has no derivative."""
     for f, root in posterior.roots_at(x, differentiable=True):
         pivots = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from torch import Tensor
 from ssla._checks import all_in_plain_torch
 from ssla.curvature.memory import in_words
 from ssla.data import Inputs, as_inputs, row_count, slice_inputs
-from ssla.state import Marginal, State
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 COPIES = 4  # of the Jacobian of some rows: its entries, those in float64, H⁻¹Jᵀ and its workspace
 
@@ -29,7 +32,7 @@ class Joint(NamedTuple):
     covariance: Tensor  # (N·C, N·C)
 
 
-def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
+def joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
     """The joint Gaussian of f at x (see Posterior.joint)."""
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows, C = row_count(inputs), posterior.network.outputs
@@ -58,7 +61,9 @@ def joint(posterior: State, x: Inputs, differentiable: bool = False) -> Joint:
     return Joint(mean.flatten().to(like), K.view(rows * C, rows * C).to(like))
 
 
-def joint_of_groups(posterior: State, x: Inputs, size: int, differentiable: bool = False) -> Joint:
+def joint_of_groups(
+    posterior: Posterior, x: Inputs, size: int, differentiable: bool = False
+) -> Joint:
     """f at each group of `size` successive inputs as one Gaussian: mean (G, size·C), covariance (G,
     size·C, size·C), in float64.
 
@@ -92,7 +97,7 @@ def joint_of_groups(posterior: State, x: Inputs, size: int, differentiable: bool
     return Joint(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
-def _pieces(posterior: State, rows: int) -> list[slice]:
+def _pieces(posterior: Posterior, rows: int) -> list[slice]:
     """Rows whose Jacobian is held at one time.
 
     ValueError if the result, or the Jacobian of one row, is beyond the budget.
@@ -112,7 +117,7 @@ def _pieces(posterior: State, rows: int) -> list[slice]:
     return _slices(rows, _rows_at_once(posterior))
 
 
-def _rows_at_once(posterior: State) -> int:
+def _rows_at_once(posterior: Posterior) -> int:
     """How many rows of the Jacobian fit the budget. ValueError if not even one does."""
     network, budget = posterior.network, posterior.memory_budget
     row = COPIES * 8 * network.outputs * network.layout.size
@@ -141,7 +146,7 @@ class Functions:
     function.
     """
 
-    posterior: State
+    posterior: Posterior
     steps: Tensor  # θ − m (n, P), float64
 
     def __len__(self) -> int:
@@ -176,7 +181,7 @@ class Functions:
         return f"Functions(n={len(self)}, outputs={self.posterior.network.outputs})"
 
 
-def draw_functions(posterior: State, n: int, generator: torch.Generator | None) -> Functions:
+def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | None) -> Functions:
     """n draws of f (see Posterior.draw_functions)."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")

@@ -19,7 +19,7 @@ from ssla.predictive.predictive import vector_targets
 from ssla.priors import EXACT
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 
 class Ellipsoid(NamedTuple):

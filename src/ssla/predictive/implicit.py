@@ -13,7 +13,7 @@ Values are those of the plain predictive.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,10 @@ from ssla.predictive.mode_switches import change_of_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
 from ssla.refit.increments import Increments, at_mode
-from ssla.state import Marginal, State
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 POINTWISE = (Poisson, NegativeBinomial, StudentT, HeteroscedasticGaussian)
 
@@ -230,7 +233,7 @@ def _grid_with_graph(piece: Built, density: GraphDensity) -> Built:
     return Built(rows, replace(grid, logs=grid.logs + change))
 
 
-def pointwise_predictive(posterior: State, x: Inputs, rung: OutputRefit) -> Predictive:
+def pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
     """The predictive of a count or a number, with the graph of x."""
     numbers = map_inputs(plain, as_inputs(x, differentiable=True))
     with torch.no_grad(), outside_transforms():

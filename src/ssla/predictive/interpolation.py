@@ -23,7 +23,7 @@ from ssla.maths.constants import constant
 from ssla.refit import Density, WeightLogDensity
 from ssla.refit.increments import Increments
 from ssla.refit.weights.weight_refit import NAN
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 TAIL = 2.5e-4  # of the output predictive, beyond the nodes on either side
 QUANTILES = (

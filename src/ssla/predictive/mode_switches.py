@@ -27,7 +27,7 @@ from ssla.likelihoods import Likelihood, Started
 from ssla.maths import linalg
 from ssla.maths.quadrature import Grid
 from ssla.refit.increments import Evaluated, at_mode, follow
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 FINER = (
     8  # points in a panel at which modes are compared; a guess, as fine as needed to follow a mode

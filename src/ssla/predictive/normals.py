@@ -19,7 +19,7 @@ from ssla.predictive.law import Law
 from ssla.predictive.mixture_laws import ROUNDING, ScalarMixtureLaw
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
-from ssla.state import Marginal
+from ssla.values import Marginal
 
 NODES = 7  # of the log variance
 AT_ONCE = 1 << 21  # numbers of a block of rows

@@ -4,7 +4,7 @@ newton, output, weights (SSLA).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from ssla.refit.outputs import (
     on_marginal,
 )
 from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 __all__ = [
     "REFITS",
@@ -72,7 +74,7 @@ def resolve(refit: str | Refit) -> Refit:
     return REFITS[refit]
 
 
-def increments_at(rung: Refit, posterior: State, x: Inputs, y: Any) -> Increments:
+def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
     """Un-normalised log densities at y by their increments."""
     log_density = rung(posterior, x)
     f = log_density.marginal.mean

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.refit.outputs import OutputLogDensity
 from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
-from ssla.state import LAPLACE, VARIATIONAL, State
+from ssla.report import LAPLACE, VARIATIONAL
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 # error in log density for a step of one posterior standard deviation; it grows with the step's
 # square
@@ -57,7 +61,7 @@ class AutoRefit:
                 f"is {self.weights!r}."
             )
 
-    def __call__(self, posterior: State, x: Inputs) -> WeightLogDensity:
+    def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         return self.weights(posterior, x)
 
     def reasons(

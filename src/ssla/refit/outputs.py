@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ from ssla.refit.increments import (
     plug_in,
     without_refit,
 )
-from ssla.state import Marginal, State
+from ssla.refit.prior_response import data_covariance, prior_response
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 TASKS_AT_ONCE = 1 << 18
 ENTRIES_AT_ONCE = 1 << 24  # numbers in the roots of K of these tasks: 128 MiB, a guess
@@ -83,7 +87,7 @@ class Refit(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, posterior: State, x: Inputs) -> LogDensity: ...
+    def __call__(self, posterior: Posterior, x: Inputs) -> LogDensity: ...
 
 
 @runtime_checkable
@@ -106,7 +110,7 @@ class OutputRung(Refit, Protocol):
 class OutputLogDensity:
     """A log density that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
 
-    `prior` returns how log π responds to a refit (see Posterior.prior_response). It is called for
+    `prior` returns how log π responds to a refit (see `prior_response`). It is called for
     increments, and always under the additive convention, where the prior is not in K. `determinant`
     returns the covariance of the determinant where that is not K.
     """
@@ -237,7 +241,7 @@ class ByChunks:
     """
 
     rung: OutputRung
-    posterior: State
+    posterior: Posterior
     x: Inputs
 
     @property
@@ -297,18 +301,18 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def on_posterior(rung: OutputRung, posterior: State, x: Inputs) -> OutputLogDensity:
+def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLogDensity:
     """Stage one: f̂ and K at x."""
     marginal = posterior.outputs_at(x)
     return OutputLogDensity(
         likelihood=posterior.likelihood.predictive,
         marginal=marginal,
-        prior=lambda: posterior.prior_response(x),
+        prior=lambda: prior_response(posterior, x),
         rule=rung.rule,
         moves=rung.moves,
         like=posterior.like(marginal),
         convention=posterior.convention,
-        determinant=(lambda: posterior.data_covariance(x))
+        determinant=(lambda: data_covariance(posterior, x))
         if posterior.convention == PAPER
         else None,
         certain=rung.certain,
@@ -352,7 +356,7 @@ class PlugIn:
     def rule(self) -> Rule:
         return plug_in
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+    def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)
 
 
@@ -380,7 +384,7 @@ class NoRefit:
     def rule(self) -> Rule:
         return partial(without_refit, curvature=self.curvature)
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+    def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)
 
 
@@ -412,5 +416,5 @@ class OutputRefit:
     def rule(self) -> Rule:
         return at_mode if self.steps is None else one_step
 
-    def __call__(self, posterior: State, x: Inputs) -> OutputLogDensity:
+    def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         return on_posterior(self, posterior, x)

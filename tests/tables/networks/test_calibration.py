@@ -7,10 +7,9 @@ import pytest
 import torch
 from scipy import optimize
 
-from ssla import metrics
+from ssla import Marginal, metrics
 from ssla.curvature.structure import NoFactorError
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.state import Marginal
 from ssla.tables.estimators import estimator
 from ssla.tables.networks import building
 from ssla.tables.networks.pieces import Pieces, counts_of, edges_of, place

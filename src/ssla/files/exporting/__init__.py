@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssla.data import Inputs, as_inputs, row_count
 from ssla.files.exporting.exported_files import Exported, checked_levels, write
 from ssla.files.exporting.graph import Graph, Part, Unit, refuse
 from ssla.predictive import predict
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 __all__ = ["Exported", "Graph", "Part", "Unit", "checked_levels", "export", "refuse", "write"]
 
@@ -23,7 +25,7 @@ LEVELS = (0.05, 0.5, 0.95)
 
 
 def export(
-    posterior: State,
+    posterior: Posterior,
     path: str | os.PathLike[str],
     levels: Sequence[float] = LEVELS,
     example: Any = None,
@@ -36,7 +38,7 @@ def export(
     return write(path, graph, x, lambda: predict(posterior, x), facts)
 
 
-def _example(posterior: State, example: Any) -> Inputs:
+def _example(posterior: Posterior, example: Any) -> Inputs:
     if example is not None:
         x = as_inputs(example)
     elif posterior.source is not None:

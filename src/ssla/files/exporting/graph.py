@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,9 @@ from ssla.likelihoods import (
 )
 from ssla.network import LastLayer, LayerInputs
 from ssla.priors import EXACT
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 NUMBERS, CLASSES = ("mean", "sd", "quantiles"), ("probabilities", "label")
 MOST_CLASSES = 100  # of a covariance whose root is unrolled
@@ -54,7 +57,7 @@ class Unit:
 class Part:
     """A posterior of a mixture, its share, and the number of its network."""
 
-    state: State
+    state: Posterior
     weight: float
     network: int
 
@@ -144,7 +147,7 @@ class _Moments:
         return count_law(likelihood, self.f, K)
 
 
-def _moments(state: State, phi: Tensor) -> _Moments:
+def _moments(state: Posterior, phi: Tensor) -> _Moments:
     """As in `LastLayer.linearise`, in float64."""
     network = state.network
     assert isinstance(network, LastLayer)
@@ -158,7 +161,7 @@ def _moments(state: State, phi: Tensor) -> _Moments:
     )
 
 
-def refuse(state: State) -> None:
+def refuse(state: Posterior) -> None:
     """ValueError for a posterior whose predictive has no static graph."""
     network, likelihood = state.network, state.likelihood.predictive
     if not isinstance(network, LastLayer):

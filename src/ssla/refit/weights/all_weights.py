@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ from ssla.refit.weights.refit_rows import (
     take,
 )
 from ssla.refit.weights.solved import HESSIAN, Options, Solved, own_pull
-from ssla.state import AS_IS, State
+from ssla.report import AS_IS
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 MOST_TASKS = 256
 TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
@@ -132,7 +135,7 @@ def _at_once(x: Tensor) -> int:
 class AllWeightsRefit:
     """All refits of one posterior's weights at inputs x. `solve` takes any tasks (row of x, y)."""
 
-    posterior: State
+    posterior: Posterior
     options: Options
     many: ManyNetworks
     single: ManyNetworks  # the same in float32
@@ -445,7 +448,9 @@ class _Group:
         return total, refit.prior.value(point), own
 
 
-def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -> AllWeightsRefit:
+def open_all_weights(
+    posterior: Posterior, x: Inputs, options: Options, data: Any
+) -> AllWeightsRefit:
     """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights),
     J at x.
     """
@@ -494,7 +499,7 @@ def open_all_weights(posterior: State, x: Inputs, options: Options, data: Any) -
     )
 
 
-def _in_single(posterior: State, factor: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _in_single(posterior: Posterior, factor: Tensor | None) -> Callable[[Tensor], Tensor]:
     """H⁻¹ on the rows of (m, P) in float32, where the structure allows it."""
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):

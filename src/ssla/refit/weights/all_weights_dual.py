@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,13 +22,15 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER
 from ssla.refit.weights import all_weights_jacobians as jacobians
 from ssla.refit.weights.refit_rows import TrainingRows, take
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
 AT_ONCE = 1 << 27  # bytes, where one task needs less
 
 
-def fits(posterior: State) -> bool:
+def fits(posterior: Posterior) -> bool:
     """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision
     for each weight.
     """
@@ -36,7 +39,7 @@ def fits(posterior: State) -> bool:
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
 
 
-def bytes_needed(posterior: State) -> int:
+def bytes_needed(posterior: Posterior) -> int:
     """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices
     of nC × nC.
     """
@@ -48,7 +51,7 @@ def bytes_needed(posterior: State) -> int:
 class Dual:
     """−½[log|H̃(θ̃)| − log|H(θ̂)|] without a P×P matrix."""
 
-    posterior: State
+    posterior: Posterior
     run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from ssla.refit.weights import all_weights_jacobians as jacobians
 from ssla.refit.weights.all_weights_dual import Dual
 from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, leading, square, take
 from ssla.refit.weights.solved import FROZEN, HESSIAN, STRUCTURE, Options, own_increment
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 SMALL = 500  # weights up to which P×P matrices are formed for each task
 JACOBIANS_AT_ONCE = 1 << 27  # bytes
@@ -28,7 +31,7 @@ JACOBIANS_AT_ONCE = 1 << 27  # bytes
 class Determinants:
     """Curvature increments of tasks at their modes."""
 
-    posterior: State
+    posterior: Posterior
     options: Options
     run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows

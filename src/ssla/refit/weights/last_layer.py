@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ from ssla.refit.weights.refit_rows import (
     square,
 )
 from ssla.refit.weights.solved import Options, Solved
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 SINGLE_MODE = (
     1e-4  # posterior standard deviations from the mode: single precision finds it that well
@@ -59,7 +61,7 @@ class LastLayerRefit:
     `solve` takes any tasks (row of x, y).
     """
 
-    posterior: State
+    posterior: Posterior
     options: Options
     rows: TrainingRows  # features in the basis
     features: Tensor  # of x, in the basis (N, F)
@@ -273,7 +275,7 @@ class LastLayerRefit:
         return finished(found, newton, tolerance=o.tolerance, max_steps=left, progress=progress)
 
 
-def open_last_layer(posterior: State, x: Any, options: Options, data: Any) -> LastLayerRefit:
+def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
     """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that
     does not depend on y.
     """

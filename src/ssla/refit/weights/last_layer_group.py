@@ -21,7 +21,7 @@ from ssla.refit.weights.anderson import Slope
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.refit_rows import Block
 from ssla.refit.weights.solved import FROZEN, at_once, own_increment, own_pull
-from ssla.state import AS_IS
+from ssla.report import AS_IS
 
 if TYPE_CHECKING:
     from ssla.refit.weights.last_layer import LastLayerRefit

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,10 @@ from ssla.refit.weights.last_layer_sketch import (
 )
 from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, check_seen, open_rows
 from ssla.refit.weights.solved import FROZEN, Options, Solved, own_increment, own_pull
-from ssla.state import AS_IS, State
+from ssla.report import AS_IS
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
 SINGLE_TOLERANCE = 1e-6  # a guess: from this tolerance on, classes are refitted in single precision
@@ -99,7 +102,7 @@ class ProductsRefit:
     sums over rows of increments are in float64.
     """
 
-    posterior: State
+    posterior: Posterior
     options: Options
     rows: TrainingRows  # whitened features in `dtype`
     features: Tensor  # of x, whitened (N, F), in `dtype`
@@ -598,13 +601,13 @@ def _first(where: Tensor) -> tuple[Tensor, Tensor]:
     return index, first
 
 
-def is_large(posterior: State) -> bool:
+def is_large(posterior: Posterior) -> bool:
     """Whether a product with the features takes long enough for larger errors to be worth it."""
     return posterior.statistics.n * posterior.theta.numel() > LARGE
 
 
 def open_products(
-    posterior: State, x: Any, options: Options, data: Any, single: bool
+    posterior: Posterior, x: Any, options: Options, data: Any, single: bool
 ) -> ProductsRefit:
     """Stage one: a pass over the data for gradient and basis at θ̂, one for the curvature.
 
@@ -700,7 +703,7 @@ def open_products(
     )
 
 
-def _contrasts(posterior: State, prior_precision: Tensor) -> Contrasts | None:
+def _contrasts(posterior: Posterior, prior_precision: Tensor) -> Contrasts | None:
     """Contrasts of classes where the sum over them keeps the prior's curvature and no gradient
     moves along it.
     """

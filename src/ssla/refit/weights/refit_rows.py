@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import Tensor
 from ssla.curvature import Operator
 from ssla.data import Batch, Inputs, Rows, Source, checked, leaves, map_inputs, open_source
 from ssla.priors import BoundGaussian, BoundPrior
-from ssla.state import State
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 
 class Purpose(NamedTuple):
@@ -53,7 +55,7 @@ class Block(NamedTuple):
 TrainingRows = Rows[Block]
 
 
-def training_data(posterior: State, data: Any, purpose: Purpose = REFIT) -> Source:
+def training_data(posterior: Posterior, data: Any, purpose: Purpose = REFIT) -> Source:
     """The data behind a posterior, or those the user gives; ValueError if they cannot be read
     again.
     """
@@ -72,7 +74,7 @@ def training_data(posterior: State, data: Any, purpose: Purpose = REFIT) -> Sour
 
 
 def open_rows(
-    posterior: State, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
+    posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
 ) -> TrainingRows:
     """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into
     (x, f at θ̂).
@@ -92,7 +94,7 @@ def _bytes(block: Block) -> int:
     return sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
 
 
-def check_seen(posterior: State, n: int, gradient: Tensor, purpose: Purpose = REFIT) -> None:
+def check_seen(posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose = REFIT) -> None:
     """ValueError unless these rows are those of the fit: as many, with the same gradient at θ̂."""
     call = purpose.call.format("…")
     if n != posterior.statistics.n:
@@ -112,7 +114,7 @@ def check_seen(posterior: State, n: int, gradient: Tensor, purpose: Purpose = RE
         )
 
 
-def _by_data(posterior: State) -> Operator:
+def _by_data(posterior: Posterior) -> Operator:
     """H⁻¹ with a prior no stronger than the data on average: a strong prior would make every
     difference of data look small.
     """

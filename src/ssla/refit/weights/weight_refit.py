@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,11 @@ from ssla.refit.weights.solved import (
     Options,
     Solved,
 )
-from ssla.state import POLISH, Marginal, State
+from ssla.report import POLISH
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 # posterior standard deviations per parameter: nearer to the mode, more training is no remedy
 AT_MODE = 0.01
@@ -137,7 +141,7 @@ class WeightRefit:
             one_of("logdet", self.logdet, LOGDETS)
         one_of("on_failure", self.on_failure, FAILURES)
 
-    def __call__(self, posterior: State, x: Inputs) -> WeightLogDensity:
+    def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
             raise ValueError(
                 "A refit of the weights works with the exact convention only, but this posterior "
@@ -148,7 +152,7 @@ class WeightRefit:
         output = OutputRefit()(posterior, x)
         return WeightLogDensity(self, posterior, x, output)
 
-    def engine(self, posterior: State, x: Inputs) -> Engine:
+    def engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Stage one: what does not depend on y."""
         if posterior.network.linear:
             options = self._last_layer(posterior)
@@ -157,15 +161,15 @@ class WeightRefit:
             return open_last_layer(posterior, x, options, self.data)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
 
-    def _tolerance(self, posterior: State) -> float:
+    def _tolerance(self, posterior: Posterior) -> float:
         if self.tolerance is not None:
             return self.tolerance
         return 1e-4 if self._of_classes(posterior) else 1e-8
 
-    def _of_classes(self, posterior: State) -> bool:
+    def _of_classes(self, posterior: Posterior) -> bool:
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
-    def _last_layer(self, posterior: State) -> Options:
+    def _last_layer(self, posterior: Posterior) -> Options:
         if self.logdet == STRUCTURE:
             raise ValueError(
                 "logdet='structure' is for weights='all'; a last layer has its exact curvature: "
@@ -199,7 +203,7 @@ class WeightRefit:
             tolerance = LARGE_TOLERANCE
         return Options(tolerance, self.max_steps, curvature, logdet, memory=6 if by_products else 4)
 
-    def _check_size(self, posterior: State) -> None:
+    def _check_size(self, posterior: Posterior) -> None:
         """ValueError where neither a shared P×P matrix nor blocks of it fit the memory budget.
 
         Determinants then come from the fitted structure, and may be off by 0.1: only where asked
@@ -224,7 +228,7 @@ class WeightRefit:
             instead,
         )
 
-    def _by_products(self, posterior: State) -> bool:
+    def _by_products(self, posterior: Posterior) -> bool:
         """Whether a last layer is refitted without a P×P matrix for each task: as asked for, or
         because none fits.
 
@@ -235,7 +239,7 @@ class WeightRefit:
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
 
-    def _check_traces(self, posterior: State) -> None:
+    def _check_traces(self, posterior: Posterior) -> None:
         """ValueError where a last layer cannot be refitted by products with its features."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
@@ -244,13 +248,13 @@ class WeightRefit:
                 "ssla.priors.Gaussian, or refit='output'."
             )
 
-    def _single(self, posterior: State) -> bool:
+    def _single(self, posterior: Posterior) -> bool:
         """Whether products are in single precision: classes, which have no rounding, at a
         tolerance that it meets.
         """
         return self._tolerance(posterior) >= SINGLE_TOLERANCE and self._of_classes(posterior)
 
-    def _all_weights(self, posterior: State) -> Options:
+    def _all_weights(self, posterior: Posterior) -> Options:
         size = posterior.theta.numel()
         if self.logdet == TRACES:
             raise ValueError(
@@ -282,12 +286,12 @@ class WeightRefit:
         return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=12)
 
 
-def dense_bytes(posterior: State) -> int:
+def dense_bytes(posterior: Posterior) -> int:
     """What refits of a last layer with P×P matrices need: six of them."""
     return 8 * 6 * posterior.theta.numel() ** 2
 
 
-def _within_budget(what: str, need: int, posterior: State, instead: str) -> None:
+def _within_budget(what: str, need: int, posterior: Posterior, instead: str) -> None:
     if need > posterior.memory_budget:
         raise ValueError(
             f"{what} needs {need / 2**30:.2g} GiB for its curvature, more than the memory budget "
@@ -326,7 +330,7 @@ class WeightLogDensity:
     """
 
     refit: WeightRefit
-    posterior: State
+    posterior: Posterior
     x: Inputs
     output: (
         OutputLogDensity  # the output refit: where refits start from, and the fallback of failures

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ssla.files.posteriors import LARGEST
+from ssla.files.load_posterior import LARGEST
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.posterior import Posterior
 from ssla.tables.networks.component import Component

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch
-from ssla.files import Decoder, FileError, read, unpack
+from ssla.files import Decoder, FileError, read
 from ssla.files.container import guarded
-from ssla.files.posteriors import LARGEST
+from ssla.files.load_posterior import LARGEST, unpack
 from ssla.likelihoods import Gaussian
-from ssla.posterior import Posterior
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.tables.columns import Plan
@@ -252,7 +251,7 @@ def _unpack_ensemble(
         raise ValueError("the inputs have no scaling")
     components = tuple(
         Component(
-            Posterior(unpack(c["posterior"], tensors, modules[c["member"]], source)),
+            unpack(c["posterior"], tensors, modules[c["member"]], source),
             c["member"],
             float(c["weight"]),
         )
@@ -368,9 +367,8 @@ def _unpack_trees(
         return None
     forest = Forest(**decoder.decode(content["forest"], dict))
     weights = decoder.decode(content["layer"], dict)
-    posterior = Posterior(
-        unpack(content["posterior"], tensors, linear(weights["weight"], weights["bias"]), source)
-    )
+    module = linear(weights["weight"], weights["bias"])
+    posterior = unpack(content["posterior"], tensors, module, source)
     target = content["target"] and Scaling(
         *(decoder.decode(one, Tensor) for one in content["target"])
     )

@@ -76,7 +76,7 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
         **_head(estimator, parameters, encoder),
         "numbers": encoder.encode(_numbers(layer), "numbers"),
         "scaling": _scalings(scalings, encoder),
-        "posterior": pack(layer.posterior.state, encoder, "posterior."),
+        "posterior": pack(layer.posterior, encoder, "posterior."),
         "models": {
             kind: [type(model).__name__ for model in models]
             for kind, models in estimator.models_.items()
@@ -137,7 +137,7 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
             {
                 "member": c.member,
                 "weight": c.weight,
-                "posterior": pack(c.posterior.state, encoder, f"component.{i}."),
+                "posterior": pack(c.posterior, encoder, f"component.{i}."),
             }
             for i, c in enumerate(ensemble.components)
         ],
@@ -151,7 +151,7 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
     return {
         "forest": encoder.encode(vars(trees.forest), "forest"),
         "layer": encoder.encode(dict(layer), "trees"),
-        "posterior": pack(trees.layer.posterior.state, encoder, "trees."),
+        "posterior": pack(trees.layer.posterior, encoder, "trees."),
         "numbers": encoder.encode(_numbers(trees.layer), "trees.numbers"),
         "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)[
             "trees.target"

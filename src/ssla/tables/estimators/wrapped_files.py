@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.files import Decoder, FileError, unpack
+from ssla.files import Decoder, FileError
 from ssla.files.container import guarded
-from ssla.posterior import Posterior
+from ssla.files.load_posterior import unpack
 from ssla.tables.estimators.bases import is_fitted
 from ssla.tables.estimators.last_layers import check_scaling, open_layer
 from ssla.tables.estimators.wrapped import (
@@ -116,7 +116,7 @@ def _layer(
     numbers = decoder.decode(content["numbers"], dict)
     if ("floor" in numbers) != (content["estimator"] == PredictiveClassifier.__name__):
         raise ValueError("the layer is not that of the estimator")
-    posterior = Posterior(unpack(content["posterior"], tensors, module, source))
+    posterior = unpack(content["posterior"], tensors, module, source)
     return open_layer(posterior, numbers, scalings["target"], scalings["inputs"])
 
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name, warn
-from ssla.fitting import fit_at_mode, polish_again
+from ssla.fitting import polish_again
+from ssla.fitting.fit import fit_at_mode
 from ssla.fitting.tuning import tune
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Transform
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.state import POLISH, Marginal
+from ssla.report import POLISH
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.constant_members import constant_network, is_worse_than_constant
 from ssla.tables.networks.embeddings import check_codes, dimensions_of, without_codes
@@ -43,6 +44,7 @@ from ssla.tables.networks.training import Architecture, Rows, train
 from ssla.tables.networks.whole_numbers import log_probs, small_counts
 from ssla.tables.trees.beside_networks import calibrated_trees
 from ssla.tables.trees.forest import Forest
+from ssla.values import Marginal
 
 PRECISIONS = (
     0.03,
@@ -399,7 +401,7 @@ class _Work:
         """rough: only to choose a prior."""
         data, prior = self.data.of(rows), prior or GaussianPrior(self.settings.schedule.precision)
         weights, structure = self.settings.weights, self.settings.structure
-        return Posterior(fit_at_mode(module, data, likelihood, prior, weights, structure, rough))
+        return fit_at_mode(module, data, likelihood, prior, weights, structure, rough)
 
     def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise; none where a
@@ -416,7 +418,7 @@ class _Work:
         found = [(middle, NODES[0][1])]
         for t, share in NODES[1:]:
             likelihood = noise.at(t)
-            whole = middle.state.quadratic
+            whole = middle.quadratic
             posterior = (
                 at_noise(middle, likelihood)
                 if whole
@@ -457,12 +459,12 @@ class _Work:
         with torch.no_grad():
             first = Noise(((y - module(z)) ** 2).mean(0).sqrt().clamp_min(1e-6), 0.0)
         posterior = self._tuned(self._fit(module, ~held, first.at(0.0)))
-        f, K = posterior.state.outputs_at(z)
+        f, K = posterior.outputs_at(z)
         share = K.diagonal(dim1=1, dim2=2) / first.scale**2
         seen, target, w = self.data.of(~held)
-        errors = target.reshape(len(seen), -1) - posterior.state.outputs_at(seen).mean
+        errors = target.reshape(len(seen), -1) - posterior.outputs_at(seen).mean
         inside = (w[:, None] * errors**2).sum(0) / w.sum()
-        means = posterior.state.outputs_at(self.data.z[self.data.held.any(0)]).mean
+        means = posterior.outputs_at(self.data.z[self.data.held.any(0)]).mean
         return _Residuals((y - f) ** 2 / (1 + share), inside, means)
 
     def _by_held_out_rows(
@@ -497,7 +499,7 @@ class _Work:
                 "ignore", "the variational Gaussian did not converge", RuntimeWarning
             )
             warnings.filterwarnings("ignore", "polish did not reach the mode", RuntimeWarning)
-            chosen = self._fit(module, others, likelihood, prior, rough=True).state
+            chosen = self._fit(module, others, likelihood, prior, rough=True)
             if prior is None:
                 chosen = tune(
                     chosen,
@@ -520,10 +522,10 @@ class _Work:
         if self.settings.likelihood in VARYING:
             self.said.append(tuple(outputs))
         elif self.settings.likelihood == CLASSES:
-            both = Posterior(chosen).predict(z), as_trained(module, likelihood, z)
+            both = chosen.predict(z), as_trained(module, likelihood, z)
             self.said.append((torch.stack([p.log_prob(y) for p in both], 1),))
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
-            return Posterior(polish_again(chosen, prior, self.data.of(), from_there=True))
+            return polish_again(chosen, prior, self.data.of(), from_there=True)
         return self._fit(module, None, likelihood, prior)
 
     def _is_left_out(self, f: Tensor, likelihood: Likelihood, held: Tensor, seen: Tensor) -> bool:
@@ -618,6 +620,4 @@ class _Work:
         """
         if not self.settings.tune:
             return posterior
-        return Posterior(
-            tune(posterior.state, "evidence", None, ("prior",), False, None, quiet=True)
-        )
+        return tune(posterior, "evidence", None, ("prior",), False, None, quiet=True)

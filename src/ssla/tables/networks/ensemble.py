@@ -20,13 +20,13 @@ from ssla.predictive.normals import averaged, pooled
 from ssla.predictive.positive import Positive
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
-from ssla.state import Marginal
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.embeddings import check_codes
 from ssla.tables.networks.recalibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.networks.training import Architecture, Schedule
 from ssla.tables.trees.beside_networks import Trees
+from ssla.values import Marginal
 
 GAUSSIAN = "gaussian"
 HETEROSCEDASTIC = "heteroscedastic"
@@ -123,10 +123,8 @@ class Ensemble:
     trust: float = 1.0
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     scale: Transform | None = None  # of the target, beside its unit; None: linear
-    held: Tensor | None = (
-        # rows that each member held out (M, n) bool; None: not known, after a file or an update
-        None
-    )
+    # rows that each member held out (M, n) bool; None: not known, after a file or an update
+    held: Tensor | None = None
     scores: tuple[Tensor, Tensor] | None = (
         None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
     )
@@ -209,7 +207,7 @@ class Ensemble:
         # a row counts once, also where several networks held it out
         shares = 1 / self.held.sum(0).clamp_min(1).double()
         members = [
-            Member(first[m].posterior.state, z, rows=held, shares=shares)
+            Member(first[m].posterior, z, rows=held, shares=shares)
             for m, held in enumerate(self.held)
         ]
         found = cross_sets(members, level)
@@ -254,7 +252,7 @@ class Ensemble:
         )
 
     def _averaged(self, z: Tensor, move: Tensor | None) -> Predictive:
-        marginals = [component.posterior.state.outputs_at(z) for component in self.components]
+        marginals = [component.posterior.outputs_at(z) for component in self.components]
         if move is not None:
             marginals = [
                 Marginal(torch.stack([f[:, 0] + move, f[:, 1]], 1), K) for f, K in marginals

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ssla.fitting.noise import at_noise as at_factor
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
@@ -69,14 +70,14 @@ def held_out_noise(
 def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
     """The posterior with all noise scaled by one factor, at its new mode, without a pass.
 
-    Needs `State.quadratic`.
+    Needs `Posterior.quadratic`.
     """
     assert isinstance(posterior.likelihood, Gaussian)
     old, new = (
         torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1)[0]
         for part in (posterior.likelihood, likelihood)
     )
-    scaled = replace(posterior.state.at_noise(float(new / old)), likelihood=likelihood)
+    scaled = replace(at_factor(posterior, float(new / old)), likelihood=likelihood)
     theta, statistics = scaled.statistics.at_mode(scaled.bound_prior, scaled.theta)
     report = replace(scaled.report, likelihood=repr(likelihood))
-    return Posterior(replace(scaled, theta=theta, statistics=statistics, report=report))
+    return replace(scaled, theta=theta, statistics=statistics, report=report)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, from_marginal
 from ssla.predictive.normals import averaged
-from ssla.state import Marginal
 from ssla.tables.networks.stacking import shares
+from ssla.values import Marginal
 
 FACTORS = 1.5 ** torch.arange(-2, 7, dtype=torch.float64)
 DOUBT = 0.3

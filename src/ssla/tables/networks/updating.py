@@ -21,7 +21,7 @@ def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemb
     fixed = [
         c
         for c in ensemble.components
-        if not (c.posterior.state.follows_mode or c.posterior.gaussian == "variational")
+        if not (c.posterior.follows_mode or c.posterior.gaussian == "variational")
     ]
     if fixed:
         raise ValueError(

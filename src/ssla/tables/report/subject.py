@@ -213,7 +213,7 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
     """
     if factor == 1.0:
         return posterior
-    bound = posterior.state.bound_prior
+    bound = posterior.bound_prior
     assert isinstance(bound, BoundGaussian)
     # by name: tensors (P,) of a prior are not in the order of θ
     places = posterior.network.layout.positions.items()
@@ -227,7 +227,7 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
 def why_fixed(posteriors: Any) -> str:
     """Why the strength of the prior cannot be changed; empty if it can."""
     for posterior in posteriors:
-        bound = posterior.state.bound_prior
+        bound = posterior.bound_prior
         if not isinstance(bound, BoundGaussian):
             return f"The prior is {short(posterior.prior)}. The slider is for Gaussian priors."
         if not bool((bound.scale_precision > 0).all()):

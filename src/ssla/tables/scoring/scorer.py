@@ -15,8 +15,8 @@ from ssla._checks import all_in_plain_torch
 from ssla._checks import level as checked_level
 from ssla.files import FileError
 from ssla.files.container import kind_of
-from ssla.files.posteriors import KIND
-from ssla.posterior import load
+from ssla.files.load_posterior import load
+from ssla.files.save_posterior import KIND
 from ssla.refit import resolve
 from ssla.tables.columns import Table
 from ssla.tables.estimators.loading import load_with_extra

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssla.fitting import fit_at_mode
+from ssla.fitting.fit import fit_at_mode
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior
@@ -36,10 +36,10 @@ from ssla.predictive import Predictive, affine, mixture
 from ssla.predictive.normals import averaged
 from ssla.priors import Gaussian
 from ssla.refit import Refit
-from ssla.state import Marginal
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.scaling import Scaling, units_of
 from ssla.tables.networks.stacking import shares
+from ssla.values import Marginal
 
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
 ONE_ROW = torch.full(
@@ -86,7 +86,7 @@ class NumberLayer:
         unit, one = torch.stack([scale, torch.ones_like(scale)]), torch.ones(1, dtype=torch.float64)
         marginals = []
         for k in kept:
-            f, K = self.posterior.state.outputs_at(self.features(m, v, OFFSETS[k]))
+            f, K = self.posterior.outputs_at(self.features(m, v, OFFSETS[k]))
             own = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
             marginals.append(Marginal(own, unit[:, None] * K * unit))
         return averaged(marginals, self.shares[kept] / self.shares[kept].sum(), one, one, m)
@@ -225,9 +225,7 @@ def _fitted(
     with warnings.catch_warnings():  # the start is the prior's mean, which the fit may leave
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        return Posterior(
-            fit_at_mode(linear(weight, bias), data, likelihood, prior, structure=structure)
-        )
+        return fit_at_mode(linear(weight, bias), data, likelihood, prior, structure=structure)
 
 
 def _line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:

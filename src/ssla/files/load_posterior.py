@@ -1,4 +1,7 @@
-"""A posterior as a file."""
+"""A posterior from a file that `save_posterior` wrote.
+
+What the file holds is validated before it is used. Stands above `ssla.posterior`: it makes one.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import one_of
+from ssla._checks import in_plain_torch, one_of
 from ssla.curvature import Kfac, Operator
 from ssla.curvature.memory import DEFAULT_BUDGET
-from ssla.files.container import FileError, guarded, read, write
-from ssla.files.encoding import NAMES, Decoder, Encoder, NotStorableError
+from ssla.files.container import FileError, guarded, read
+from ssla.files.encoding import NAMES, Decoder
+from ssla.files.save_posterior import KIND
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.network import (
     VALUES,
@@ -23,38 +27,20 @@ from ssla.network import (
     Output,
     check_mode,
     checked_output,
-    describe,
     difference,
     fingerprint,
-    module_of,
-    output_of,
     reopen,
 )
+from ssla.posterior import Posterior
 from ssla.priors import CONVENTIONS, Prior
-from ssla.state import (
-    AS_IS,
-    LAPLACE,
-    POLISH,
-    TILT,
-    VARIATIONAL,
-    Report,
-    State,
-    Statistics,
-    Variational,
-)
+from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, Report
+from ssla.values import Statistics, Variational
 
-KIND = "posterior"
 MODES = (POLISH, TILT, AS_IS)
 LARGEST = 1e100  # of a number in a file: squares and products of such numbers do not overflow
 
 
-def save(posterior: State, path: str | os.PathLike[str]) -> Path:
-    """Write a posterior to a directory (see Posterior.save)."""
-    encoder = Encoder()
-    content = pack(posterior, encoder, "")
-    return write(path, KIND, content, encoder.tensors)
-
-
+@in_plain_torch
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -62,8 +48,16 @@ def load(
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
     output: Output = None,
-) -> State:
-    """The state of `ssla.load`, which documents the arguments."""
+) -> Posterior:
+    """Load a posterior that `posterior.save(path)` wrote. Its predictions have the same bits.
+
+    model: the same network with the same weights, in eval mode; it is copied and never modified. No
+    data are needed. likelihood, prior, output: needed only if the saved one was custom code
+    (`likelihoods.custom(…)`, a function as output=), which a file cannot contain.
+
+    >>> post.save("posterior")                                       # doctest: +SKIP
+    >>> ssla.load("posterior", model).predict(x).interval(0.95)      # doctest: +SKIP
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             "load needs the network itself, a torch.nn.Module, as its second argument, but got "
@@ -71,32 +65,6 @@ def load(
         )
     content, tensors = read(path, KIND)
     return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
-
-
-def pack(posterior: State, encoder: Encoder, place: str) -> dict[str, Any]:
-    """Everything but the network, as JSON; the encoder collects the tensors, whose names begin
-    with `place`.
-    """
-    opening = describe(posterior.network)
-    parts = {
-        "theta": posterior.theta,
-        "statistics": posterior.statistics,
-        "report": posterior.report,
-        "opening": opening,
-    }
-    if posterior.variational is not None:
-        parts["variational"] = posterior.variational
-    content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
-    part = output_of(posterior.network)
-    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | (
-        {} if part is None else {"output": part}
-    )
-    for name, value in own.items():
-        content[name] = _or_own(encoder, value, f"{place}{name}")
-    content["memory_budget"] = posterior.memory_budget
-    content["convention"] = posterior.convention
-    content["network"] = fingerprint(module_of(posterior.network))
-    return content
 
 
 def unpack(
@@ -107,7 +75,7 @@ def unpack(
     likelihood: Likelihood | None = None,
     prior: Prior | None = None,
     output: Output = None,
-) -> State:
+) -> Posterior:
     """The posterior, validated and factorised."""
     decoder = Decoder(tensors)
     with guarded(source):
@@ -129,7 +97,7 @@ def unpack(
         )
         network = reopen(model, opening, checked_output(part))
         report = decoder.decode(content["report"], Report)
-        posterior = State(
+        posterior = Posterior(
             network,
             _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
             _given_or_stored(decoder, content["prior"], "prior", prior, source),
@@ -163,17 +131,6 @@ def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
         )
 
 
-def _or_own(encoder: Encoder, value: object, place: str) -> Any:
-    """The stored value, or the name of its class if it holds code."""
-    before = dict(encoder.tensors)
-    try:
-        return encoder.encode(value, place)
-    except NotStorableError:
-        encoder.tensors.clear()
-        encoder.tensors.update(before)
-        return {"own": type(value).__name__}
-
-
 def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source: Path) -> Any:
     own = value.get("own") if isinstance(value, dict) else None
     if own is None:
@@ -195,7 +152,7 @@ def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source
     return given
 
 
-def _check(posterior: State) -> None:
+def _check(posterior: Posterior) -> None:
     """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be
     factorised.
     """
@@ -272,7 +229,7 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
         raise ValueError("the sums over the data are not finite, or have no weight")
 
 
-def _check_report(posterior: State) -> None:
+def _check_report(posterior: Posterior) -> None:
     """ValueError unless the numbers of the report are in range and its sizes are those of the
     network.
     """
