@@ -1,4 +1,6 @@
-"""Posteriors saved by the version that wrote them, and what they predicted: a later version must load them and answer the same.
+"""Posteriors saved by the version that wrote them, and what they predicted.
+
+A later version must load them and answer the same.
 
 python tests/golden/saved.py     # writes tests/golden/saved/; only with a new version of the format
 """
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bits import LIKELIHOODS, TESTS, network, rows
+from core_cases import LIKELIHOODS, TESTS, network, rows
 
 import ssla
 from ssla.predictive.classes import smallest_set
@@ -37,7 +39,9 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
     x, y = rows(module_of(name), kind, TESTS, seed=3)
     p = posterior.predict(x)
     if p.kind == "class":  # the probabilities were the increments' then; they are integrals now
-        logs = torch.stack([p.increments(torch.full_like(y, c)).total for c in range(p.probs.shape[1])], 1).double()
+        logs = torch.stack(
+            [p.increments(torch.full_like(y, c)).total for c in range(p.probs.shape[1])], 1
+        ).double()
         probs = torch.softmax(logs, 1)
         found = {
             "mean": probs,
@@ -47,7 +51,13 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
             "interval": smallest_set(probs, 0.9),
         }
         return {what: value.double().flatten().tolist() for what, value in found.items()}
-    found = {"mean": p.mean, "variance": p.variance, "log_prob": p.log_prob(y), "mass": p.mass, "interval": p.interval(0.9)}
+    found = {
+        "mean": p.mean,
+        "variance": p.variance,
+        "log_prob": p.log_prob(y),
+        "mass": p.mass,
+        "interval": p.interval(0.9),
+    }
     return {what: value.double().flatten().tolist() for what, value in found.items()}
 
 

@@ -14,4 +14,6 @@ def test_a_posterior_saved_by_an_earlier_version_predicts_the_same(name):
     expected = json.loads((FOLDER / f"{name}.json").read_text())
     found = answers(ssla.load(FOLDER / name, module_of(name)), name)
     for what, values in expected.items():
-        torch.testing.assert_close(torch.tensor(found[what]), torch.tensor(values), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            torch.tensor(found[what]), torch.tensor(values), rtol=1e-10, atol=1e-12
+        )
