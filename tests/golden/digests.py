@@ -88,8 +88,15 @@ def files_in(folder: Path) -> dict[str, Any]:
         if path.is_file():
             content = path.read_bytes()
             name = path.relative_to(folder).as_posix()
-            found[name] = content.decode() if path.suffix == ".json" else content
+            found[name] = _without_address(content.decode()) if path.suffix == ".json" else content
     return found
+
+
+def _without_address(text: str) -> str:
+    """Custom code is named by its address in memory, so the checksum of its file does not count."""
+    if re.search(r"0x[0-9a-f]{6,}", text):
+        text = re.sub(r'("sha256": )"\w+"', r'\1"<checksum>"', text)
+    return text
 
 
 def page_parts(text: str) -> dict[str, Any]:
