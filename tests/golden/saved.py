@@ -1,5 +1,6 @@
-"""Posteriors saved by the version that wrote them, and what they predicted: a later version must
-load them and answer the same.
+"""Posteriors saved by the version that wrote them, and what they predicted.
+
+A later version must load them and answer the same.
 
 python tests/golden/saved.py     # writes tests/golden/saved/; only with a new version of the format
 """
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bits import LIKELIHOODS, TESTS, network, rows
+from core_cases import LIKELIHOODS, TESTS, network, rows
 
 import ssla
 from ssla.predictive.class_predictive import smallest_set
