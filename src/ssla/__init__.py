@@ -40,7 +40,7 @@ _NAMES = {  # public name -> the module that defines it
     "credal": "diagnostics",
     "estimate_cost": "network.cost",
     "explain": "posterior",
-    "fit": "fitting.fit",
+    "fit": "posterior",
     "html_report": "tables.report",
     "label_next": "posterior",
     "load": "files.load_posterior",
@@ -104,9 +104,8 @@ if TYPE_CHECKING:
     from ssla.explicit import ExplicitModel
     from ssla.files import FileError
     from ssla.files.load_posterior import load
-    from ssla.fitting.fit import fit
     from ssla.network.cost import estimate_cost
-    from ssla.posterior import Posterior, assla, explain, label_next, ssla
+    from ssla.posterior import Posterior, assla, explain, fit, label_next, ssla
     from ssla.predictive import Predictive
     from ssla.predictive.mixing import mixture
     from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit

@@ -1,4 +1,5 @@
-"""`Posterior`, what `ssla.fit` returns; and the functions `ssla`, `assla`, `explain`, `label_next`.
+"""`Posterior`, what `ssla.fit` returns; and the functions `fit`, `ssla`, `assla`, `explain`,
+`label_next`.
 
 One frozen value: the network, the likelihood, the prior, θ̂, and sums over the data. The first part
 of the class is what users call; each method names the package that does the work. The second part
@@ -16,25 +17,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ssla import files, fitting, predictive
+from ssla import files, predictive
 from ssla._checks import all_in_plain_torch, batched, finite, in_plain_torch
-from ssla.curvature import Dense, Kfac, Operator
+from ssla.curvature import Dense, Kfac, Operator, Structure
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.memory import DEFAULT_BUDGET
-from ssla.data import Inputs, Source, as_inputs, leaves
+from ssla.data import Inputs, Source, as_inputs, held_out, leaves
 from ssla.diagnostics import conformal, explanations
 from ssla.diagnostics.explanations import Explanation, LabelGains
 from ssla.diagnostics.loo import LeaveOneOut, leave_one_out
 from ssla.files import exporting
 from ssla.files.exporting import Exported
+from ssla.fitting import fit as fitting
 from ssla.fitting import more_data, prior_change, tuning
+from ssla.fitting.again import update
+from ssla.fitting.asked import checked_budget, checked_plan, checked_weights
+from ssla.fitting.passes import Reader
+from ssla.fitting.ranks import announced, shared
+from ssla.fitting.validation import choose_by_validation
 from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
 from ssla.maths.progress import progress_bar
 from ssla.maths.roots import Root
-from ssla.network import Network
+from ssla.network import LAST_LAYER, Network, Output, checked_output
 from ssla.predictive import Predictive, functions
 from ssla.predictive.functions import Functions, Joint
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
@@ -218,7 +225,7 @@ class Posterior:
         the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained
         weights otherwise.
         """
-        return fitting.update(self, data)
+        return update(self, data)
 
     def merge(self, other: Posterior) -> Posterior:
         """The posterior of both data sets (the prior counts once). Associative, and free of order.
@@ -507,6 +514,94 @@ def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
             "used as indices. Remedy: remove them, or give the numbers that the network is "
             "differentiable in."
         )
+
+
+@in_plain_torch
+def fit(
+    model: nn.Module,
+    data: Any,
+    *,
+    likelihood: Likelihood,
+    prior: Prior | Distribution | None = None,
+    validation: Any = None,
+    weights: str | list[str] | tuple[str, ...] = LAST_LAYER,
+    structure: str | Structure = "auto",
+    mode: str | None = None,
+    gaussian: str | None = None,
+    output: Output = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Posterior:
+    """Fit a Laplace posterior to a trained network, ready to predict distributions.
+
+    Parameters
+    ----------
+    model:
+        The trained network, in eval mode. It is copied, never written to.
+    data:
+        The training data: a DataLoader, (X, y) or (X, y, row weights) as tensors or arrays, or any
+        iterable of such batches. Inputs may be tensors, tuples (called as model(*x)) or dicts
+        (model(**x)). Row weights are frequencies: a row of weight 2 counts as if it were there
+        twice.
+    likelihood:
+        What y is given the outputs: `ssla.likelihoods.Gaussian(noise="estimate")`, `Poisson()`, …
+    prior:
+        Over the free parameters: `ssla.priors.Gaussian(precision=1.0)`, …, or a torch.distributions
+        distribution. If not given, a Gaussian with one precision for each layer, by the evidence
+        and the scale of the trained weights; biases are centred on their trained values.
+    validation:
+        Rows that the network has not seen, in any form that `data` has, or a share of `data` to
+        hold out (0.2), which says less if the network was trained on them. They choose the
+        dispersion of the likelihood (noise, temperature of classes, overdispersion of counts; a
+        given value is where the search starts), and what is not given of prior, mode and gaussian.
+        Training rows cannot show that a network is over-confident. `posterior.report` says what
+        these rows found.
+    weights:
+        "last_layer" (its bias included), "all" (frozen parameters, requires_grad=False, are left
+        out and noted in the report; where all are frozen, all are taken), a module's name, or a
+        list of parameter names.
+    structure:
+        "auto" (dense where it takes little time and memory, kfac otherwise; the report says which,
+        and why), "dense", "kfac", "diag" or "low_rank", or an object such as
+        `ssla.structures.LowRank(rank=50)`.
+    mode:
+        "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is".
+        By default polish for a last layer, tilt otherwise. The last layer of a classifier without
+        `prior` is polished only if it is not trained; the report says which of the two was chosen,
+        and why.
+    gaussian:
+        "variational": the Gaussian nearest to the posterior in KL divergence, found in a few
+        passes; or "laplace": the one at the mode, with the curvature there. By default variational,
+        but for Gaussian noise, where they are the same.
+    output:
+        Which part of the network's answer holds the outputs, where it is not one tensor: a key or
+        attribute ("logits"), an index (0), or a function of the answer.
+    memory_budget:
+        Bytes that intermediate results may take (1 GiB if not given).
+    progress:
+        Show how far the fit is: True (a bar; needs tqdm), False, or None: after two seconds, on a
+        terminal only.
+
+    Under an initialised `torch.distributed` group every rank gives its own shard, and all get the
+    same posterior of all of them (see `ssla.distributed`).
+
+    Example
+    -------
+    >>> noisy = ssla.likelihoods.Gaussian(noise="estimate")
+    >>> post = ssla.fit(model, (X, y), likelihood=noisy)   # doctest: +SKIP
+    >>> post.predict(X_new).interval(0.95)                 # doctest: +SKIP
+    """
+    with announced():
+        budget = checked_budget(memory_budget)
+        part = checked_output(output)
+        training, unseen = held_out(data, validation)
+        reader = Reader(training, model, checked_weights(weights), budget, progress, output=part)
+        plan = checked_plan(
+            Posterior, shared(reader), likelihood, prior, structure, mode, gaussian, budget
+        )
+    if unseen is None:
+        return fitting.fit(plan)
+    return choose_by_validation(plan, unseen, isinstance(validation, float))
 
 
 @in_plain_torch

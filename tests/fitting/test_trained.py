@@ -14,8 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 import ssla
-from ssla import fitting
 from ssla.data import open_source
+from ssla.fitting.asked import checked_plan
+from ssla.fitting.passes import Reader
 from ssla.fitting.trained import LOGITS, STRONGER, Verdict, judged, judged_numbers
 from ssla.likelihoods import (
     Bernoulli,
@@ -61,11 +62,9 @@ def head(x: Tensor, y: Tensor, kind: str, outputs: int = CLASSES) -> nn.Linear:
 def verdict(
     layer: nn.Module, data: Any, likelihood: Likelihood, structure: str = "dense"
 ) -> Verdict:
-    reader = fitting.Reader(open_source(data), layer, "last_layer", 2**30)
-    job = fitting.checked_job(
-        ssla.Posterior, reader, likelihood, None, structure, None, None, 2**30
-    )
-    sums, target = job._read(None)
+    reader = Reader(open_source(data), layer, "last_layer", 2**30)
+    plan = checked_plan(ssla.Posterior, reader, likelihood, None, structure, None, None, 2**30)
+    plan, sums, target = plan.read(None)
     assert target.classes is not None
     return judged(sums, target.classes, likelihood)
 
@@ -349,11 +348,11 @@ def test_the_gain_of_gaussian_noise_is_that_of_least_squares() -> None:
     layer, x, y = numbers("gaussian, noise estimated")
     with torch.no_grad():
         layer.weight *= 0.5
-    reader = fitting.Reader(open_source((x, y)), layer, "last_layer", 2**30)
-    job = fitting.checked_job(
+    reader = Reader(open_source((x, y)), layer, "last_layer", 2**30)
+    plan = checked_plan(
         ssla.Posterior, reader, Gaussian(noise=1.0), None, "dense", None, None, 2**30
     )
-    sums, target = job._read(None)
+    plan, sums, target = plan.read(None)
     assert target.numbers is not None
     found = judged_numbers(sums, target.numbers, Gaussian(noise=1.0), True)
     assert found is not None

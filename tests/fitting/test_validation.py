@@ -23,8 +23,9 @@ import ssla
 from ssla import likelihoods as L
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import open_source
-from ssla.fitting import Reader, checked_job
+from ssla.fitting.asked import checked_plan
 from ssla.fitting.choice import MOST_LOSS
+from ssla.fitting.passes import Reader
 from ssla.fitting.validation import Search, trained_state
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.priors import Gaussian
@@ -64,7 +65,7 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
     """The search of a fit, before it has chosen."""
     asked = {"prior": None, "structure": "dense", "mode": None, "gaussian": None} | options
     reader = Reader(open_source(given.train), given.model, "last_layer", DEFAULT_BUDGET)
-    job = checked_job(
+    plan = checked_plan(
         ssla.Posterior,
         reader,
         likelihood,
@@ -74,8 +75,8 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
         asked["gaussian"],
         DEFAULT_BUDGET,
     )
-    job, start = trained_state(job)
-    search = Search(job, start, ValidationRows.read(start, open_source(given.unseen)))
+    plan, start = trained_state(plan)
+    search = Search(plan, start, ValidationRows.read(start, open_source(given.unseen)))
     search.run()
     return search
 
@@ -106,12 +107,12 @@ def test_scores_are_those_of_an_explicit_fit(
         table = search.whole.of(LAPLACE)
         seen = set()
         for setting, scores in zip(table.settings[::5], table.scored[::5], strict=True):
-            job = search.job_at(setting)
+            plan = search.plan_at(setting)
             explicit = ssla.fit(
                 given.model,
                 given.train,
-                likelihood=job.likelihood,
-                prior=job.prior,
+                likelihood=plan.likelihood,
+                prior=plan.prior,
                 mode=setting.mode,
                 gaussian=LAPLACE,
                 structure=structure,

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 import ssla
 from ssla.curvature import Dense
 from ssla.data import open_source
-from ssla.fitting import Reader, again
-from ssla.fitting.fit import fit_at_mode
-from ssla.fitting.passes import Order
+from ssla.fitting.again import read_again
+from ssla.fitting.passes import Order, Reader
 from ssla.fitting.variational import ROUGH, Climb
 from ssla.likelihoods import (
     Bernoulli,
@@ -34,6 +33,7 @@ from ssla.likelihoods import (
     StudentT,
     custom,
 )
+from ssla.tables.networks.last_layer_fits import fit_last_layer
 
 STRUCTURES = ("dense", "kfac", "diag", "low_rank")
 
@@ -203,9 +203,9 @@ def test_conjugate_models_have_their_exact_evidence() -> None:
     assert asked.gaussian == "variational"
     assert asked.report.passes == laplace.report.passes
 
-    job = again(laplace)
-    assert job is not None
-    climbed = Climb(laplace, job.average(laplace.theta)).run()  # the same by passes
+    plan = read_again(laplace)
+    assert plan is not None
+    climbed = Climb(laplace, plan.average(laplace.theta)).run()  # the same by passes
     assert climbed.log_evidence() == pytest.approx(laplace.log_evidence(), abs=1e-10)
     torch.testing.assert_close(climbed.mean, laplace.theta, rtol=0, atol=1e-10)
     phi = torch.cat([x, torch.ones(40, 1)], 1)
@@ -596,8 +596,8 @@ def test_separated_classes_take_few_passes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_rough_fit_has_a_bound_that_is_nearly_as_high() -> None:
     model, x, y = separated()
     prior = ssla.priors.Gaussian(0.1)
-    post = fit_at_mode(model, (x, y), Categorical(), prior)
-    rough = fit_at_mode(model, (x, y), Categorical(), prior, rough=True)
+    post = fit_last_layer(model, (x, y), Categorical(), prior)
+    rough = fit_last_layer(model, (x, y), Categorical(), prior, rough=True)
     assert rough.report.rounds < post.report.rounds
     assert torch.equal(rough.theta, post.theta)
     assert (

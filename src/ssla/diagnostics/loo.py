@@ -18,7 +18,8 @@ from torch import Tensor
 from ssla._checks import all_in_plain_torch, warn
 from ssla._checks import level as checked_level
 from ssla.curvature.jacobians import Features
-from ssla.fitting import Chunk, fit_again
+from ssla.fitting.again import fit_again
+from ssla.fitting.passes import Chunk
 from ssla.likelihoods import Likelihood
 from ssla.predictive.cavities import Site, Sites, cavity, collect, predictives_of, ranks
 from ssla.priors import EXACT

@@ -27,10 +27,11 @@ from ssla._checks import in_plain_torch
 from ssla.curvature import Structure
 from ssla.data import Inputs, open_source, slice_inputs
 from ssla.distributed.engines import Engine, engine_of
-from ssla.fitting import checked_budget, checked_job, checked_weights
+from ssla.fitting import fit as fitting
+from ssla.fitting.asked import checked_budget, checked_plan, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within, with_row_scale
 from ssla.fitting.ranks import alone
-from ssla.fitting.tuning import fitted
+from ssla.fitting.validation import choose_by_validation
 from ssla.likelihoods import Likelihood
 from ssla.maths.progress import wanted
 from ssla.network import (
@@ -90,8 +91,10 @@ def fit(
     cluster = Cluster(
         engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part
     )
-    job = checked_job(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
-    return fitted(job, None if validation is None else open_source(validation))
+    plan = checked_plan(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
+    if validation is None:
+        return fitting.fit(plan)
+    return choose_by_validation(plan, open_source(validation), held_out=False)
 
 
 # --- on the workers ------------------------------------------------------------------------

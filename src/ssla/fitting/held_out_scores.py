@@ -17,9 +17,9 @@ from ssla.curvature import Operator, Structure
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Batch, column, leaves, open_source, pick_rows
-from ssla.fitting import collect
+from ssla.fitting.again import collect
 from ssla.fitting.noise import at_noise
-from ssla.fitting.tuning_space import Space
+from ssla.fitting.tuning_space import NLL, Space
 from ssla.fitting.variational import with_sums
 from ssla.likelihoods import HeteroscedasticGaussian, Likelihood
 from ssla.predictive import GaussianLaw, Predictive, predictive_of_outputs
@@ -32,7 +32,6 @@ from ssla.values import Statistics
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
 INDEFINITE = (
     "the curvature of the rows outside a fold was not positive definite: its positive part was "
     "taken"

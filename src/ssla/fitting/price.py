@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ssla.fitting.choice import mean_and_error
-from ssla.fitting.job import Job
-from ssla.fitting.prior_change import described
+from ssla.fitting.plan import FitPlan
+from ssla.fitting.prior import described
+from ssla.fitting.steps import with_averages
 from ssla.fitting.training_rows import TrainingRows
 from ssla.fitting.tuning_space import posterior_prior
 from ssla.fitting.variational import ROUGH
@@ -36,7 +37,7 @@ STRONGEST = 1e6  # factor on the precision
 STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is taken to lie
 
 
-def affordable(posterior: Posterior, job: Job, rows: TrainingRows | None) -> Posterior:
+def affordable(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
     """The posterior, under a stronger prior if its doubt costs too much on training rows.
 
     For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so
@@ -62,11 +63,11 @@ def affordable(posterior: Posterior, job: Job, rows: TrainingRows | None) -> Pos
     here, factor = posterior, 1.0
     for _ in range(ROUNDS):
         factor = min(_next_factor(tried, most), STRONGEST)
-        here = _under(posterior, here, factor, replace(job, tolerance=ROUGH))
+        here = _under(posterior, here, factor, replace(plan, tolerance=ROUGH))
         tried[factor] = price(here)
         if NEAR * most <= tried[factor] <= most or factor == STRONGEST:
             break
-    here = _under(posterior, here, factor, job)
+    here = _under(posterior, here, factor, plan)
     what = (
         f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
         f"network has memorised its training rows: its doubt cost {tried[1.0]:.2g} nats a row "
@@ -76,7 +77,7 @@ def affordable(posterior: Posterior, job: Job, rows: TrainingRows | None) -> Pos
     return described(here, what, posterior.mode)
 
 
-def _under(posterior: Posterior, here: Posterior, factor: float, job: Job) -> Posterior:
+def _under(posterior: Posterior, here: Posterior, factor: float, plan: FitPlan) -> Posterior:
     """The posterior with that factor on its prior precision; a variational Gaussian starts from
     the one at hand.
     """
@@ -84,9 +85,8 @@ def _under(posterior: Posterior, here: Posterior, factor: float, job: Job) -> Po
     prior = posterior_prior(posterior, precision)
     if posterior.variational is None:
         return replace(posterior, prior=prior)
-    return replace(job, prior=prior, start=here.variational).averaged(
-        replace(posterior, prior=prior)
-    )
+    plan = replace(plan, prior=prior, start=here.variational)
+    return with_averages(plan, replace(posterior, prior=prior))
 
 
 def _next_factor(tried: dict[float, float], most: float) -> float:

@@ -15,7 +15,6 @@ of it; for another the exact increments are a matter of refitting weights.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ssla._checks import one_of
-from ssla.fitting import polish_again
-from ssla.fitting.more_data import with_directions
+from ssla.fitting.again import polish_again
+from ssla.fitting.prior import described
 from ssla.fitting.sums import climbing
 from ssla.fitting.variational import recentred
 from ssla.priors import (
@@ -36,10 +35,8 @@ from ssla.priors import (
     Prior,
     as_prior,
     check_at,
-    concavity_notes,
-    describe,
 )
-from ssla.report import AS_IS, CONCAVITY, LAPLACE, MOVED, POLISH, PRIOR, TILT, Note, without
+from ssla.report import AS_IS, LAPLACE, POLISH, TILT
 from ssla.values import Statistics
 
 if TYPE_CHECKING:
@@ -120,28 +117,6 @@ def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) ->
         again, prior=prior, convention=convention, report=replace(again.report, passes=passes)
     )
     return described(found, "polished again on the data; the noise was kept", POLISH)
-
-
-def described(posterior: Posterior, what: str, mode: str) -> Posterior:
-    """The posterior with a report of its prior, its convention and its distance to the mode."""
-    residual = posterior.residual
-    each = residual / math.sqrt(posterior.theta.numel())
-    notes = with_directions(without(posterior.report.notes, PRIOR, CONCAVITY, MOVED), posterior)
-    notes += [Note(f"prior: {what.format(residual=residual, each=each)}", PRIOR)]
-    notes += [
-        Note(note, CONCAVITY)
-        for note in concavity_notes(posterior.bound_prior.precision(posterior.theta))
-    ]
-    report = replace(
-        posterior.report,
-        prior=describe(posterior.prior),
-        convention=posterior.convention,
-        mode=mode,
-        residual_after=residual,
-        notes=tuple(notes),
-        likelihood=repr(posterior.likelihood),
-    )
-    return replace(posterior, mode=mode, report=report)
 
 
 def mode_from_sums(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
-from ssla.fitting.job import outputs_apart
 from ssla.fitting.noise import at_noise
+from ssla.fitting.plan import outputs_apart
 from ssla.fitting.variational import recentred
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.priors import BoundGaussian, Flat, trained_scale
@@ -25,6 +25,7 @@ from ssla.values import residual_squares
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+EVIDENCE, NLL, CRPS, LOO = "evidence", "nll", "crps", "loo"
 PRIOR, NOISE = "prior", "noise"
 # Of precisions, around those of the trained weights' scale; not measured. Far above it the evidence
 # is flat: at 1e8 its slope still exceeds the tolerance of the search, so that weights which do not

@@ -30,14 +30,16 @@ from torch import Tensor
 
 from ssla.data import Source
 from ssla.fitting.choice import Setting, best_spread, cross_fitted, mean_and_error
+from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.guard import warn_on_validation_rows
-from ssla.fitting.job import Job
 from ssla.fitting.network_itself import best_spread as best_spread_of_network
 from ssla.fitting.network_itself import chosen_row_scale
 from ssla.fitting.noise import at_noise
 from ssla.fitting.passes import Reader, thinned
+from ssla.fitting.plan import FitPlan, InputFactors
 from ssla.fitting.ranks import the_same_rows
 from ssla.fitting.score_table import Scored, ScoreTable
+from ssla.fitting.steps import climb
 from ssla.fitting.tuning_space import posterior_prior
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
@@ -79,44 +81,43 @@ COVERAGE_ROWS = 1000
 LEVELS = (0.5, 0.9, 0.95)
 
 
-def choose_by_validation(job: Job, validation: Source, held_out: bool) -> Posterior:
+def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> Posterior:
     """The posterior of the setting that validation rows choose, with what they say in its
     report.
     """
-    job, start = trained_state(job)
+    plan, start = trained_state(plan)
     as_it_came = rows = the_same_rows(
         lambda: ValidationRows.read(start, validation),
         lambda own: digest((own.y, own.weights, own.f)),
     )
     scale = chosen_row_scale(rows, start.likelihood)
     if scale is not None:
-        job.data.scale_rows(scale)
-        job, start = trained_state(replace(job, inputs=None))
+        plan.data.scale_rows(scale)
+        plan, start = trained_state(replace(plan, inputs=InputFactors()))
         rows = rows.scaled(start)
-    search = Search(job, start, rows)
+    search = Search(plan, start, rows)
     with _quiet():
         search.run()
     table = search.table
     spread = best_spread(table.settings, table.scores, rows.weights, table.choice)
     setting = table.settings[table.choice]._replace(spread=spread)
-    posterior = search.job_at(setting).run()
+    posterior = fit_with_prior(search.plan_at(setting))
     return _with_report(posterior, search, as_it_came, setting, held_out)
 
 
-def trained_state(job: Job) -> tuple[Job, Posterior]:
-    """Where a search starts: the Gaussian at the trained weights (or as `mode` says), under the
-    prior of their scale.
+def trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
+    """Where a search starts: the Gaussian at the trained weights, under the prior of their scale.
 
-    And the job with the structure that was chosen for it, so that all settings share it.
+    Or as `mode` says. And the plan with the structure that was chosen for it, so that all settings
+    share it.
     """
-    mode = job.mode if job.mode is not None else TILT
-    first = replace(job, prior=None, mode=mode, validated=True, notes=[])
+    mode = plan.mode if plan.mode is not None else TILT
     with _quiet():
-        start = first.run()
-    if job.prior is not None:
-        start = replace(start, prior=job.prior)
-    found = replace(
-        job,
+        first, start = fit_at_mode(replace(plan, prior=None, mode=mode, validated=True))
+    if plan.prior is not None:
+        start = replace(start, prior=plan.prior)
+    learned = replace(
+        plan,
         structure=first.structure,
         automatic=False,
         reason=first.reason,
@@ -124,7 +125,7 @@ def trained_state(job: Job) -> tuple[Job, Posterior]:
         rows=first.rows,
         repeatable=first.repeatable,
     )
-    return found, start
+    return learned, start
 
 
 @contextmanager
@@ -141,7 +142,7 @@ def _quiet() -> Iterator[None]:
 class Search:
     """Settings that are scored on validation rows, and what their scores need."""
 
-    job: Job
+    plan: FitPlan
     start: Posterior
     rows: ValidationRows
 
@@ -153,7 +154,7 @@ class Search:
     @property
     def table(self) -> ScoreTable:
         """Those of the Gaussian that was asked for."""
-        return self.whole.of(self.job.gaussian)
+        return self.whole.of(self.plan.gaussian)
 
     def run(self) -> None:
         """Score settings by families: the cheapest first, which say where to look for the
@@ -161,7 +162,7 @@ class Search:
         """
         if self.mode != POLISH:
             self._tilted()
-        if self.mode == POLISH or (self.job.mode is None and self._polishes):
+        if self.mode == POLISH or (self.plan.mode is None and self._polishes):
             self._polished()
         if self._averages and self.mode != POLISH:
             self._variational()
@@ -178,7 +179,7 @@ class Search:
 
     @property
     def fixed_prior(self) -> bool:
-        return self.job.prior is not None
+        return self.plan.prior is not None
 
     @property
     def _by_noise(self) -> bool:
@@ -244,23 +245,22 @@ class Search:
             self.start, likelihood=likelihood, prior=prior, statistics=statistics, mode=setting.mode
         )
 
-    def job_at(self, setting: Setting) -> Job:
+    def plan_at(self, setting: Setting) -> FitPlan:
         """The fit of all training rows in that setting."""
         prior = (
-            self.job.prior
+            self.plan.prior
             if self.fixed_prior
             else posterior_prior(self.start, self.precision_at(setting))
         )
         likelihood = self.likelihood_at(setting.spread)
-        gaussian = setting.gaussian if self.job.gaussian is None else self.job.gaussian
+        gaussian = setting.gaussian if self.plan.gaussian is None else self.plan.gaussian
         return replace(
-            self.job,
+            self.plan,
             likelihood=likelihood,
             prior=prior,
             mode=setting.mode,
             gaussian=gaussian,
             validated=True,
-            notes=[],
         )
 
     # --- families of settings ------------------------------------------------------------------
@@ -323,10 +323,8 @@ class Search:
             if isinstance(self.start.likelihood, Gaussian):
                 known[spread] = at_noise(self.start, spread).statistics
             else:
-                job = replace(
-                    self.job, likelihood=self.likelihood_at(spread), mode=self.mode, notes=[]
-                )
-                known[spread] = job.sums_at(self.start.theta)
+                plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
+                known[spread] = plan.sums_at(self.start.theta)
         return known[spread]
 
     @property
@@ -371,7 +369,7 @@ class Search:
 
     @property
     def _gaussian_of_polish(self) -> str:
-        return VARIATIONAL if self._averages and self.job.gaussian != LAPLACE else LAPLACE
+        return VARIATIONAL if self._averages and self.plan.gaussian != LAPLACE else LAPLACE
 
     def _quadratic_step(self, setting: Setting) -> Tensor:
         """To the mode under that prior: with Gaussian noise it follows from the sums, whatever
@@ -389,9 +387,9 @@ class Search:
 
     def _polished_candidate(self, setting: Setting) -> Candidate | None:
         """By passes over the training rows; None where there is no mode."""
-        job = self.job_at(setting)
+        plan = self.plan_at(setting)
         try:
-            found = replace(job, tolerance=ROUGH).run()
+            found = fit_with_prior(replace(plan, tolerance=ROUGH))
         except ValueError:
             return None
         return self._candidate_of(found)
@@ -402,10 +400,8 @@ class Search:
     @property
     def _averages(self) -> bool:
         """Whether variational Gaussians can be had."""
-        gaussian = None if self.job.gaussian is None else VARIATIONAL
-        return (
-            self.job.gaussian != LAPLACE and replace(self.job, gaussian=gaussian, notes=[]).averages
-        )
+        gaussian = None if self.plan.gaussian is None else VARIATIONAL
+        return self.plan.gaussian != LAPLACE and replace(self.plan, gaussian=gaussian).averages
 
     def _variational(self) -> None:
         """Variational Gaussians of the trained head, around the best setting of laplace, each
@@ -417,31 +413,32 @@ class Search:
         low, high = self._range
         tried = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
         for spread in dict.fromkeys(min(max(factor * best.spread, low), high) for factor in tried):
-            job = self._search_job(self.likelihood_at(spread))
+            plan = self._search_plan(self.likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
-            self.whole.descend(self._variational_candidates(settings, job))
+            self.whole.descend(self._variational_candidates(settings, plan))
 
-    def _search_job(self, likelihood: Likelihood) -> Job:
+    def _search_plan(self, likelihood: Likelihood) -> FitPlan:
         """Passes over some of the training rows, which count for all of them."""
-        data = self.job.data
+        data = self.plan.data
         if isinstance(data, Reader):
             data = thinned(data, SEARCH_ROWS)
         return replace(
-            self.job,
+            self.plan,
             data=data,
             likelihood=likelihood,
             mode=self.mode,
             gaussian=None,
             tolerance=ROUGH,
-            notes=[],
         )
 
-    def _variational_candidates(self, settings: list[Setting], job: Job) -> Iterator[list[Scored]]:
+    def _variational_candidates(
+        self, settings: list[Setting], plan: FitPlan
+    ) -> Iterator[list[Scored]]:
         """Each found from the one before it."""
         for setting in settings:
             state = self.state_at(setting, self._statistics(setting.spread))
-            found = replace(job.climb(state), most=SEARCH_ROUNDS).run()
-            job = replace(job, start=found.variational)
+            found = replace(climb(plan, state), most=SEARCH_ROUNDS).run()
+            plan = replace(plan, start=found.variational)
             yield [(setting, Candidate(state.likelihood, found.covariance, None))]
 
 

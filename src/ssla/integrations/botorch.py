@@ -27,12 +27,11 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ssla import priors
 from ssla._checks import finite, in_plain_torch, positive
-from ssla.fitting.fit import fit
 from ssla.fitting.variational import recentred
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
 from ssla.network.unset import unset_linear
-from ssla.posterior import Posterior
+from ssla.posterior import Posterior, fit
 from ssla.predictive.functions import joint_of_groups
 from ssla.report import VARIATIONAL
 from ssla.values import Variational

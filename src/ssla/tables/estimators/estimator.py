@@ -18,7 +18,7 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla.curvature import resolve as resolve_structure
-from ssla.fitting import checked_weights
+from ssla.fitting.asked import checked_weights
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 from ssla.tables.columns import Encoded, Plan, Table

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import unknown_name, warn
-from ssla.fitting import polish_again
-from ssla.fitting.fit import fit_at_mode
+from ssla.fitting.again import polish_again
 from ssla.fitting.tuning import tune
 from ssla.likelihoods import Gaussian, Likelihood
 from ssla.posterior import Posterior
@@ -36,6 +35,7 @@ from ssla.tables.networks.ensemble import (
 )
 from ssla.tables.networks.folds import folds
 from ssla.tables.networks.held_out_noise import NODES, Noise, at_noise, held_out_noise
+from ssla.tables.networks.last_layer_fits import fit_last_layer
 from ssla.tables.networks.pieces import counts_of, edges_of
 from ssla.tables.networks.recalibration import as_trained, spreads_of, stretched_log_densities
 from ssla.tables.networks.scaling import Scaling, scaling_of
@@ -401,7 +401,7 @@ class _Work:
         """rough: only to choose a prior."""
         data, prior = self.data.of(rows), prior or GaussianPrior(self.settings.schedule.precision)
         weights, structure = self.settings.weights, self.settings.structure
-        return fit_at_mode(module, data, likelihood, prior, weights, structure, rough)
+        return fit_last_layer(module, data, likelihood, prior, weights, structure, rough)
 
     def posteriors(self, member: int) -> list[tuple[Posterior, float]]:
         """Posteriors with their shares: one, or one for each node of the noise; none where a

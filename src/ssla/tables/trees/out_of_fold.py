@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssla.fitting.fit import fit_at_mode
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior
@@ -37,6 +36,7 @@ from ssla.predictive.normals import averaged
 from ssla.priors import Gaussian
 from ssla.refit import Refit
 from ssla.tables.networks.component import Component
+from ssla.tables.networks.last_layer_fits import fit_last_layer
 from ssla.tables.networks.scaling import Scaling, units_of
 from ssla.tables.networks.stacking import shares
 from ssla.values import Marginal
@@ -225,7 +225,7 @@ def _fitted(
     with warnings.catch_warnings():  # the start is the prior's mean, which the fit may leave
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        return fit_at_mode(linear(weight, bias), data, likelihood, prior, structure=structure)
+        return fit_last_layer(linear(weight, bias), data, likelihood, prior, structure=structure)
 
 
 def _line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:

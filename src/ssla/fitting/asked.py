@@ -1,0 +1,85 @@
+"""What a fit is asked for, checked: an error here comes before the first pass over the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributions import Distribution
+
+from ssla._checks import one_of
+from ssla.curvature import Structure, resolve
+from ssla.curvature.automatic import AUTO
+from ssla.curvature.memory import DEFAULT_BUDGET
+from ssla.fitting.passes import Data
+from ssla.fitting.plan import FitPlan
+from ssla.likelihoods import Gaussian, Likelihood, Tempered
+from ssla.priors import Prior, as_prior
+from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
+
+
+def checked_plan(
+    kind: type[Posterior],
+    data: Data,
+    likelihood: Likelihood,
+    prior: Prior | Distribution | None,
+    structure: str | Structure,
+    mode: str | None,
+    gaussian: str | None,
+    budget: int,
+) -> FitPlan:
+    """The plan of a fit, if its parts are what they should be."""
+    if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            "likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), "
+            f"but is {likelihood!r}."
+        )
+    if isinstance(likelihood, type):
+        raise TypeError(
+            f"likelihood must be an object, but is the class {likelihood.__name__}. Write "
+            f"{likelihood.__name__}(…)."
+        )
+    if (
+        isinstance(likelihood, Tempered)
+        and isinstance(likelihood.base, Gaussian)
+        and likelihood.base.estimated
+    ):
+        raise ValueError(
+            "Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a "
+            "number."
+        )
+    if mode is not None:
+        one_of("mode", mode, (POLISH, TILT, AS_IS))
+    if gaussian is not None:
+        one_of("gaussian", gaussian, (LAPLACE, VARIATIONAL))
+    if gaussian == VARIATIONAL and not likelihood.linear_domain:
+        raise ValueError(
+            f"gaussian='variational' averages over a Gaussian of the outputs, but {likelihood!r} "
+            "does not allow every output. Use gaussian='laplace', or a likelihood on the "
+            "logarithmic scale."
+        )
+    given = None if prior is None else as_prior(prior)
+    automatic = isinstance(structure, str) and structure == AUTO
+    chosen = resolve("dense" if automatic else structure)
+    return FitPlan(
+        kind, data, likelihood, given, chosen, mode, budget, gaussian, automatic=automatic
+    )
+
+
+def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
+    if not isinstance(weights, str | list | tuple):
+        raise TypeError(
+            "weights must be 'last_layer', 'all', a module's name or a list of parameter names, "
+            f"but is {weights!r}."
+        )
+    return weights
+
+
+def checked_budget(memory_budget: Any) -> int:
+    if memory_budget is not None and (isinstance(memory_budget, str) or memory_budget <= 0):
+        raise ValueError(
+            f"memory_budget must be a number of bytes, for example 2**30, but is {memory_budget!r}."
+        )
+    return DEFAULT_BUDGET if memory_budget is None else int(memory_budget)
