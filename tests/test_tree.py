@@ -9,7 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ssla"
-LAZY = {"__init__.py", "tables/cli/__init__.py", "tables/cli/app.py"}  # `ssla --help` does not wait for torch
+LAZY = {
+    "__init__.py",
+    "tables/cli/__init__.py",
+    "tables/cli/app.py",
+}  # `ssla --help` does not wait for torch
 
 
 def inner_imports(tree):
