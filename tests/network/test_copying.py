@@ -9,6 +9,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.network.copying import private_copy
 from support.plain_network import FIT, X, Y, net
 
 
@@ -61,3 +62,52 @@ def test_compiled_modules_are_refused_in_words(weights):
         ValueError, match=r"The network's part '0' is a torch.jit module.*compute its outputs once"
     ):
         ssla.fit(part, (X, Y), weights=weights, **FIT)
+
+
+def batch_norm_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_the_copy_has_the_same_values_and_shares_none_of_them():
+    model = batch_norm_net()
+    copy = private_copy(model)
+    assert copy is not model
+    ours, theirs = copy.state_dict(), model.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value)
+        assert ours[name].data_ptr() != value.data_ptr()
+    assert not any(p.requires_grad for p in copy.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    assert copy.training == model.training
+
+
+def test_tied_parameters_stay_tied_in_the_copy():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    copy = private_copy(model)
+    assert copy[1].weight is copy[0].weight
+    assert copy[0].weight is not model[0].weight
+
+
+@pytest.mark.parametrize("place", ["outside", "inside", "both"])
+def test_parallel_wrappers_are_replaced_under_the_same_names(place):
+    inner = batch_norm_net().eval()
+    if place in ("inside", "both"):
+        inner = nn.Sequential(nn.DataParallel(inner[:2]), inner[2])
+    model = nn.DataParallel(inner) if place in ("outside", "both") else inner
+    copy = private_copy(model)
+    assert not any(isinstance(layer, nn.DataParallel) for layer in copy.modules())
+    assert list(copy.state_dict()) == list(model.state_dict())
+    assert [type(layer).__name__ for layer in copy.modules()] == [
+        type(layer).__name__ for layer in model.modules()
+    ]
+    assert torch.equal(copy(X.float()), model(X.float()))
+
+
+def test_a_module_that_cannot_be_copied_is_refused_with_the_reason():
+    model = batch_norm_net()
+    model.kept = model[0].weight * 2  # has a graph
+    with pytest.raises(ValueError, match=r"could not be copied \(.*Remove tensors with gradients"):
+        private_copy(model)
