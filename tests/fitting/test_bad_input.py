@@ -6,7 +6,7 @@ from torch import nn
 
 from ssla import likelihoods as L
 from ssla import priors
-from support.bad_input import X, Y, assert_message, fit
+from support.bad_input import X, Y, assert_message, fit, net
 
 CASES = {
     "empty arrays": (lambda: fit(data=(X[:0], Y[:0])), "data are empty"),
@@ -18,6 +18,27 @@ CASES = {
     "constant target": (
         lambda: fit(nn.Linear(3, 1), (X, torch.zeros(20)), L.Gaussian(noise="estimate")),
         "noise cannot be estimated.*constant",
+    ),
+    "a network that reproduces the targets": (
+        lambda: fit(
+            net().double(),
+            data=(X.double(), net().double()(X.double()).detach()[:, 0]),
+            likelihood=L.Gaussian(noise="estimate"),
+            mode="as_is",
+        ),
+        "noise cannot be estimated: the residuals are zero: the network reproduces the targets",
+    ),
+    "no degrees of freedom": (
+        lambda: fit(
+            data=(X[:3], Y[:3]),
+            likelihood=L.Gaussian(noise="estimate"),
+            prior=priors.Gaussian(1e-12),
+        ),
+        "noise cannot be estimated: 3 rows leave no degrees of freedom beside 3 fitted parameters",
+    ),
+    "few validation rows": (
+        lambda: fit(prior=None, validation=(X[:2], Y[:2])),
+        "validation= has 2 rows, too few",
     ),
     "all weights zero": (lambda: fit(data=(X, Y, torch.zeros(20))), "All row weights are zero"),
     "generator read twice": (

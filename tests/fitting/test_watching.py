@@ -134,3 +134,17 @@ def test_a_prior_too_strong_for_the_targets_is_warned_about():
         mode="polish",
     )
     assert abs(weak.likelihood.noise - 1) < 0.3
+
+
+@pytest.mark.parametrize(("weight", "warned"), [(0.1, True), (0.49, True), (0.5, False)])
+def test_weights_that_cannot_be_frequencies_are_warned_about(weight, warned):
+    w = torch.full((60,), weight, dtype=torch.float64)
+    w[:20] = 0.0  # rows of no weight do not count
+    fit = lambda: ssla.fit(mlp(), (X, Y, w), likelihood=GAUSSIAN, prior=priors.Gaussian())
+    if not warned:
+        assert not any("Row weights" in note for note in fit().report.notes)
+        return
+    words = f"Row weights sum to {40 * weight:.4g}, less than half of the 40 rows"
+    with pytest.warns(UserWarning, match=words):
+        post = fit()
+    assert any(words in note for note in post.report.notes)

@@ -242,3 +242,47 @@ def test_a_second_pass_that_takes_another_path_leaves_the_first_dimension(fails)
     assert network.kronecker == set(network.layout.names)
     found = network.linearise(X[:5], network.theta)[1].dense().values
     assert torch.allclose(found, jacobian(model, X[:5], network.layout.names), atol=1e-13)
+
+
+class Scalar(nn.Module):
+    """A parameter without dimensions: a learned temperature."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.scale = mlp(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * self.body(x)
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="_rest_block flattens from dimension 2")
+def test_a_parameter_without_dimensions_may_be_free():
+    network = opened(Scalar())
+    found = network.linearise(X[:4], network.theta)[1].dense().values
+    assert torch.allclose(found, jacobian(Scalar(), X[:4], network.layout.names), atol=1e-13)
+
+
+class Unlike(nn.Module):
+    """Detaches one use of its layers, so that no plan of layers is right for any of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        with torch._C.DisableTorchFunction():
+            inner = x @ self.one.weight.mT
+            more = inner[:, :2] @ self.two.weight[:, :2].mT
+        return self.two(self.one(x).tanh()) + more
+
+
+def test_where_every_layer_disagrees_with_backpropagation_none_has_a_form():
+    model = Unlike()
+    network = opened(model)
+    assert "one.weight" in network.others
+    assert "two.weight" in network.others
+    assert any("do not agree with backpropagation" in note for note in network.notes)
+    found = network.linearise(X[:4], network.theta)[1].dense().values
+    assert torch.allclose(found, jacobian(model, X[:4], network.layout.names), atol=1e-13)

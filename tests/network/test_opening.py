@@ -343,3 +343,12 @@ def test_one_row_is_enough_to_open_a_network():
     assert torch.allclose(
         network.linearise(X[:3], network.theta)[1].dense().values, expected, atol=1e-13
     )
+
+
+def test_a_modules_name_is_all_of_its_parameters():
+    net = nn.Sequential(mlp(outputs=4), nn.Tanh(), nn.Linear(4, 2).double())
+    for name in ("0", "0.2"):
+        network = open_network(net, name, X)
+        expected = [n for n, _ in net.named_parameters() if n.startswith(name + ".")]
+        assert list(network.layout.names) == expected
+    assert isinstance(open_network(net, "2", X), LastLayer)

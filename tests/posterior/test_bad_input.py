@@ -30,6 +30,8 @@ CASES = {
         lambda: fit(memory_budget="1GB"),
         "memory_budget must be a number of bytes",
     ),
+    "weights as a number": (lambda: fit(weights=3), "weights must be 'last_layer', 'all', a mod"),
+    "no budget": (lambda: fit(memory_budget=0), "memory_budget must be a number of bytes"),
     "ssla of a model": (lambda: ssla.ssla(net(), X, Y), "first argument must be a Posterior"),
 }
 
