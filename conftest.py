@@ -6,6 +6,7 @@ import torch
 from ssla.tables.estimators import estimator
 
 torch.set_num_threads(1)  # the matrices are small: a second thread waits more than it works
+SHIPPED = {"auto_members": estimator.auto_members, "AUTO_TREES": estimator.AUTO_TREES}
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def _quiet_and_repeatable():
 def _one_member():
     """members="auto" is one network here, trees="auto" three: tests of more say how many.
 
-    The rule itself is `__wrapped__`.
+    The rule itself is `__wrapped__`; `shipped_defaults` undoes this for one test.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -28,3 +29,10 @@ def _one_member():
         )
         patch.setattr(estimator, "AUTO_TREES", dict.fromkeys(estimator.AUTO_TREES, 3))
         yield
+
+
+@pytest.fixture
+def shipped_defaults(monkeypatch):
+    """Both estimators as a user has them: undoes `_one_member` for one test."""
+    for name, value in SHIPPED.items():
+        monkeypatch.setattr(estimator, name, value)

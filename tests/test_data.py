@@ -5,6 +5,8 @@ import torch
 
 from ssla.data import Batch, Rows, checked, open_source
 from ssla.likelihoods.support import Classes, Real, RealVector
+from support.bad_input import X as INPUTS
+from support.bad_input import Y, assert_message, fit
 
 X = torch.arange(10.0).reshape(10, 1)
 
@@ -69,3 +71,27 @@ def test_arrays_and_loaders_give_the_same_batches():
         torch.cat([batch.y for batch in open_source(loader)]),
         next(iter(open_source((X, X[:, 0])))).y,
     )
+
+
+CASES = {
+    "rows differ": (lambda: fit(data=(INPUTS, Y[:19])), r"x has 20 rows, but y has shape \(19,\)"),
+    "negative weights": (
+        lambda: fit(data=(INPUTS, Y, -torch.ones(20))),
+        "Row weights must be finite and not negative",
+    ),
+    "weights of another length": (
+        lambda: fit(data=(INPUTS, Y, torch.ones(3))),
+        r"Row weights must have shape \(20,\)",
+    ),
+    "a bare tensor": (lambda: fit(data=INPUTS), "data is a Tensor.*Give a DataLoader"),
+    "batches without targets": (
+        lambda: fit(data=[INPUTS, INPUTS, INPUTS, INPUTS]),
+        r"Each batch must be \(x, y\)",
+    ),
+    "text": (lambda: fit(data=([["a", "b", "c"]] * 20, Y)), "Expected numbers.*Encode text"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case):
+    assert_message(*CASES[case])

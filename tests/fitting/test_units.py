@@ -257,3 +257,24 @@ def test_each_output_of_the_last_layer_has_its_own_precision_with_all_weights():
     start = posterior.tuning_history.points[0]
     squares = torch.stack([0.01 * VARYING[2].weight[0], VARYING[2].weight[1]]).square().mean(1)
     assert torch.allclose(start[1:], 1 / squares.detach())
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e6])
+def test_targets_of_any_scale(scale):
+    """With a prior that fits the scale of the weights the answer scales with the targets."""
+    x = torch.randn(60, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x[:, 0] + 0.3 * torch.randn(
+        60, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    one = ssla.fit(model, (x, y), likelihood=L.Gaussian(noise="estimate"), prior=priors.Gaussian())
+    scaled = ssla.fit(
+        model,
+        (x, scale * y),
+        likelihood=L.Gaussian(noise="estimate"),
+        prior=priors.Gaussian(1 / scale**2),
+    )
+    assert torch.allclose(scaled.predict(x).stddev / scale, one.predict(x).stddev, rtol=1e-6)

@@ -6,7 +6,8 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.network.stacked import stacked
+from ssla.network import open_network
+from ssla.network.stacked import ELEMENTWISE, stacked
 
 CHAINS = {
     "tanh": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
@@ -69,3 +70,57 @@ class Residual(nn.Module):
 def test_other_networks_are_no_chain():
     post, x = opened(Residual())
     assert stacked(post.network, x, post.theta) is None
+
+
+def hooked():
+    net = CHAINS["tanh"]()
+    net[1].register_forward_hook(lambda module, given, result: 2 * result)
+    return net
+
+
+def open_alone(net, weights="all"):
+    x = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return open_network(net.double().eval(), weights, x), x
+
+
+@pytest.mark.parametrize(
+    ("make", "weights"),
+    [
+        (hooked, "all"),
+        (lambda: nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1), nn.Linear(5, 2)), "all"),
+        (lambda: nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)), "all"),
+        (CHAINS["tanh"], "last_layer"),  # its θ interleaves weight and bias
+    ],
+)
+def test_what_batched_products_cannot_repeat_is_no_chain(make, weights):
+    network, x = open_alone(make(), weights)
+    assert stacked(network, x, network.theta) is None
+
+
+def test_inputs_that_are_no_matrix_have_no_chain():
+    network, x = open_alone(CHAINS["tanh"]())
+    assert stacked(network, x, network.theta) is not None
+    assert stacked(network, (x,), network.theta) is None
+    assert stacked(network, x[:, None], network.theta) is None
+
+
+@pytest.mark.parametrize("activation", ELEMENTWISE)
+def test_every_elementwise_function_is_run_for_many_weights(activation):
+    network, x = open_alone(nn.Sequential(nn.Linear(3, 5), activation(), nn.Linear(5, 2)))
+    chain = stacked(network, x, network.theta)
+    thetas = network.theta + torch.tensor([[0.0], [0.2], [-0.3]], dtype=torch.float64)
+    found = chain.run(chain.parameters(thetas), x)
+    expected = torch.stack([network.evaluate(x, theta) for theta in thetas])
+    assert torch.allclose(found, expected, atol=1e-13)
+
+
+def test_each_weight_vector_may_have_rows_of_its_own():
+    network, x = open_alone(CHAINS["tanh"]())
+    chain = stacked(network, x, network.theta)
+    thetas = network.theta + torch.tensor([[0.1], [-0.2]], dtype=torch.float64)
+    rows = torch.stack([x[:4], x[4:8]])
+    score = torch.linspace(-1, 1, 2 * 4 * 2, dtype=torch.float64).reshape(2, 4, 2)
+    found = chain.gradient(thetas, rows, score)
+    for theta, own, g, expected in zip(thetas, rows, score, found, strict=True):
+        J = network.linearise(own, theta)[1]
+        assert torch.allclose(J.pull(g), expected, atol=1e-12)

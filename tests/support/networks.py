@@ -1,5 +1,7 @@
 """A small network, rows that it can explain, and posteriors of it."""
 
+from copy import deepcopy
+
 import torch
 from torch import nn
 
@@ -48,3 +50,26 @@ class TwoInputs(nn.Module):
 
     def forward(self, a, b):
         return self.body(torch.cat([a, b], 1))
+
+
+def trained(width=16, steps=300):
+    """An `mlp` after some steps on `data(60)`."""
+    x, y = data(60)
+    net = mlp(width=width)
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        ((net(x).squeeze(1) - y) ** 2).mean().backward()
+        optimiser.step()
+    return net
+
+
+def around_a_million(n=400):
+    """float32 with a bias of 10⁶, its double, and targets with a noise of 0.01 in float64."""
+    x, y = data(n)
+    y = 1e6 + 0.05 * torch.sin(x[:, 0]) + 0.01 * torch.randn(n, dtype=torch.float64)
+    net = mlp(dtype=torch.float32, width=16)
+    with torch.no_grad():
+        net[2].weight.zero_()
+        net[2].bias.fill_(1e6)
+    return net, deepcopy(net).double(), x.float(), y

@@ -254,7 +254,9 @@ class AnyParameters:
                     parts |= vmap(jacrev(one), in_dims=(None, 0))(chosen, x)
                 except RuntimeError:  # a layer without a batching rule (packed sequences)
                     parts |= self._columns_one_by_one(x, free, chosen, graph)
-        values = torch.cat([parts[name].flatten(2) for name in self.others], 2)
+        values = torch.cat(
+            [parts[name].reshape(row_count(x), self.outputs, -1) for name in self.others], 2
+        )
         index = torch.cat([self.layout.positions[name].flatten() for name in self.others])
         return RestBlock(index, (values if graph else values.detach()).to("cpu"))
 

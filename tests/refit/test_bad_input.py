@@ -1,0 +1,82 @@
+"""Settings and data of refits that are refused, and the remedy."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+import ssla
+from support.bad_input import X, Y, assert_message, fit
+
+CASES = {
+    "unknown refit": (
+        lambda: fit().predict(X, refit="outputs"),
+        r"Unknown refit 'outputs'. Did you mean 'output'\?",
+    ),
+    "no refit": (lambda: fit().predict(X, refit=None), "refit must be one of"),
+    "a refit's class": (lambda: fit().predict(X, refit=ssla.NoRefit), "refit must be one of"),
+    "unknown curvature": (lambda: ssla.NoRefit(curvature="observd"), r"Did you mean 'observed'\?"),
+    "two steps": (lambda: ssla.OutputRefit(steps=2), "steps must be None"),
+    "refit of a generator's data": (
+        lambda: (
+            fit(data=((X, Y) for _ in range(1)))
+            .predict(X, refit=ssla.WeightRefit(logdet="frozen"))
+            .increments(Y)
+        ),
+        (
+            "came from a generator, which can be read only once. Give all the data of the "
+            r"fit: refit=ssla.WeightRefit\(data="
+        ),
+    ),
+    "refit on fewer rows": (
+        lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X[:9], Y[:9]))),
+        "data to refit on have 9 rows, but the posterior was fitted on 20",
+    ),
+    "refit on other data": (
+        lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(data=(X, Y + 9))),
+        "not those of the fit: the log likelihood's gradient.*Give the data of the fit",
+    ),
+    "refit without data": (
+        lambda: ssla.ssla(replace(fit(), source=None), X, Y),
+        "does not hold them.*loaded from a file.*WeightRefit",
+    ),
+    "refit tolerance": (
+        lambda: ssla.WeightRefit(tolerance=0.0),
+        "tolerance must be a number between 0 and 1",
+    ),
+    "refit steps": (
+        lambda: ssla.WeightRefit(max_steps=2.5),
+        "max_steps must be a whole number from 1",
+    ),
+    "refit curvature": (lambda: ssla.WeightRefit(curvature="hesian"), r"Did you mean 'hessian'\?"),
+    "refit logdet": (lambda: ssla.WeightRefit(logdet="exakt"), r"Did you mean 'exact'\?"),
+    "refit failure": (lambda: ssla.WeightRefit(on_failure="rise"), r"Did you mean 'raise'\?"),
+    "structure of a last layer": (
+        lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(logdet="structure")),
+        "logdet='structure' is for weights='all'",
+    ),
+    "Hessian of many weights": (
+        lambda: ssla.ssla(
+            fit(
+                nn.Sequential(nn.Linear(3, 150), nn.Tanh(), nn.Linear(150, 1)),
+                weights="all",
+                structure="diag",
+            ),
+            X,
+            Y,
+            ssla.WeightRefit(curvature="hessian"),
+        ),
+        "at most 500 weights, but this posterior has 751.*curvature='observed'",
+    ),
+    "auto target": (lambda: ssla.AutoRefit(target=-1.0), "target must be a number above zero"),
+    "auto weights": (lambda: ssla.AutoRefit(weights="weights"), "weights must be a WeightRefit"),
+    "ssla of other rows": (
+        lambda: ssla.ssla(fit(), X, Y[:7]),
+        r"y must have shape \(20,\) with one value for each input",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case):
+    assert_message(*CASES[case])
