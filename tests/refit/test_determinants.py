@@ -29,7 +29,7 @@ def row_weights():
 
 def opened(post=None, **options):
     base, new, _ = posterior()
-    return ssla.WeightRefit(**options).engine((post or base).state, new).determinants
+    return ssla.WeightRefit(**options).engine((post or base), new).determinants
 
 
 def steps(count=2):
@@ -82,7 +82,7 @@ def dense_rows(kind, theta, x, y, weights):
 def dense(kind, theta, task=None):
     """H of the data and the prior at θ; with a task (x, y) also its own curvature."""
     post, _, _ = posterior()
-    batch = next(iter(post.state.source))
+    batch = next(iter(post.source))
     H = dense_rows(kind, theta, batch.x, batch.y.double(), row_weights())
     H = H + 0.5 * torch.eye(len(theta), dtype=torch.float64)
     if task is not None:
@@ -131,7 +131,7 @@ def test_the_curvature_of_a_prior_that_changes():
     post = posterior()[0].with_prior(priors.StudentT(df=4.0, scale=0.7))
     theta = post.theta + steps()
     found = opened(post)._curvature("fisher", theta)
-    bound = post.state.bound_prior
+    bound = post.bound_prior
     for k in range(2):
         by_data = dense("fisher", theta[k]) - 0.5 * torch.eye(len(theta[k]), dtype=torch.float64)
         prior = -torch.autograd.functional.hessian(bound.log_prob, theta[k])
@@ -173,7 +173,7 @@ def test_a_saddle_is_preconditioned_by_the_fitted_curvature(monkeypatch):
     determinants = opened()
     del determinants.__dict__["start_factor"]  # cached when the engine was opened
     monkeypatch.setattr(type(determinants), "_curvature", lambda self, kind, thetas: -_eye(thetas))
-    assert determinants.start_factor is posterior()[0].state.operator.factor
+    assert determinants.start_factor is posterior()[0].operator.factor
     assert determinants._base("hessian") is None
 
 
@@ -185,9 +185,7 @@ def called(determinants, step):
     """`Determinants.__call__` with the outputs at θ and the root of K = J H⁻¹ Jᵀ at θ̂."""
     post, new, _ = posterior()
     own = torch.stack([module_at(post.theta + step[k])(new[k]).detach() for k in range(2)])
-    K = torch.cat(
-        [post.state.operator.covariance(J.double()) for _, J in post.state.linearised(new)]
-    )
+    K = torch.cat([post.operator.covariance(J.double()) for _, J in post.linearised(new)])
     return determinants(step, own, Y, new, torch.linalg.cholesky(K))
 
 
@@ -228,7 +226,7 @@ def test_a_frozen_determinant_is_that_of_theta_hat_and_the_new_row(kind):
         f = module_at(post.theta + steps()[k])(new[k : k + 1]).detach()
         law = post.likelihood
         Lambda = law.fisher(f) if kind == "fisher" else law.precision(Y[k : k + 1], f)
-        J = torch.cat([J.double().dense().values for _, J in post.state.linearised(new)])[k]
+        J = torch.cat([J.double().dense().values for _, J in post.linearised(new)])[k]
         after = np.linalg.slogdet((H + J.mT @ Lambda[0] @ J).numpy())[1]
         expected = -0.5 * (after - np.linalg.slogdet(H.numpy())[1])
         assert float(value[k]) == pytest.approx(expected, abs=1e-9)

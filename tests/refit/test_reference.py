@@ -56,7 +56,7 @@ def total(found):
 
 def assert_equals_reference(post, new, candidates, kind, **options):
     """Every task of an engine, the mode and the three increments, against the reference."""
-    log_density = ssla.WeightRefit(**(ENGINE | options), curvature=kind)(post.state, new)
+    log_density = ssla.WeightRefit(**(ENGINE | options), curvature=kind)(post, new)
     y = candidates.expand(len(new), *candidates.shape)
     solved = log_density.solve(y)
     modes = log_density.modes(y).flatten(0, 1)
@@ -64,7 +64,7 @@ def assert_equals_reference(post, new, candidates, kind, **options):
     task = 0
     for i in range(len(new)):
         for value in candidates:
-            found = refit_one(post.state, new[i : i + 1], value, kind)
+            found = refit_one(post, new[i : i + 1], value, kind)
             assert float(solved.likelihood[task]) == pytest.approx(
                 float(found.likelihood), abs=CLOSE
             )
@@ -86,7 +86,7 @@ def test_a_last_layer_equals_scipy(name):
     post, new, candidates, log_joint, log_new = last_layer(name)
     for i, j in ((0, 0), (1, 1), (2, -1)):
         expected, mode = brute_force_refit(log_joint, log_new(i, candidates[j]), post.theta)
-        found = refit_one(post.state, new[i : i + 1], candidates[j])
+        found = refit_one(post, new[i : i + 1], candidates[j])
         assert total(found) == pytest.approx(expected, abs=1e-9)
         assert torch.allclose(found.theta, mode, rtol=0, atol=1e-8)
 
@@ -97,7 +97,7 @@ def test_all_weights_equal_scipy(name):
     post, new, _, log_joint, log_new, _ = small_network(name)
     value = T(1.0) if name in ("poisson", "categorical") else post.predict(new).mean[:1]
     expected, mode = brute_force_refit(log_joint, log_new(0, value[0]), post.theta)
-    found = refit_one(post.state, new[:1], value[0], "hessian")
+    found = refit_one(post, new[:1], value[0], "hessian")
     assert total(found) == pytest.approx(expected, abs=1e-8)
     assert torch.allclose(found.theta, mode, rtol=0, atol=1e-7)
 
@@ -114,7 +114,7 @@ def test_gaussian_linear_models_have_the_exact_predictive(kind):
     mean, variance = linear_predictive(x, y, 0.09, 0.7, 0.0, new)
     for value in (-1.0, 0.5, 4.0):
         expected = -0.5 * (np.log(2 * np.pi * variance[0]) + (value - mean[0]) ** 2 / variance[0])
-        found = refit_one(post.state, new, T(value)[0], kind)
+        found = refit_one(post, new, T(value)[0], kind)
         assert total(found) == pytest.approx(expected, abs=1e-10)
         assert found.steps == 1  # a quadratic objective
 
@@ -124,7 +124,7 @@ def test_observed_curvature_of_a_last_layer_is_the_hessian(name):
     """Λ by the likelihood and −∇² by autograd: f is linear, so they are the same."""
     post, new, candidates = last_layer_problem(name)
     observed, hessian = (
-        refit_one(post.state, new[:1], candidates[1], kind) for kind in ("observed", "hessian")
+        refit_one(post, new[:1], candidates[1], kind) for kind in ("observed", "hessian")
     )
     assert float(observed.curvature) == pytest.approx(float(hessian.curvature), abs=1e-10)
 
@@ -170,10 +170,10 @@ def test_the_engine_of_products(name, kind):
     """With all probes the traces are exact but for the quadrature, whose error is stated."""
     post, new, candidates = last_layer_problem(name)
     options = ENGINE | {"logdet": "traces", "curvature": kind}
-    log_density = ssla.WeightRefit(**options)(post.state, new)
+    log_density = ssla.WeightRefit(**options)(post, new)
     assert isinstance(log_density._engine, ProductsRefit)
     solved = log_density.solve(candidates.expand(len(new), *candidates.shape))
-    found = [refit_one(post.state, new[i : i + 1], y, kind) for i in (0, 1) for y in candidates]
+    found = [refit_one(post, new[i : i + 1], y, kind) for i in (0, 1) for y in candidates]
     likelihood, prior, curvature = (
         torch.stack([getattr(task, part) for task in found])
         for part in ("likelihood", "prior", "curvature")
@@ -204,7 +204,7 @@ def test_every_mode_with_row_weights(mode, weights):
 def test_the_tilt_is_part_of_the_answer():
     """A network off its mode: with "as_is" the refit also finishes the training."""
     rows = [
-        refit_one(post.state, new[:1], y[0])
+        refit_one(post, new[:1], y[0])
         for post, new, y in (problem("poisson", mode=mode) for mode in ("tilt", "as_is"))
     ]
     assert abs(total(rows[0]) - total(rows[1])) > 1e-3
@@ -238,5 +238,5 @@ def test_an_indefinite_observed_curvature_uses_the_fisher():
         prior=priors.Gaussian(1e-3),
         gaussian="laplace",
     )
-    found = refit_one(post.state, inputs(1, 6), T(0.4)[0])
+    found = refit_one(post, inputs(1, 6), T(0.4)[0])
     assert found.kind == "fisher"

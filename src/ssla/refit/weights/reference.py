@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ from ssla.network import AnyParameters
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.weights.refit_rows import square, training_data
 from ssla.refit.weights.solved import HESSIAN
-from ssla.state import AS_IS, State
+from ssla.report import AS_IS
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
 
 TOLERANCE = 1e-10  # on √(gᵀH̃⁻¹g), the distance from the mode in posterior standard deviations
 MOST_STEPS = 200
@@ -75,7 +78,7 @@ class ReferenceRefit(NamedTuple):
 
 
 def refit_one(
-    posterior: State, x: Inputs, y: Tensor, kind: str = OBSERVED, data: Any = None
+    posterior: Posterior, x: Inputs, y: Tensor, kind: str = OBSERVED, data: Any = None
 ) -> ReferenceRefit:
     """(1) for one input x (1, …) and one y. kind: "observed", "fisher" or "hessian" curvature."""
     law, prior, start = posterior.likelihood, posterior.bound_prior, posterior.theta  # p, π, θ̂
@@ -111,7 +114,7 @@ def refit_one(
     raise RuntimeError("H(θ̂) or H̃(θ̃) is not positive definite. Give a stronger prior.")
 
 
-def observe(posterior: State, batch: Batch, law: Likelihood) -> Observations:
+def observe(posterior: Posterior, batch: Batch, law: Likelihood) -> Observations:
     """Checked rows, with f as a function of θ in float64."""
     network, start = posterior.network, posterior.theta
     x, y, w = checked(batch, law.support_for(network.outputs), network.outputs)
