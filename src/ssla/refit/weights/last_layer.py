@@ -9,7 +9,8 @@ and the gradients of all tasks are one product with Φ again. Nothing is formed 
 
 Features are first brought to a basis in which the curvature's diagonal blocks average to the
 identity. Pivots are then of the order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum
-of small terms, not a difference of large ones.
+of small terms, not a difference of large ones. What each trick brings: `last_layer_group`. The
+same for one task and without tricks: `reference`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class LastLayerRefit:
 
     @property
     def law(self) -> Likelihood:
-        """Of the new observation."""
+        """The likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
@@ -97,7 +98,7 @@ class LastLayerRefit:
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def original(self, point: Tensor) -> Tensor:
-        """δ' (m, P) -> δ (m, P)."""
+        """Steps δ' (m, P) of the basis in the coordinates of θ: δ = L_B⁻ᵀδ' for each output."""
         m = point.shape[0]
         parts = point.reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, parts.mT, upper=True)
@@ -118,23 +119,26 @@ class LastLayerRefit:
 
     @cached_property
     def _prior_precision(self) -> dict[torch.dtype, Tensor]:
-        """Of a Gaussian prior, in the basis (C, F, F), in both precisions."""
+        """The precision of a Gaussian prior in the basis (C, F, F), in single and in double."""
         diagonal = torch.diag_embed(
             self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
         )
         half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
-        whole = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
-        return {torch.float64: whole, torch.float32: whole.float()}
+        in_basis = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
+        return {torch.float64: in_basis, torch.float32: in_basis.float()}
 
     @cached_property
     def _memo(self) -> dict[tuple[int, str], Tensor]:
-        """What was computed of cached blocks, while it fits.
+        """Values of `remember`, by the id of a kept block and a name.
 
-        (A cached block lives as long as we do, so its id is its own.)
+        A kept block lives as long as this refit, so no other block has its id.
         """
         return {}
 
     def remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A value of a block, computed once where blocks are kept and a quarter of the memory
+        budget holds all such values.
+        """
         known = self._memo.get((id(block), what))
         if known is None:
             known = compute()
@@ -176,8 +180,9 @@ class LastLayerRefit:
         return self.remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
 
     def covariances(self, block: Block, base: Base) -> Tensor:
-        """K = J H⁻¹ Jᵀ at a block's rows: of the pairs a ≤ b, those off the diagonal twice
-        (pairs, b).
+        """K = J H⁻¹ Jᵀ at a block's rows, its entries a ≤ b (pairs, b).
+
+        Entries off the diagonal are doubled: their sum with ΔΛ is tr KΔΛ.
         """
 
         def compute() -> Tensor:
@@ -188,8 +193,10 @@ class LastLayerRefit:
 
     @cached_property
     def contrasts(self) -> Base | None:
-        """The curvature in contrasts of classes, in which determinants are smaller; None where
-        it is not the same.
+        """The curvature in contrasts of classes, which has C − 1 outputs in place of C.
+
+        None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
+        place of the observed curvature, and priors that differ by class.
         """
         prior, base, likelihood = self.prior, self.bases[0], self.posterior.likelihood
         if not (isinstance(likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
@@ -208,7 +215,10 @@ class LastLayerRefit:
     # --- one group of tasks ----------------------------------------------------------------
 
     def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """Tasks (row of x, y): the three increments at each one's own mode."""
+        """The three increments of tasks (row of x, y), each at its own mode.
+
+        Tasks whose observed curvature is indefinite at the mode use the Fisher, and are counted.
+        """
         base = self.bases[0]
         group = Group(self, base, where, y)
         found = self._ascend(group, progress)
@@ -237,9 +247,11 @@ class LastLayerRefit:
         )
 
     def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
-        """With the shared preconditioner, first in single precision where the rows are in memory;
-        tasks that have not converged continue with their own Hessians. Classes (targets without
-        rounding) may end in single precision.
+        """The modes of all tasks, in three stages.
+
+        First the shared preconditioner in single precision, where the rows are in memory; then the
+        same in double; then each task's own Hessian, for tasks that have not converged. Classes
+        (targets without rounding) may end after the first stage.
         """
         o = self.options
         point = group.start()
@@ -305,10 +317,13 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
             total += features.gram(block.weighted(precision))
     check_seen(posterior, n, gradient)
     prior_precision = square(posterior.bound_prior.precision(posterior.theta))
-    whole = {kind: total + prior_precision for kind, total in sums.items()}
-    middle = whole[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
-    basis, info = torch.linalg.cholesky_ex(middle)
-    bases = [] if int(info) else [_base(kind, congruent(H, basis), C) for kind, H in whole.items()]
+    curvatures = {kind: total + prior_precision for kind, total in sums.items()}
+    # The basis makes the average of the diagonal blocks the identity.
+    mean_block = curvatures[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
+    basis, info = torch.linalg.cholesky_ex(mean_block)
+    bases = []
+    if not int(info):
+        bases = [_factorise(kind, congruent(H, basis), C) for kind, H in curvatures.items()]
     usable = tuple(base for base in bases if base is not None)
     if not usable:
         raise NoFactorError(no_factor(prior_precision, " on the data to refit on"))
@@ -335,6 +350,7 @@ def _whitened(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
-def _base(kind: str, H: Tensor, outputs: int) -> Base | None:
+def _factorise(kind: str, H: Tensor, outputs: int) -> Base | None:
+    """H = L Lᵀ as a `Base`; None where it is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
     return None if int(info) else Base(kind, factor, outputs)

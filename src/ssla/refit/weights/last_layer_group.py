@@ -1,5 +1,23 @@
-"""A group of last-layer refits: gradients, steps, increments and curvatures of m tasks by
-products over the features.
+"""A group of last-layer refits: m tasks (x, y) that are solved together by products over the
+features.
+
+`ssla.refit.weights.reference` computes the same numbers for one task, without the tricks:
+
+trick                                                 what it brings
+one product with Φ for the outputs of all tasks       with all that follows 11.5 times the speed of
+                                                      Newton for one task at a time
+                                                      (docs/refits-evidence.md)
+H(θ̂) + JᵀΛJ as the preconditioner of all tasks        six gradients a refit in place of 2.9 Newton
+                                                      steps (docs/notes/refits.md)
+a start at 0.7 of the linearised step                 7.3 and 8.7 gradients, where a start at the
+                                                      variational mean takes 11 and 19 (the notes)
+vech(φφᵀ) shared by the ΔH of all tasks               not measured alone; ΔH is 8 of the 11 million
+                                                      operations of a refit (the notes)
+contrasts of classes                                  459 weights in place of 510 for ten classes
+                                                      (the notes)
+ΔH in single precision, its trace in double           a bound of twice the speed, not measured (the
+                                                      notes); 1e-9 off (tests/refit/test_weights.py)
+the trace alone where the step is small               not measured alone
 """
 
 from __future__ import annotations
@@ -26,15 +44,15 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.refit.weights.last_layer import LastLayerRefit
 
-SHORTER = 0.7  # of the linearised step (measured: fewest gradients)
+SHORTER = 0.7  # of the linearised step (docs/notes/refits.md: 7.3 and 8.7 gradients)
 MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
-LARGE_CHANGE = 10.0
+LARGE_CHANGE = 10.0  # ‖ΔH‖ over the least eigenvalue of H: beyond it ΔH is in double precision
 SINGLE_TOLERANCE = 1e-6  # from this tolerance on determinants may be in single precision
-SMALL_STEP = 0.02  # posterior standard deviations
-CACHED_TASKS = 8  # whose ΔΛ are formed together
-SMALL_ERROR = 1e-4  # in log density: of the trace alone, where ΔH is small
-# by which the square of the bound on ‖H⁻¹ΔH‖ exceeds that error (measured: 140 and more, ten
-# classes)
+SMALL_STEP = 0.02  # posterior standard deviations: shorter steps try the trace alone
+CACHED_TASKS = 8  # tasks whose ΔΛ are formed together
+SMALL_ERROR = 1e-4  # in log density: what the trace alone may leave out
+# The square of the bound on ‖H⁻¹ΔH‖ exceeds that error by more than this factor (measured: 140 and
+# more, ten classes).
 LOOSE = 50.0
 CACHE_BYTES = 1 << 20  # of matrices factorised together: more fall out of the processor's cache
 
@@ -54,19 +72,21 @@ class Base:
 
     @cached_property
     def matrix(self) -> Tensor:
+        """H (P, P)."""
         return self.factor @ self.factor.mT
 
     @cached_property
     def operator(self) -> DenseOperator:
+        """H⁻¹ as a structure's operator, for K = J H⁻¹ Jᵀ."""
         return DenseOperator(self.factor)
 
     @cached_property
     def single_inverse(self) -> Tensor:
-        """H⁻¹ in single precision: it steers steps."""
+        """H⁻¹ in single precision (P, P). It steers steps and is in no answer."""
         return torch.cholesky_inverse(self.factor).float()
 
     def solve(self, values: Tensor) -> Tensor:
-        """H⁻¹ of each row (m, P), in its precision."""
+        """H⁻¹v for each row v of values (m, P), in their precision."""
         if values.dtype == torch.float32:
             return values @ self.single_inverse
         return torch.cholesky_solve(values.mT, self.factor).mT
@@ -78,25 +98,28 @@ class Base:
 
     @cached_property
     def packed_inverse(self) -> Tensor:
-        """H⁻¹ (pairs · v,) so that its product with a packed ΔH is tr H⁻¹ΔH."""
-        C, F = self.outputs, self.factor.shape[0] // self.outputs
+        """H⁻¹ (pairs · v,) so that its product with a packed ΔH is tr H⁻¹ΔH.
+
+        Entries off a diagonal stand for two of them, and so do blocks off the diagonal.
+        """
+        C = self.outputs
+        F = self.factor.shape[0] // C
         blocks = torch.cholesky_inverse(self.factor).reshape(C, F, C, F)
         triangle = torch.triu_indices(F, F)
-        twice = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
-        rows = []
+        entries_counted = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
+        packed = []
         for a, b in pairs(C):
+            blocks_counted = 1 + (a != b)
             block = (blocks[a, :, b, :] + blocks[a, :, b, :].mT) / 2
-            rows.append((1 + (a != b)) * twice * block[triangle[0], triangle[1]])
-        return torch.cat(rows)
+            packed.append(blocks_counted * entries_counted * block[triangle[0], triangle[1]])
+        return torch.cat(packed)
 
 
 class Change(NamedTuple):
-    """ΔH of m tasks: of each the upper triangles of its pairs a ≤ b of outputs (m, pairs · v);
-    and tr H⁻¹ΔH (m,).
-    """
+    """ΔH = H(θ̃) − H(θ̂) of the data, for m tasks."""
 
-    packed: Tensor
-    trace: Tensor
+    packed: Tensor  # the upper triangles of the blocks a ≤ b of outputs (m, pairs · v)
+    trace: Tensor  # tr H⁻¹ΔH (m,), in double precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,29 +132,26 @@ class Group:
     y: Tensor
 
     def take(self, rows: Tensor) -> Group:
-        """Some of the tasks, with what was computed of them."""
+        """Some of the tasks, with the cached values that were already computed for them."""
         if len(rows) == len(self.y):
             return self
         part = Group(self.refit, self.base, self.where[rows], self.y[rows])
-        part.__dict__.update(
-            {
-                name: self.__dict__[name][rows]
-                for name in ("phi", "f", "root")
-                if name in self.__dict__
-            }
-        )
+        cached = [name for name in ("phi", "f", "root") if name in self.__dict__]
+        part.__dict__.update({name: self.__dict__[name][rows] for name in cached})
         return part
 
     @cached_property
     def phi(self) -> Tensor:
+        """The features of each task's input (m, F)."""
         return self.refit.features[self.where]
 
     @cached_property
     def f(self) -> Tensor:
+        """The outputs at θ̂ of each task's input (m, C)."""
         return self.refit.f[self.where]
 
     def push(self, point: Tensor) -> Tensor:
-        """J δ at each task's own input (m, C)."""
+        """The change J δ of the outputs at each task's input (m, C)."""
         return torch.einsum(
             "mcf,mf->mc",
             point.reshape(len(point), self.refit.outputs, -1),
@@ -139,41 +159,44 @@ class Group:
         )
 
     def pull(self, u: Tensor) -> Tensor:
-        """Jᵀu at each task's own input (m, P)."""
+        """Jᵀu for values u (m, C) of the outputs at each task's input (m, P)."""
         return (u.unsqueeze(-1) * self.phi.to(u.dtype).unsqueeze(1)).flatten(1)
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C)."""
+        """R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each different input."""
         places, index = self.where.unique(return_inverse=True)
         K = self.base.operator.covariance(Features(self.refit.features[places], self.refit.outputs))
         return linalg.root((K + K.mT) / 2)[index]
 
     def start(self) -> Tensor:
-        """SHORTER times the step to the refit of the linearised model, H⁻¹Jᵀu: on the way there
-        the curvature mostly grows.
+        """Where the ascent starts: SHORTER times H⁻¹Jᵀu, the step of the output refit (m, P).
+
+        Shorter, because the curvature mostly grows on the way there. Where some outputs are not
+        allowed the ascent starts at θ̂, which is allowed.
         """
         if not self.refit.law.linear_domain:
             return torch.zeros(len(self.y), self.refit.gradient.numel(), dtype=torch.float64)
-        return SHORTER * self.base.solve(
-            self.pull(at_mode(self.refit.law, self.y, self.f, self.root).pull)
-        )
+        u = at_mode(self.refit.law, self.y, self.f, self.root).pull
+        return SHORTER * self.base.solve(self.pull(u))
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), by differences from θ̂ row by
-        row; and (H + JᵀΛJ)⁻¹ of it.
+        """The gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂), and (H + JᵀΛJ)⁻¹ of it.
+
+        Scores are subtracted from those at θ̂ row by row, so that g₀ cancels exactly.
         """
         return self.take(tasks)._evaluate(point)
 
     def _evaluate(self, point: Tensor) -> Slope:
-        """In the precision of `point`."""
+        """`evaluate` of all tasks, in the precision of `point`; NaN outside the allowed outputs."""
         refit, law, kind = self.refit, self.refit.law, point.dtype
         m, C = self.f.shape
         likelihood = refit.posterior.likelihood
         total = torch.zeros(C, m, self.phi.shape[1], dtype=kind)
         outside = torch.zeros(m, dtype=torch.bool)
         for _, block, f in self._blocks(point):
-            if isinstance(likelihood, Categorical):  # y cancels
+            # Of classes y cancels in the difference.
+            if isinstance(likelihood, Categorical):
                 score = likelihood.logits(
                     likelihood.mean(block.f).unsqueeze(1) - likelihood.mean(f)
                 )
@@ -184,19 +207,21 @@ class Group:
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x
-        y, own = _of_kind(self.y, kind), self.f.to(kind) + self.push(point)
-        gradient = total.movedim(0, 1).reshape(m, -1) + self.pull(law.score(y, own).to(kind))
+        y = _in_precision(self.y, kind)
+        f_new = self.f.to(kind) + self.push(point)
+        gradient = total.movedim(0, 1).reshape(m, -1) + self.pull(law.score(y, f_new).to(kind))
         gradient = gradient + refit.prior_gradient(point)
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(kind)
         if not law.linear_domain:
-            outside |= ~torch.isfinite(law.log_prob(y, own))
+            outside |= ~torch.isfinite(law.log_prob(y, f_new))
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
-        return Slope(gradient, self._step(gradient, y, own))
+        return Slope(gradient, self._step(gradient, y, f_new))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient, and each task's own H̃(θ)⁻¹ of it: Newton, for those that the shared H
-        brings on too slowly.
+        """The gradient, and H̃(θ)⁻¹ of it with each task's own Hessian.
+
+        For tasks that have not converged with the shared preconditioner.
         """
         group = self.take(tasks)
         size = at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
@@ -206,47 +231,53 @@ class Group:
         return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _newton(self, point: Tensor) -> Slope:
-        """Where H̃ is not positive definite, or not finite, the shared step."""
-        now, own = self._evaluate(point), self.f + self.push(point)
-        law, base = self.refit.law, self.base
-        precision = law.fisher(own) if base.kind == FISHER else law.precision(self.y, own)
-        change, _ = self._change(point, base, torch.float64)
-        steps, gradients = [], now.gradient.split(self._matrices_at_once)
-        for H, gradient, shared in zip(
-            self._matrices(change, point, precision, base),
-            gradients,
-            now.step.split(self._matrices_at_once),
+        """Newton's step; the shared step where H̃ is not positive definite or not finite."""
+        shared = self._evaluate(point)
+        change = self._change(point, self.base, torch.float64)
+        precision = self._new_precision(point, self.base)
+        newton_steps = []
+        for H, gradient, shared_step in zip(
+            self._matrices(change.packed, point, precision, self.base),
+            shared.gradient.split(self._matrices_at_once),
+            shared.step.split(self._matrices_at_once),
             strict=True,
         ):
             factor, info = torch.linalg.cholesky_ex(H)
             step = torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
             good = (info == 0) & torch.isfinite(step).all(-1)
-            steps.append(torch.where(good.unsqueeze(-1), step, shared))
-        return Slope(now.gradient, torch.cat(steps))
+            newton_steps.append(torch.where(good.unsqueeze(-1), step, shared_step))
+        return Slope(shared.gradient, torch.cat(newton_steps))
 
-    def _step(self, gradient: Tensor, y: Tensor, own: Tensor) -> Tensor:
-        """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g."""
+    def _new_precision(self, point: Tensor, base: Base) -> Tensor:
+        """Λ of the new observation at f̃, of the kind of `base` (m, C, C)."""
+        law = self.refit.law
+        f_new = self.f + self.push(point)
+        return law.fisher(f_new) if base.kind == FISHER else law.precision(self.y, f_new)
+
+    def _step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
+        """(H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (Woodbury): no P×P matrix."""
         z = self.base.solve(gradient)
-        u = own_pull(self.refit.law, y, own, self.root.to(gradient.dtype), self.push(z))
+        u = own_pull(self.refit.law, y, f_new, self.root.to(gradient.dtype), self.push(z))
         return z - self.base.solve(self.pull(u))
 
     def _blocks(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
-        """Each block of training rows, also in the precision of `point`, with the outputs of all
-        tasks on it: (b, m, C), stored component-major.
+        """Yield each block of training rows as it is kept, the same in the precision of `point`,
+        and the outputs of all tasks on it (b, m, C), stored component-major.
         """
-        # Steps have the shape (C, F, m) here.
+        # Steps have the shape (C, F, m) here: one product with the features for all tasks.
         step = point.reshape(len(point), self.refit.outputs, -1).permute(1, 2, 0).contiguous()
-        for whole in self.refit.rows:
-            block = self.refit.in_kind(whole, point.dtype)
-            yield whole, block, (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
+        for kept in self.refit.rows:
+            block = self.refit.in_kind(kept, point.dtype)
+            f = (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
+            yield kept, block, f
 
     def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Likelihood and prior increments (m,), the former with the tilt."""
+        """The likelihood increment less g₀ᵀ(θ̃−θ̂), and the prior increment (m,)."""
         refit = self.refit
         likelihood = refit.posterior.likelihood
         step = refit.original(point)
         total = refit.law.log_prob(self.y, self.f + self.push(point))
-        # differences do not cancel
+        # Differences row by row do not cancel, so classes may have them in single precision.
         single = refit.options.tolerance >= SINGLE_TOLERANCE and not self.y.is_floating_point()
         for _, block, f in self._blocks(point.float() if single else point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
@@ -257,12 +288,7 @@ class Group:
 
     def curvature(self, point: Tensor, base: Base) -> tuple[Tensor, Tensor]:
         """−½[log|H̃(θ̃)| − log|H(θ̂)|] (m,), and where H̃ is positive definite."""
-        own = self.f + self.push(point)
-        precision = (
-            self.refit.law.fisher(own)
-            if base.kind == FISHER
-            else self.refit.law.precision(self.y, own)
-        )
+        precision = self._new_precision(point, base)
         if self.refit.options.logdet == FROZEN:
             return own_increment(self.root, precision)
         size = at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
@@ -270,16 +296,17 @@ class Group:
             self.take(rows)._exact(point[rows], precision[rows], base)
             for rows in torch.arange(len(point)).split(size)
         ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        increments, positive = zip(*parts, strict=True)
+        return torch.cat(increments), torch.cat(positive)
 
     def _exact(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        """By Cholesky of H + ΔH + JᵀΛJ. With many features ΔH, a product over all rows, is formed
-        in single precision and its trace with H⁻¹, to which the log determinant is proportional to
-        first order, in double; the rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of
-        H (measured: 2e-10). Where ‖ΔH‖ > 10 λ, double precision throughout.
+        """The curvature increment by a Cholesky factor of H + ΔH + JᵀΛJ for each task.
 
-        A tolerance that single precision meets has all of it in single precision, but for the
-        trace's sum, and no more than the trace where that is enough.
+        With few features all of it is in double precision. With many, ΔH is formed in single
+        precision and tr H⁻¹ΔH, the first order of the log determinant, in double. The rest is off
+        by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (measured: 2e-10). Tasks with
+        ‖ΔH‖ > LARGE_CHANGE·λ are in double precision throughout. With a tolerance that single
+        precision meets, see `_in_single`.
         """
         if self.phi.shape[1] < MANY_FEATURES or not self.refit.holds_in_single:
             half, positive = self._half_logdet(
@@ -289,30 +316,31 @@ class Group:
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
             return self._in_single(point, precision, base)
         change, trace = self._change(point, base, torch.float32)
-        large = (
-            ((2 * change.square().sum(-1)).sqrt() > LARGE_CHANGE * base.least).nonzero().squeeze(-1)
-        )
+        size = (2 * change.square().sum(-1)).sqrt()  # ‖ΔH‖ or more: triangles count twice
+        large = (size > LARGE_CHANGE * base.least).nonzero().squeeze(-1)
         change = change.double()
         if large.numel():
-            change[large], trace[large] = self.take(large)._change(
-                point[large], base, torch.float64
-            )
+            in_double = self.take(large)._change(point[large], base, torch.float64)
+            change[large] = in_double.packed
+            trace[large] = in_double.trace
         return self._with_trace(Change(change, trace), point, precision, base)
 
     def _in_single(self, point: Tensor, precision: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        single, few = point.float(), (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
-        value, positive = (
-            torch.empty(len(point), dtype=torch.float64),
-            torch.zeros(len(point), dtype=torch.bool),
-        )
-        if few.numel() and self.refit.prior.gaussian:
-            part = self.take(few)
-            trace, bound = part._first_order(single[few], base)
-            own, good = own_increment(part.root, precision[few])
-            value[few], positive[few] = (
-                own - 0.5 * trace,
-                good & (bound.square() <= LOOSE * SMALL_ERROR),
-            )
+        """`_exact` in single precision but for the sum of the trace.
+
+        Tasks with a small step have log|I + ΛK| + tr H⁻¹ΔH and no matrix, where a bound on what
+        that leaves out is small enough.
+        """
+        single = point.float()
+        value = torch.empty(len(point), dtype=torch.float64)
+        positive = torch.zeros(len(point), dtype=torch.bool)
+        near = (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
+        if near.numel() and self.refit.prior.gaussian:
+            part = self.take(near)
+            trace, bound = part._first_order(single[near], base)
+            frozen, good = own_increment(part.root, precision[near])
+            value[near] = frozen - 0.5 * trace
+            positive[near] = good & (bound.square() <= LOOSE * SMALL_ERROR)
         for rest in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             if not rest.numel():  # `split` gives one empty part of nothing
                 continue
@@ -326,24 +354,26 @@ class Group:
     def _with_trace(
         self, change: Change, point: Tensor, precision: Tensor, base: Base
     ) -> tuple[Tensor, Tensor]:
-        missing = change.trace - change.packed.double() @ base.packed_inverse
+        """The increment from a rounded ΔH, with its rounded trace replaced by the exact one."""
+        rounding = change.trace - change.packed.double() @ base.packed_inverse
         half, positive = self._half_logdet(change.packed, point, precision, base)
-        return -half - 0.5 * missing, positive
+        return -half - 0.5 * rounding, positive
 
     def _half_logdet(
         self, change: Tensor, point: Tensor, precision: Tensor, base: Base
     ) -> tuple[Tensor, Tensor]:
-        """½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,) by ratios of pivots, in the precision of ΔH; and
-        where it is positive definite.
+        """½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where the matrix is positive definite.
+
+        A sum of logarithms of ratios of pivots, which are near one: no two large determinants are
+        subtracted. Matrices have the precision of ΔH.
         """
         pivots, infos = [], []
         for H in self._matrices(change, point, precision, base):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
-        return (torch.cat(pivots).double() / base.factor.diagonal()).log().sum(-1), torch.cat(
-            infos
-        ) == 0
+        half = (torch.cat(pivots).double() / base.factor.diagonal()).log().sum(-1)
+        return half, torch.cat(infos) == 0
 
     @property
     def _matrices_at_once(self) -> int:
@@ -352,16 +382,15 @@ class Group:
     def _matrices(
         self, change: Tensor, point: Tensor, precision: Tensor, base: Base
     ) -> Iterator[Tensor]:
-        """H + ΔH + JᵀΛJ of some tasks after others (k, P, P), in the precision of ΔH."""
-        m, C, F, kind = len(self.y), base.outputs, self.phi.shape[1], change.dtype
-        precision = precision if base.contrasts is None else base.contrasts.of_matrices(precision)
-        own = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1).unsqueeze(-1) * squared(
-            self.phi
-        ).unsqueeze(1)
-        packed, prior_precision = (
-            own.flatten(1).to(kind) + change,
-            self.refit.prior.precision(self.refit.original(point)),
-        )
+        """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in ΔH's precision."""
+        m, C, F = len(self.y), base.outputs, self.phi.shape[1]
+        kind = change.dtype
+        if base.contrasts is not None:
+            precision = base.contrasts.of_matrices(precision)
+        by_pairs = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1)
+        new_row = by_pairs.unsqueeze(-1) * squared(self.phi).unsqueeze(1)  # JᵀΛJ, packed as ΔH
+        packed = new_row.flatten(1).to(kind) + change
+        prior_precision = self.refit.prior.precision(self.refit.original(point))
         for part in torch.arange(m).split(self._matrices_at_once):
             H = (
                 packed[part]
@@ -374,14 +403,15 @@ class Group:
             yield H
 
     def _changes(self, point: Tensor, base: Base) -> Iterator[tuple[Block, Tensor]]:
-        """Each block with Λ(f̃_i) − Λ(f̂_i) of its rows under all tasks: of the pairs a ≤ b
-        (pairs, b, m).
+        """Yield each block with Λ(f̃_i) − Λ(f̂_i) of its rows under all tasks (pairs, b, m).
+
+        Pairs are a ≤ b. Blocks without a change (Gaussian noise) are left out.
         """
         if base.contrasts is not None:
             yield from self._class_changes(point, base.contrasts)
             return
         likelihood = self.refit.posterior.likelihood
-        for whole, block, f in self._blocks(point):
+        for kept, block, f in self._blocks(point):
             if base.kind == FISHER:
                 change = likelihood.fisher(f) - likelihood.fisher(block.f).unsqueeze(1)
             else:
@@ -389,26 +419,26 @@ class Group:
                     block.y, block.f
                 ).unsqueeze(1)
             if bool(change.any()):
-                yield (
-                    whole,
-                    block.weighted(change)
-                    .movedim((-2, -1), (0, 1))
-                    .flatten(0, 1)[upper(self.refit.outputs)],
-                )
+                by_entry = block.weighted(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
+                yield kept, by_entry[upper(self.refit.outputs)]
 
     def _class_changes(self, point: Tensor, contrasts: Contrasts) -> Iterator[tuple[Block, Tensor]]:
-        for whole, block, f in self._blocks(point):
+        """`_changes` of a softmax, in contrasts of classes."""
+        for kept, block, f in self._blocks(point):
             before = self.refit.remember(
-                whole, f"pairs {f.dtype}", partial(contrasts.pairs, block.f.mT)
+                kept, f"pairs {f.dtype}", partial(contrasts.pairs, block.f.mT)
             )
             change = contrasts.pairs(f.movedim(-1, 0)).sub_(before.unsqueeze(-1))
-            yield whole, change if block.weights is None else change * block.weights.unsqueeze(-1)
+            if block.weights is not None:
+                change = change * block.weights.unsqueeze(-1)
+            yield kept, change
 
     def _change(self, point: Tensor, base: Base, dtype: torch.dtype) -> Change:
         """ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ: a product of the tasks' ΔΛ with the rows' shared
         vech(φφᵀ).
         """
-        m, F, count = len(point), self.phi.shape[1], len(pairs(base.outputs))
+        m, F = len(point), self.phi.shape[1]
+        count = len(pairs(base.outputs))
         total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
         trace = torch.zeros(m, dtype=torch.float64)
         for block, change in self._changes(point, base):
@@ -422,13 +452,12 @@ class Group:
         return Change(total.reshape(m, -1), trace)
 
     def _first_order(self, point: Tensor, base: Base) -> tuple[Tensor, Tensor]:
-        """tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i (m,), and Σ_i Σ_ab |K_i||ΔΛ_i| (m,), which bounds the norm
-        of H⁻¹ΔH.
+        """tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i (m,), and Σ_i Σ_ab |K_i||ΔΛ_i| (m,), a bound on ‖H⁻¹ΔH‖.
+
+        No matrix is formed: the K_i of the training rows are shared by all tasks.
         """
-        trace, bound = (
-            torch.zeros(len(point), dtype=torch.float64),
-            torch.zeros(len(point), dtype=torch.float64),
-        )
+        trace = torch.zeros(len(point), dtype=torch.float64)
+        bound = torch.zeros(len(point), dtype=torch.float64)
         for block, change in self._changes(point, base):
             K = self.refit.covariances(block, base).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
@@ -436,19 +465,19 @@ class Group:
         return trace, bound
 
 
-def _of_kind(y: Tensor, kind: torch.dtype) -> Tensor:
-    """y in a precision; whole numbers (classes) as they are."""
+def _in_precision(y: Tensor, kind: torch.dtype) -> Tensor:
+    """y in single or double precision; whole numbers (classes) as they are."""
     return y.to(kind) if y.is_floating_point() else y
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
-    """(a, b) with a ≤ b < size."""
+    """All (a, b) with a ≤ b < size."""
     return [(a, b) for a in range(size) for b in range(a, size)]
 
 
 @lru_cache(maxsize=8)
 def upper(size: int) -> Tensor:
-    """Where the pairs sit in a flat size × size matrix."""
+    """The places of the pairs a ≤ b in a flattened size × size matrix."""
     return torch.tensor([a * size + b for a, b in pairs(size)])
 
 
@@ -460,18 +489,20 @@ def squared(phi: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def places(outputs: int, size: int) -> Tensor:
-    """Where each entry of a P×P matrix of symmetric blocks sits among the packed triangles of
-    its pairs of outputs (P²,).
+    """The place of each entry of a P×P matrix in its packed form (P²,).
+
+    The matrix has outputs × outputs symmetric blocks; packed are the upper triangles of the blocks
+    a ≤ b, one after the other.
     """
     triangle = torch.triu_indices(size, size)
     place = torch.empty(size, size, dtype=torch.long)
     place[triangle[0], triangle[1]] = place[triangle[1], triangle[0]] = torch.arange(
         triangle.shape[1]
     )
-    whole = torch.empty(outputs, size, outputs, size, dtype=torch.long)
+    index = torch.empty(outputs, size, outputs, size, dtype=torch.long)
     for k, (a, b) in enumerate(pairs(outputs)):
-        whole[a, :, b, :] = whole[b, :, a, :] = k * triangle.shape[1] + place
-    return whole.flatten()
+        index[a, :, b, :] = index[b, :, a, :] = k * triangle.shape[1] + place
+    return index.flatten()
 
 
 def congruent(H: Tensor, basis: Tensor) -> Tensor:

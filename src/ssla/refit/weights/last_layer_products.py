@@ -13,6 +13,9 @@ about −½ tr A², is estimated with random vectors, the same for all tasks: of
 sketch (`last_layer_sketch`), and by probes (`last_layer_probing`) where that is not accurate enough
 or the problem is small. `Solved.error` states the standard error. Where no P×P matrix fits, blocks
 of it take its place (`last_layer_blocks`).
+
+`reference` computes the same for one task, without these tricks. What each of them brings was not
+measured alone; `benchmarks/ssla_speed.py` measures all of them together.
 """
 
 from __future__ import annotations
