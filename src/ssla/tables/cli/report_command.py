@@ -13,20 +13,12 @@ import torch
 from ssla._checks import writable
 from ssla.predictive import Predictive
 from ssla.tables.cli.work import Marks, observed
-from ssla.tables.columns import Plan, TableError
+from ssla.tables.columns import TableError
 from ssla.tables.estimators import SSLAClassifier
 from ssla.tables.report import page_of
-from ssla.tables.report.subject import (
-    SHOWN_INPUTS,
-    Subject,
-    fit_of,
-    predictor,
-    remarks_on,
-    why_fixed,
-)
+from ssla.tables.report.subject import SHOWN_INPUTS, Subject, why_fixed
+from ssla.tables.report.table_models import fit_of, predictor, remarks_on, used
 from ssla.tables.scoring.saved_models import open_table_model, predictive_at
-
-KINDS = {"text": "category", "boolean": "yes or no"}
 
 
 def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str, Any]:
@@ -95,25 +87,6 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
         "rows": len(rows),
         "megabytes": round(written.stat().st_size / 1e6, 2),
     }
-
-
-def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
-    """What was done with every column."""
-    found = [(target, "the target")]
-    for feature in plan.features:
-        text = KINDS.get(feature.kind, feature.kind)
-        if feature.levels:
-            text += f": {len(feature.levels)} values, one input for each"
-        if feature.codes:
-            text += f": {len(feature.codes)} values, a learned effect for each"
-        if feature.rare and feature.levels:
-            text += f"; {len(feature.rare)} rare values share one input"
-        if feature.periods:
-            text += "; days since the first, with sine and cosine of its periods"
-        if feature.gaps:
-            text += f"; {feature.gaps:,} training rows without a value"
-        found.append((feature.name, text + (f"; {feature.said}" if feature.said else "")))
-    return (*found, *((name, f"left out: {why}") for name, why in plan.left_out.items()))
 
 
 def trained(facts: dict[str, Any]) -> str:

@@ -134,10 +134,17 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.plan_ = plan_of(self, given, kept, codes=True)
         return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
 
+    def as_table(self, X: Any) -> Table:
+        """Later rows as a table with the names of the training columns."""
+        given = read_inputs(self, X, reset=False)
+        return given if isinstance(given, Table) else table_of(given, column_names(self))
+
     def _rows_of(self, X: Any) -> np.ndarray | Encoded:
         """Later rows by the plan of the fit; numbers without gaps as they are where the fit had
         only such.
         """
+        if isinstance(X, Encoded):
+            return X
         given = read_inputs(self, X, reset=False)
         if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
             return given
@@ -169,6 +176,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         if isinstance(rows, np.ndarray):
             return self._predict_numbers(rows)
+        if not rows.mixed.any():
+            return self._predict_numbers(rows.values)
         return predict_with_gaps(
             self._predict_numbers, rows.values, rows.mixed, rows.copies(), rows.shares
         )
@@ -247,6 +256,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def predict_dist(self, X: Any) -> Predictive:
         """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf,
         hdr, mass, sample, …
+
+        X may also be rows that `plan_` has encoded.
         """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._rows_of(X))
