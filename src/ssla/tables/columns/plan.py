@@ -204,10 +204,8 @@ class Encoded:
 
     @property
     def mixed(self) -> np.ndarray:
-        """Rows (n,) bool that need a mixture over training values; none if the plan has no such
-        values.
-        """
-        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
+        """Rows (n,) bool that need a mixture over training values."""
+        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1))
         return rows
 
     def copies(self) -> Iterator[np.ndarray]:
@@ -244,9 +242,7 @@ class Plan:
 
     features: tuple[Feature, ...]
     left_out: dict[str, str]
-    rows: tuple[
-        tuple[float | str, ...], ...
-    ] = ()  # (DRAWS, features); empty in plans of earlier versions
+    rows: tuple[tuple[float | str, ...], ...]  # (DRAWS, features)
 
     @property
     def width(self) -> int:
@@ -341,8 +337,8 @@ class Plan:
             raise ValueError("there is no column, or one occurs twice")
         if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
             raise ValueError("the columns that were left out have no reasons")
-        rows = tuple(tuple(row) for row in content.get("rows", ()))
-        if rows and (
+        rows = tuple(tuple(row) for row in content["rows"])
+        if (
             len(rows) != DRAWS
             or any(len(row) != len(features) for row in rows)
             or not all(f.draws for f in features)
@@ -352,19 +348,16 @@ class Plan:
 
 
 def _feature(f: dict[str, Any]) -> Feature:
-    """Also for plans of earlier versions, which have the first five entries.
-
-    ValueError for an impossible feature.
-    """
+    """The feature of a file; ValueError for an impossible one."""
     name, kind = f["name"], f["kind"]
     lists = {
-        part: tuple(_list(f.get(part, ())))
+        part: tuple(_list(f[part]))
         for part in ("levels", "rare", "periods", "draws", "shares", "codes")
     }
     texts = (
         name,
         kind,
-        f.get("said", ""),
+        f["said"],
         *lists["levels"],
         *lists["rare"],
         *lists["codes"],
@@ -385,7 +378,7 @@ def _feature(f: dict[str, Any]) -> Feature:
         )
     numbers = (
         f["fill"],
-        f.get("start", 0.0),
+        f["start"],
         *lists["periods"],
         *lists["shares"],
         *(lists["draws"] if kind != TEXT else ()),
@@ -394,7 +387,7 @@ def _feature(f: dict[str, Any]) -> Feature:
         type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers
     ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
-    counts = (f.get("rare_rows", 0), f.get("gaps", ENOUGH if f["flag"] else 0))
+    counts = (f["rare_rows"], f["gaps"])
     if (
         any(type(count) is not int or count < 0 for count in counts)
         or min((*lists["periods"], *lists["shares"]), default=1) <= 0
@@ -408,13 +401,13 @@ def _feature(f: dict[str, Any]) -> Feature:
         lists["levels"],
         lists["rare"],
         counts[0],
-        Style(**{str(k): str(v) for k, v in f.get("style", {}).items()}),
-        float(f.get("start", 0.0)),
+        Style(**{str(k): str(v) for k, v in f["style"].items()}),
+        float(f["start"]),
         lists["periods"],
         counts[1],
         lists["draws"],
         lists["shares"],
-        f.get("said", ""),
+        f["said"],
         lists["codes"],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from numbers import Integral, Real
@@ -18,6 +19,8 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla.curvature import resolve as resolve_structure
+from ssla.diagnostics import sensitivity
+from ssla.diagnostics.sensitivities import Sensitivity
 from ssla.fitting import checked_weights
 from ssla.predictive import Predictive
 from ssla.refit import resolve
@@ -25,7 +28,14 @@ from ssla.tables.columns import Encoded, Plan, Table
 from ssla.tables.columns.frames import table_of
 from ssla.tables.estimators import row_weights
 from ssla.tables.estimators.epochs_bar import epochs_bar
-from ssla.tables.estimators.inputs import column_names, of_tables, plan_of, read_inputs
+from ssla.tables.estimators.inputs import (
+    Rows,
+    column_names,
+    of_tables,
+    plan_of,
+    read_inputs,
+    warn_of_unused,
+)
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.row_weights import MEANINGS
 from ssla.tables.estimators.saving import save
@@ -41,6 +51,8 @@ SMALL_TABLE, LARGE_TABLE = 300, 100_000
 ROWS_VISITED = 4_000_000
 AUTO_TREES = dict.fromkeys((CLASSES, *VARYING), 50)  # for each network
 MANY_CLASSES, FEWEST_FOR_TREES = 50, 30
+PRECISIONS = (0.01, 100.0)  # a range of prior precisions
+OnEpoch = Callable[[int], None]  # is called with the number of each finished epoch
 ONE_THREAD = 10_000  # rows: with fewer, two threads save a fifth of the time at most
 
 
@@ -49,8 +61,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """Abstract: settings -> ensemble. The two estimators define y."""
 
     ensemble_: Ensemble
-    # None: from a file of an earlier version, or of the command, which has a plan of its own
-    plan_: Plan | None
+    plan_: Plan
+    n_iter_: int
+    weight_factor_: float
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
@@ -117,8 +130,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         )
         return min(asked, asked * usual)
 
-    def _read(self, X: Any, y: Any, **checks: Any) -> tuple[np.ndarray | Table, np.ndarray]:
-        """The rows of a fit: numbers or a table, and y."""
+    def _read(self, X: Any, y: Any, **checks: Any) -> tuple[Rows, np.ndarray]:
+        """The rows of a fit after their first reading, and y."""
         given = read_inputs(self, X, reset=True, least=2)
         if y is None:
             raise ValueError(
@@ -129,34 +142,50 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         check_consistent_length(X, target)
         return given, target
 
-    def _encode(self, given: np.ndarray | Table, kept: np.ndarray) -> np.ndarray | Encoded:
-        """Make the plan from the kept rows (n,) bool, and encode all rows by it."""
+    def _encode(self, given: Rows, kept: np.ndarray) -> np.ndarray | Encoded:
+        """Make the plan from the kept rows (n,) bool, and encode all rows by it. Rows that are
+        encoded have their plan.
+        """
+        if isinstance(given, Encoded):
+            self.plan_ = given.plan
+            return given
         self.plan_ = plan_of(self, given, kept, codes=True)
+        warn_of_unused(self.plan_)
         return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
 
     def as_table(self, X: Any) -> Table:
         """Later rows as a table with the names of the training columns."""
         given = read_inputs(self, X, reset=False)
+        if isinstance(given, Encoded):
+            raise TypeError("X has encoded rows, which are no table. Give the rows as they were.")
         return given if isinstance(given, Table) else table_of(given, column_names(self))
+
+    def encode(self, X: Any) -> Encoded:
+        """Later rows as numbers, by the plan of the fit, with notes on missing and unknown inputs.
+
+        Every method that takes X also takes these rows, so that they are encoded once.
+        """
+        check_is_fitted(self, "ensemble_")
+        rows = self._rows_of(X)
+        if isinstance(rows, Encoded):
+            return rows
+        return self.plan_.encode(table_of(rows, column_names(self)))
 
     def _rows_of(self, X: Any) -> np.ndarray | Encoded:
         """Later rows by the plan of the fit; numbers without gaps as they are where the fit had
         only such.
         """
-        if isinstance(X, Encoded):
-            return X
         given = read_inputs(self, X, reset=False)
-        if isinstance(given, np.ndarray) and (self.plan_ is None or self.plan_.plain):
+        if isinstance(given, Encoded):
+            if given.plan is not self.plan_ and given.plan != self.plan_:
+                raise ValueError(
+                    "X was encoded by the plan of another table. Encode it with this model's "
+                    "encode(X), or give X itself."
+                )
             return given
-        if self.plan_ is None:
-            raise ValueError(
-                "X has gaps or columns that are not numbers, but this model was saved by an "
-                "earlier version (or by the command) without the values that replace them. Fit it "
-                "again, or give numbers only."
-            )
-        return self.plan_.encode(
-            given if isinstance(given, Table) else table_of(given, column_names(self))
-        )
+        if isinstance(given, Table):
+            return self.plan_.encode(given)
+        return given if self.plan_.plain else self.plan_.encode(table_of(given, column_names(self)))
 
     def _complete_rows(self, X: Any, instead: str) -> torch.Tensor:
         """The rows of a `predictive_set`, none of which may be a mixture over unknown inputs."""
@@ -212,8 +241,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         classes: int = 0,
         rival: str | None = None,
         seed: int | None = None,
+        on_epoch: OnEpoch | None = None,
     ) -> Ensemble:
-        """seed: in place of random_state, for a second fit that holds out the same rows."""
+        """The networks, their posteriors and trees, of rows as numbers.
+
+        seed: in place of random_state, for a second fit that holds out the same rows.
+        """
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
         settings = settings if seed is None else replace(settings, seed=seed)
@@ -223,11 +256,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             one_thread_if(len(x) <= ONE_THREAD),
             epochs_bar(self.verbose, settings.schedule.max_epochs) as advance,
         ):
-            on_epoch = getattr(self, "on_epoch", advance)
             forests = partial(grow, settings.trees, classes) if settings.trees else None
-            levels = getattr(self, "levels", () if self.plan_ is None else self.plan_.levels)
             return fit_ensemble(
-                x, target, w, settings, classes, on_epoch, *related.tensors, forests, rival, levels
+                x,
+                target,
+                w,
+                settings,
+                classes,
+                advance if on_epoch is None else on_epoch,
+                *related.tensors,
+                forests,
+                rival,
+                self.plan_.levels,
             )
 
     def _more_rows(self, X: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -261,6 +301,24 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._rows_of(X))
+
+    def sensitivity(
+        self, X: Any, precisions: tuple[float, float] = PRECISIONS
+    ) -> dict[int, Sensitivity]:
+        """For each member, predictives of its standardised target under weaker and stronger priors
+        (see `ssla.sensitivity`), by its main posterior.
+
+        precisions: the range of precisions of the Gaussian prior. A missing value is replaced by
+        the mean, and not by a mixture over training values.
+        """
+        check_is_fitted(self, "ensemble_")
+        z = self.ensemble_.inputs(torch.from_numpy(numbers(self._rows_of(X)).copy()))
+        largest = max(component.weight for component in self.ensemble_.components)
+        return {
+            component.member: sensitivity(component.posterior, z, precisions)
+            for component in self.ensemble_.components
+            if component.weight == largest
+        }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to a directory of tensors and JSON; `ssla.sklearn.load(path)` loads it; no

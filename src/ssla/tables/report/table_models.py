@@ -45,6 +45,8 @@ def of_estimator(
     codes = _codes(estimator, y)
     if not hasattr(estimator, "plan_"):
         return _of_matrix(estimator, X, codes, target, names)
+    if isinstance(X, Table):
+        return of_table(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
         raise ValueError(f"X must have shape (n, d), a table, but has {np.shape(X)}.")
     table = estimator.as_table(X)
