@@ -689,7 +689,7 @@ PLAN = {
     "left_out": {"id": "constant"},
 }
 REST = {"rare": [], "rare_rows": 0, "style": {}, "start": 0.0, "periods": [], "gaps": 20}
-REST |= {"shares": [1.0], "said": "", "codes": []}
+REST |= {"shares": [1.0], "interpretation": "", "codes": []}
 DRAWN = {"number": [1.5], "text": ["x"]}
 
 

@@ -47,7 +47,7 @@ def test_the_most_frequent_level_has_code_1_and_rare_ones_code_0():
     assert city.levels == ()
     assert city.rare == ("rare 0", "rare 1", "rare 2")
     assert (
-        plan.said["city"]
+        plan.interpretation["city"]
         == "80 of 83 categories have an effect of their own, which is learned; the others (3 rows) "
         "share one"
     )

@@ -226,7 +226,7 @@ def test_several_units_and_single_texts_are_refused():
 def test_a_later_table_is_read_as_at_training():
     train = table(price=["12,5", "13", "14,25"] * 10, y=range(30))
     plan = Plan.from_json(json.loads(json.dumps(make_plan(train, {"y"}).as_json())))
-    assert plan.said == {"price": "numbers ('12,5' is 12.5)"}
+    assert plan.interpretation == {"price": "numbers ('12,5' is 12.5)"}
     assert plan.encode(table(price=["1,234"])).values.tolist() == [[1.234]]
     assert plan.encode(table(price=[7.5])).values.tolist() == [[7.5]]
     with pytest.raises(
@@ -291,7 +291,7 @@ def test_numbers_with_few_frequent_texts_are_categories():
     doors = ["2", "3", "4", "5more"] * 30
     train = table(doors=doors, y=range(120))
     plan = Plan.from_json(json.loads(json.dumps(make_plan(train, {"y"}).as_json())))
-    assert plan.said == {"doors": "4 categories, because some values are texts ('5more')"}
+    assert plan.interpretation == {"doors": "4 categories, because some values are texts ('5more')"}
     assert plan.features[0].levels == ("2", "3", "4", "5more")
     later = plan.encode(table(doors=["2", "5more", "7", 3, ""]))
     assert later.values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0] * 4, [0, 1, 0, 0], [0] * 4]
@@ -327,7 +327,7 @@ def test_a_typing_error_is_not_a_category():
         else:
             assert (
                 "because some values are texts ('x')"
-                in make_plan(column(texts, numbers), {"y"}).said["c"]
+                in make_plan(column(texts, numbers), {"y"}).interpretation["c"]
             )
 
 
@@ -385,7 +385,9 @@ def test_dates_are_a_trend_with_the_time_of_the_year():
     for cells in (days, [str(one) for one in days]):
         plan = make_plan(table(when=cells, y=range(100)), {"y"})
         assert plan.width == 3
-        assert plan.said == {"when": "dates, as days since 2020-01-01, with the time of the year"}
+        assert plan.interpretation == {
+            "when": "dates, as days since 2020-01-01, with the time of the year"
+        }
         values = plan.encode(table(when=cells)).values
         assert values[:, 0].tolist() == [11 * i for i in range(100)]
         angle = (
@@ -393,12 +395,12 @@ def test_dates_are_a_trend_with_the_time_of_the_year():
         )
         assert np.allclose(values[:, 1:], np.stack([np.sin(angle), np.cos(angle)], 1), atol=1e-12)
     short = make_plan(table(when=[str(one) for one in days[:30]], y=range(30)), {"y"})
-    assert short.said == {"when": "dates, as days since 2020-01-01"}
+    assert short.interpretation == {"when": "dates, as days since 2020-01-01"}
     assert short.width == 1
     hours = [f"2024-01-0{1 + i % 9}T{i % 24:02d}:00" for i in range(60)]
     assert (
         make_plan(table(when=hours, y=range(60)), {"y"})
-        .said["when"]
+        .interpretation["when"]
         .endswith("with the time of the day")
     )
 
@@ -411,7 +413,7 @@ def rare_cities(rows_each=25, frequent=MOST_LEVELS, rare=10):
 def test_rare_categories_are_counted_and_have_a_column_of_their_own():
     cells = rare_cities()
     plan = make_plan(table(city=cells, y=range(len(cells))), {"y"})
-    assert plan.said == {
+    assert plan.interpretation == {
         "city": "the 50 most frequent of 60 categories; the others (30 rows) share one column"
     }
     assert plan.width == MOST_LEVELS + 1

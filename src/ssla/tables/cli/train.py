@@ -84,7 +84,9 @@ def prepare(table: Table, request: Request) -> Prepared:
     _check_target(table, target, request)
     encoder = TableEncoder(drop=(request.target, *request.drop), codes=True)
     rows = encoder.fit(table, rows=target.given).encode(table)
-    read_as = rows.plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
+    read_as = rows.plan.interpretation | (
+        {f"{request.target} (target)": target.interpretation} if target.interpretation else {}
+    )
     likelihood = CLASSES if target.classes else request.likelihood
     return Prepared(rows[target.given], target, likelihood, rows.missing, read_as)
 

@@ -37,7 +37,7 @@ class Target:
     given: np.ndarray  # (n,) bool: rows of the table
     classes: bool
     style: Style
-    said: str  # how it was interpreted, if that is not obvious
+    interpretation: str  # how it was interpreted, if that is not obvious
     zero_one: bool = False  # numbers, but only 0 and 1
 
 

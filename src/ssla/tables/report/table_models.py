@@ -199,8 +199,8 @@ def used(
             text += "; days since the first, with sine and cosine of its periods"
         if feature.gaps:
             text += f"; {feature.gaps:,} training rows without a value"
-        if feature.said:
-            text += f"; {feature.said}"
+        if feature.interpretation:
+            text += f"; {feature.interpretation}"
         uses.append((names.get(feature.name, feature.name), text))
     uses += [(names.get(name, name), f"left out: {why}") for name, why in plan.left_out.items()]
     return tuple(uses)
