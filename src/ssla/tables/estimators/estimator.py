@@ -67,17 +67,31 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _settings(self, likelihood: str, rows: int) -> Settings:
         """The parameters, validated at fit and not in __init__, as scikit-learn requires."""
-        members, epochs = (
-            auto(rows) if is_auto(self, name) else whole_or_real(self, name, int, 1)
-            for name, auto in (("members", auto_members), ("max_epochs", auto_epochs))
+        self._check_parameters()
+        # Pieces of each input's range are for noise that depends on x, and for counts: see the
+        # defaults in docs/tables-how.md.
+        piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
+        automatic = "relu" if piecewise else "silu"
+        early_stopping = flag(self, "early_stopping")
+        return Settings(
+            likelihood=likelihood,
+            hidden=hidden_widths(self.hidden),
+            activation=automatic if self.activation == AUTO else self.activation,
+            piecewise=piecewise,
+            members=self._whole_number("members", auto_members, rows),
+            weights=self.weights,
+            structure=self.structure,
+            tune=flag(self, "tune"),
+            validation_fraction=float(self.validation_fraction) if early_stopping else 0.0,
+            schedule=self._schedule(rows),
+            trees=self._trees(likelihood, rows),
+            seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
         )
-        patience = min(
-            whole_or_real(self, "patience", int, 1),
-            max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs,
-        )
-        for name in ("learning_rate", "prior_precision"):
+
+    def _check_parameters(self) -> None:
+        """ValueError for a parameter that is out of range, or of an unknown name."""
+        for name in ("learning_rate", "prior_precision", "validation_fraction"):
             whole_or_real(self, name, float, 0, strict=True)
-        whole_or_real(self, "validation_fraction", float, 0, strict=True)
         if not self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
@@ -85,50 +99,36 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         whole_or_real(self, "verbose", int, 0, allow_bool=True)
         one_of("row_weights", self.row_weights, MEANINGS)
         one_of("activation", self.activation, (AUTO, *ACTIVATIONS))
-        piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
-        activation = (
-            ("relu" if piecewise else "silu") if self.activation == AUTO else self.activation
-        )
         resolve(self.refit)
         checked_weights(self.weights)
         resolve_structure(self.structure)
-        hidden = hidden_widths(self.hidden)
-        batch: int | None
-        if self.batch_size is None:
-            batch = None
-        elif is_auto(self, "batch_size"):
-            batch = auto_batch(rows)
-        else:
-            batch = whole_or_real(self, "batch_size", int, 1)
-        return Settings(
-            likelihood=likelihood,
-            hidden=hidden,
-            activation=activation,
-            piecewise=piecewise,
-            members=members,
-            weights=self.weights,
-            structure=self.structure,
-            tune=flag(self, "tune"),
-            validation_fraction=float(self.validation_fraction)
-            if flag(self, "early_stopping")
-            else 0.0,
-            schedule=Schedule(
-                epochs, batch, float(self.learning_rate), patience, float(self.prior_precision)
-            ),
-            trees=self._trees(likelihood, rows),
-            seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
+
+    def _schedule(self, rows: int) -> Schedule:
+        """Epochs, batches, step size, patience and weight decay of the training."""
+        epochs = self._whole_number("max_epochs", auto_epochs, rows)
+        # "auto" gives few epochs to large tables: patience is at most a fifth of them.
+        longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
+        patience = min(whole_or_real(self, "patience", int, 1), longest_wait)
+        batch_size = (
+            None if self.batch_size is None else self._whole_number("batch_size", auto_batch, rows)
+        )
+        return Schedule(
+            epochs, batch_size, float(self.learning_rate), patience, float(self.prior_precision)
         )
 
+    def _whole_number(self, name: str, automatic: Callable[[int], int], rows: int) -> int:
+        """A parameter of at least one; "auto" depends on the number of rows."""
+        return automatic(rows) if is_auto(self, name) else int(whole_or_real(self, name, int, 1))
+
     def _trees(self, likelihood: str, rows: int) -> int:
-        """For each network; none where the likelihood has no trees."""
-        few = rows < FEWEST_FOR_TREES or len(getattr(self, "classes_", ())) > MANY_CLASSES
+        """The trees of each network; none where the likelihood has no trees."""
         usual = AUTO_TREES.get(likelihood, 0)
-        asked = (
-            (0 if few else usual)
-            if is_auto(self, "trees")
-            else int(whole_or_real(self, "trees", int, 0))
-        )
-        return min(asked, asked * usual)
+        if not is_auto(self, "trees"):
+            asked = int(whole_or_real(self, "trees", int, 0))
+            return asked if usual else 0
+        few_rows = rows < FEWEST_FOR_TREES
+        many_classes = len(getattr(self, "classes_", ())) > MANY_CLASSES
+        return 0 if few_rows or many_classes else usual
 
     def _read(self, X: Any, y: Any, **checks: Any) -> tuple[Rows, np.ndarray]:
         """The rows of a fit after their first reading, and y."""
@@ -249,10 +249,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
         settings = self._settings(likelihood, len(x))
-        settings = settings if seed is None else replace(settings, seed=seed)
-        quiet = row_weights.decided()
+        if seed is not None:
+            settings = replace(settings, seed=seed)
         with (
-            quiet,
+            row_weights.decided(),
             one_thread_if(len(x) <= ONE_THREAD),
             epochs_bar(self.verbose, settings.schedule.max_epochs) as advance,
         ):
@@ -275,19 +275,20 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         and all weights.
         """
         rows = self._rows_of(X)
-        strange = 0 if isinstance(rows, np.ndarray) else int(rows.unlearned.any(1).sum())
-        if strange:
+        unlearned = 0 if isinstance(rows, np.ndarray) else int(rows.unlearned.any(1).sum())
+        if unlearned:
             warn(
-                f"{strange} new rows have gaps or categories that the fit did not learn. They "
+                f"{unlearned} new rows have gaps or categories that the fit did not learn. They "
                 "enter the update with the mean in place of a gap, and without a category. Leave "
                 "them out, or fit again on all rows."
             )
-        found = numbers(rows)
-        weights = row_weights.checked_weights(sample_weight, len(found))
+        values = numbers(rows)
+        weights = row_weights.checked_weights(sample_weight, len(values))
         weights = weights * row_weights.factor_of(weights, self.row_weights)
-        return found, weights > 0, weights
+        return values, weights > 0, weights
 
     def _update(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
+        """Add rows to the last layers."""
         if len(X):
             self.ensemble_ = updated(
                 self.ensemble_, *(torch.from_numpy(part.copy()) for part in (X, y, weights))
@@ -332,6 +333,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 def numbers(rows: np.ndarray | Encoded) -> np.ndarray:
+    """The numbers (n, d) of rows, encoded or not."""
     return rows if isinstance(rows, np.ndarray) else rows.values
 
 
