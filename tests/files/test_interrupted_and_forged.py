@@ -25,6 +25,7 @@ from ssla.files import FileError, container, read, replacing, write
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import columns as tables
 from ssla.tables.columns import Plan, make_plan, write_table
+from ssla.tables.columns.plan import DRAWS
 from ssla.tables.estimators import loading as estimators
 
 KIND = "posterior"
@@ -687,24 +688,33 @@ PLAN = {
     ],
     "left_out": {"id": "constant"},
 }
+REST = {"rare": [], "rare_rows": 0, "style": {}, "start": 0.0, "periods": [], "gaps": 20}
+REST |= {"shares": [1.0], "interpretation": "", "codes": []}
+DRAWN = {"number": [1.5], "text": ["x"]}
+
+
+def complete(plan):
+    """The plan with entries that are not forged here."""
+    features = [REST | {"draws": DRAWN.get(f["kind"], [1.0])} | f for f in plan["features"]]
+    return plan | {"features": features, "rows": [[1.5, "x"]] * DRAWS}
 
 
 def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
     def told(plan):
-        """What plans of every version hold."""
+        """The entries that are forged here."""
         content = json.loads(json.dumps(plan.as_json()))
         features = [
             {key: feature[key] for key in PLAN["features"][0]} for feature in content["features"]
         ]
         return {"features": features, "left_out": content["left_out"]}
 
-    assert told(Plan.from_json(PLAN)) == PLAN
+    assert told(Plan.from_json(complete(PLAN))) == PLAN
     harmless = {("features", 0, "name"), ("features", 1, "name"), ("left_out", "id")}
     refused = 0
     for place in scalars(PLAN):
         for value in [*HOSTILE, float("nan"), True, "town", "number"]:
             try:
-                plan = Plan.from_json(with_value(PLAN, place, value))
+                plan = Plan.from_json(complete(with_value(PLAN, place, value)))
             except (TypeError, ValueError):  # a FileError by `ssla predict`
                 refused += 1
             else:
@@ -722,7 +732,7 @@ def test_every_forged_value_of_a_plan_of_columns_is_refused_or_does_no_harm():
     assert refused > 80
     twice = PLAN | {"features": PLAN["features"] * 2}
     with pytest.raises(ValueError, match="twice"):
-        Plan.from_json(twice)
+        Plan.from_json(complete(twice))
 
 
 def test_every_forged_value_of_a_plan_with_training_rows_is_refused_or_reads_a_table():

@@ -28,7 +28,6 @@ from ssla.files import FileError
 from ssla.files.container import kind_of
 from ssla.tables.estimators.saving import KIND
 from ssla.tables.scoring import Scorer
-from ssla.tables.scoring.saved_models import TableModel
 
 try:
     from mlflow import pyfunc
@@ -187,7 +186,7 @@ def _signature(scorer: Scorer, level: float) -> Any:
         nothing: Any = np.zeros((0, model.width or 0))
     else:
         wanted = [*names, *(name for name in scorer.keep if name not in names)]
-        kind = AnyType() if isinstance(model, TableModel) else DataType.double
+        kind = DataType.double if model.numbers_only else AnyType()
         inputs = Schema([ColSpec(kind if name in names else AnyType(), name) for name in wanted])
         nothing = {name: np.zeros(0) for name in wanted}
     found = scorer(nothing)

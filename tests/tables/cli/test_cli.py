@@ -20,8 +20,6 @@ from ssla.sklearn import SSLARegressor, load
 from ssla.tables.cli.app import app
 from ssla.tables.cli.train import Request, split
 from ssla.tables.columns import TableError, make_plan, read_table
-from ssla.tables.estimators.loading import load_with_extra
-from ssla.tables.estimators.saving import save
 
 RUN = CliRunner()
 RNG = np.random.default_rng(0)
@@ -279,37 +277,6 @@ def test_scores_of_a_conformal_model_are_those_of_the_intervals_it_gives(tmp_pat
     assert said["scores"] == facts["scores"]
 
 
-def test_reports_of_models_that_were_scored_without_their_correction(tmp_path):
-    """Files of earlier versions: calibration rows were counted as trained, and the scores were
-    the predictive's.
-    """
-    data = numbers(tmp_path / "data.csv", 60)
-    call(
-        "train",
-        data,
-        "-t",
-        "y",
-        "-o",
-        tmp_path / "model",
-        "--conformal",
-        "--max-epochs",
-        2,
-        "--test-fraction",
-        0,
-    )
-    estimator, extra = load_with_extra(tmp_path / "model")
-    facts = {name: extra["facts"][name] for name in ("rows", "likelihood")}
-    save(
-        estimator,
-        tmp_path / "old",
-        extra
-        | {"facts": facts | {"rows_trained": 60, "scores": {"nll": 1.0, "coverage 95%": 0.7}}},
-    )
-    said = json.loads(call("report", tmp_path / "old", "--json").stdout)
-    assert (said["conformal"], said["rows_calibration"], said["rows_trained"]) == (True, 12, 48)
-    assert said["scores"] == {"nll": 1.0, "predictive coverage 95%": 0.7}
-
-
 def test_too_few_calibration_rows_are_an_infinite_width_and_a_note(tmp_path):
     data = numbers(tmp_path / "data.csv", 60)
     done = call(
@@ -357,7 +324,9 @@ def test_trials_see_training_rows_only(tmp_path, monkeypatch):
     seen, scored = [], []
     fit, summary = SSLARegressor.fit, metrics.summary
     monkeypatch.setattr(
-        SSLARegressor, "fit", lambda self, X, y: (seen.append(y), fit(self, X, y))[1]
+        SSLARegressor,
+        "fit",
+        lambda self, X, y, **given: (seen.append(y), fit(self, X, y, **given))[1],
     )
     monkeypatch.setattr(metrics, "summary", lambda p, y: (scored.append(y), summary(p, y))[1])
     options = ("--max-epochs", 2, "--tune-trials", 2, "--test-fraction", 0.25)

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import ssla
 from ssla import _checks
+from ssla.sklearn import load
 from ssla.tables.cli.app import app
-from ssla.tables.columns import Plan, TableError, read_table
-from ssla.tables.estimators.loading import load_with_extra
+from ssla.tables.columns import TableError, read_table
 from ssla.tables.scoring.answer_columns import separator
 
 RUN = CliRunner()
@@ -162,10 +162,7 @@ def test_columns_carry_their_level_and_epistemic_is_a_standard_deviation(room, t
     assert [name for name in found if "er_" in name] == [
         f"{e}_{n}" for n in ("50", "95", "97.5") for e in ("lower", "upper")
     ]
-    estimator, extra = load_with_extra(room / "numbers")
-    p = estimator.predict_dist(
-        Plan.from_json(extra["plan"]).encode(read_table(room / "data.csv")).values
-    )
+    p = load(room / "numbers").predict_dist(read_table(room / "data.csv"))
     np.testing.assert_allclose(found["upper_97.5"], p.icdf(0.9875).numpy(), rtol=1e-12)
     np.testing.assert_allclose(found["lower_95"], found["q0.025"], rtol=1e-9)
     np.testing.assert_allclose(
@@ -247,10 +244,7 @@ def test_an_index_of_pandas_is_no_input_and_a_note_says_so(tmp_path, head):
     assert done.exit_code == 0, done.output
     name = head or "Unnamed: 0"
     assert f"the column '{name}' is treated as a row index and is not an input" in words(done)
-    names = [
-        feature["name"] for feature in load_with_extra(tmp_path / "model")[1]["plan"]["features"]
-    ]
-    assert names == ["x", "kind"]
+    assert load(tmp_path / "model").feature_names_in_.tolist() == ["x", "kind"]
     good(
         "predict",
         tmp_path / "model",

@@ -22,7 +22,6 @@ from ssla import likelihoods as L
 from ssla import metrics
 from ssla.predictive import from_marginal, mixture
 from ssla.predictive.joined import joined
-from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables.cli.app import app
 from ssla.tables.cli.train import Request, prepare
 from ssla.tables.columns import (
@@ -38,7 +37,7 @@ from ssla.tables.columns import (
 )
 from ssla.tables.columns.kinds import day, interpret, read_as
 from ssla.tables.columns.plan import DRAWS, ENOUGH, MOST_LEVELS
-from ssla.tables.estimators.loading import load_with_extra
+from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
 from ssla.tables.networks import predict_with_gaps
 
@@ -100,7 +99,7 @@ def test_labels_are_the_texts_of_the_column(name):
     written = WRITTEN[name] * 20
     target = read_target(table(k=written), "k", True)
     assert target.y.tolist() == written
-    again, given = later_labels(table(k=written), "k", sorted(WRITTEN[name]), earlier=False)
+    again, given = later_labels(table(k=written), "k", sorted(WRITTEN[name]))
     assert again.tolist() == written
     assert given.all()
 
@@ -160,21 +159,16 @@ def test_one_class_written_in_two_ways_is_refused():
 
 def test_later_labels_are_matched_by_value_where_all_classes_have_one():
     cells = table(k=["1.0", 2, "yes", "3", "", "02"])
-    labels, given = later_labels(cells, "k", ["1", "2"], earlier=False)
+    labels, given = later_labels(cells, "k", ["1", "2"])
     assert labels.tolist() == ["1", "2", "yes", "3", "2"]
     assert given.tolist() == [True, True, True, True, False, True]
-    assert later_labels(table(k=[True, "no"]), "k", ["no", "yes"], earlier=False)[0].tolist() == [
+    assert later_labels(table(k=[True, "no"]), "k", ["no", "yes"])[0].tolist() == [
         "yes",
         "no",
     ]
-    assert later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"], earlier=False)[
-        0
-    ].tolist() == ["true"]
-    old = ["0.333333", "1.23457e+06"]
-    assert later_labels(table(k=["0.33333333"]), "k", old, earlier=True)[0].tolist() == ["0.333333"]
-    assert later_labels(table(k=["0.33333333"]), "k", old, earlier=False)[0].tolist() == [
-        "0.33333333"
-    ]
+    assert later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"])[0].tolist() == ["true"]
+    rounded = ["0.333333", "1.23457e+06"]
+    assert later_labels(table(k=["0.33333333"]), "k", rounded)[0].tolist() == ["0.33333333"]
 
 
 # --- numbers written as texts
@@ -232,7 +226,7 @@ def test_several_units_and_single_texts_are_refused():
 def test_a_later_table_is_read_as_at_training():
     train = table(price=["12,5", "13", "14,25"] * 10, y=range(30))
     plan = Plan.from_json(json.loads(json.dumps(make_plan(train, {"y"}).as_json())))
-    assert plan.said == {"price": "numbers ('12,5' is 12.5)"}
+    assert plan.interpretation == {"price": "numbers ('12,5' is 12.5)"}
     assert plan.encode(table(price=["1,234"])).values.tolist() == [[1.234]]
     assert plan.encode(table(price=[7.5])).values.tolist() == [[7.5]]
     with pytest.raises(
@@ -297,7 +291,7 @@ def test_numbers_with_few_frequent_texts_are_categories():
     doors = ["2", "3", "4", "5more"] * 30
     train = table(doors=doors, y=range(120))
     plan = Plan.from_json(json.loads(json.dumps(make_plan(train, {"y"}).as_json())))
-    assert plan.said == {"doors": "4 categories, because some values are texts ('5more')"}
+    assert plan.interpretation == {"doors": "4 categories, because some values are texts ('5more')"}
     assert plan.features[0].levels == ("2", "3", "4", "5more")
     later = plan.encode(table(doors=["2", "5more", "7", 3, ""]))
     assert later.values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0] * 4, [0, 1, 0, 0], [0] * 4]
@@ -333,7 +327,7 @@ def test_a_typing_error_is_not_a_category():
         else:
             assert (
                 "because some values are texts ('x')"
-                in make_plan(column(texts, numbers), {"y"}).said["c"]
+                in make_plan(column(texts, numbers), {"y"}).interpretation["c"]
             )
 
 
@@ -391,7 +385,9 @@ def test_dates_are_a_trend_with_the_time_of_the_year():
     for cells in (days, [str(one) for one in days]):
         plan = make_plan(table(when=cells, y=range(100)), {"y"})
         assert plan.width == 3
-        assert plan.said == {"when": "dates, as days since 2020-01-01, with the time of the year"}
+        assert plan.interpretation == {
+            "when": "dates, as days since 2020-01-01, with the time of the year"
+        }
         values = plan.encode(table(when=cells)).values
         assert values[:, 0].tolist() == [11 * i for i in range(100)]
         angle = (
@@ -399,12 +395,12 @@ def test_dates_are_a_trend_with_the_time_of_the_year():
         )
         assert np.allclose(values[:, 1:], np.stack([np.sin(angle), np.cos(angle)], 1), atol=1e-12)
     short = make_plan(table(when=[str(one) for one in days[:30]], y=range(30)), {"y"})
-    assert short.said == {"when": "dates, as days since 2020-01-01"}
+    assert short.interpretation == {"when": "dates, as days since 2020-01-01"}
     assert short.width == 1
     hours = [f"2024-01-0{1 + i % 9}T{i % 24:02d}:00" for i in range(60)]
     assert (
         make_plan(table(when=hours, y=range(60)), {"y"})
-        .said["when"]
+        .interpretation["when"]
         .endswith("with the time of the day")
     )
 
@@ -417,7 +413,7 @@ def rare_cities(rows_each=25, frequent=MOST_LEVELS, rare=10):
 def test_rare_categories_are_counted_and_have_a_column_of_their_own():
     cells = rare_cities()
     plan = make_plan(table(city=cells, y=range(len(cells))), {"y"})
-    assert plan.said == {
+    assert plan.interpretation == {
         "city": "the 50 most frequent of 60 categories; the others (30 rows) share one column"
     }
     assert plan.width == MOST_LEVELS + 1
@@ -631,10 +627,10 @@ def test_an_unknown_city_gets_an_interval_over_all_cities(cities, tmp_path, conf
     room, _, new, y = cities
     model = room / "m"
     if not conformal:
-        estimator, extra = load_with_extra(model)
+        estimator, training = load_trained(model)
         estimator.conformal_ = None
         model = tmp_path / "m"
-        save(estimator, model, extra)
+        save(estimator, model, training)
     facts = json.loads(call("predict", model, new, "-o", tmp_path / "o.csv", "--json").stdout)
     assert facts["rows_with_unknown_inputs"] == 4
     assert facts["rows_mixed"] == 4
@@ -689,54 +685,6 @@ def test_a_classifier_is_unsure_about_an_unknown_category(tmp_path):
     assert float(known["p(yes)"]) > 0.9
     assert float(unknown["p(yes)"]) == pytest.approx(np.mean(city == "A"), abs=0.1)
     assert unknown["notes"] == "city: unknown category 'Rome'"
-
-
-OLD_PLAN = {
-    "features": [
-        {"name": "city", "kind": "text", "fill": 0.0, "flag": False, "levels": ["A", "B"]},
-        {"name": "size", "kind": "number", "fill": 0.25, "flag": True, "levels": []},
-    ],
-    "left_out": {"id": "constant"},
-}
-
-
-@pytest.mark.parametrize("classes", [False, True])
-def test_models_of_the_earlier_version_load_and_say_what_they_lack(tmp_path, classes):
-    rng = np.random.default_rng(0)
-    X = np.concatenate(
-        [np.eye(2)[rng.integers(0, 2, 40)], rng.normal(size=(40, 1)), np.zeros((40, 1))], 1
-    )
-    kind, y = (
-        (SSLAClassifier, np.where(X[:, 2] > 0, "true", "false"))
-        if classes
-        else (SSLARegressor, X[:, 2])
-    )
-    estimator = kind(max_epochs=2, random_state=0).fit(X, y)
-    facts = {"likelihood": "classes" if classes else "gaussian"}
-    save(estimator, tmp_path / "m", {"plan": OLD_PLAN, "target": "y", "facts": facts})
-    target = ["yes", "no", "yes"] if classes else [1, 2, 3]
-    new = write(tmp_path / "new.csv", city=["A", "Rome", "B"], size=[1, 2, ""], y=target)
-    done = call("predict", tmp_path / "m", new, "-o", tmp_path / "o.csv")
-    assert (
-        "1 rows have missing or unknown inputs, but the model is of an earlier version"
-        in " ".join(done.stderr.split())
-    )
-    out = read(tmp_path / "o.csv")
-    assert [row["notes"] for row in out] == ["", "city: unknown category 'Rome'", "size: missing"]
-    encoded = np.array([[1, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0.25, 1]])
-    if classes:
-        assert np.allclose(
-            [float(row["p(true)"]) for row in out],
-            estimator.predict_proba(encoded)[:, 1],
-            rtol=1e-9,
-        )
-    else:
-        assert np.allclose(
-            [float(row["mean"]) for row in out], estimator.predict(encoded), rtol=1e-9
-        )
-    scores = json.loads(call("evaluate", tmp_path / "m", new, "--json").stdout)
-    assert scores["rows"] == 3
-    assert "unknown labels" not in scores
 
 
 def test_a_damaged_plan_is_refused():

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import ssla
-from ssla.files import Encoder, FileError, read, write
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.tables.estimators.saving import KIND
 from ssla.tables.estimators.split_conformal import Conformal
 from ssla.tables.networks.recalibration import as_trained
 
@@ -178,23 +176,6 @@ def test_weighted_scores_survive_a_file(tmp_path):
     assert np.array_equal(again.conformal_.weights, model.conformal_.weights)
     assert set(np.unique(model.conformal_.weights)) == {1, 2, 3}
     assert np.array_equal(again.predict_interval(X, 0.9), model.predict_interval(X, 0.9))
-
-
-def test_files_with_scores_alone_load(tmp_path):
-    """The form before row weights: one tensor of sorted scores."""
-    model = SSLARegressor(**QUICK).fit(X, Y)
-    content, tensors = read(model.save(tmp_path / "model"), KIND)
-    encoder = Encoder(
-        {name: value for name, value in tensors.items() if not name.startswith("conformal")}
-    )
-    content["conformal"] = encoder.encode(
-        torch.from_numpy(model.conformal_.scores.copy()), "conformal"
-    )
-    old = load(write(tmp_path / "old", KIND, content, encoder.tensors))
-    assert np.array_equal(old.predict_interval(X, 0.9), model.predict_interval(X, 0.9))
-    content["conformal"] = {"dict": [["scores", content["conformal"]]]}
-    with pytest.raises(FileError, match="usable model"):
-        load(write(tmp_path / "damaged", KIND, content, encoder.tensors))
 
 
 # --- without calibration rows ----------------------------------------------------------------

@@ -9,7 +9,7 @@ from ssla import likelihoods as L
 from ssla import metrics, priors
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor
 from ssla.tables.estimators.row_weights import factor_of
-from ssla.tables.report.subject import fit_of
+from ssla.tables.report.table_models import fit_of
 from support.networks import data, mlp
 
 QUICK = {"members": 1, "max_epochs": 30, "hidden": (8,), "trees": 0, "random_state": 0}

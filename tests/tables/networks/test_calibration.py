@@ -164,10 +164,10 @@ def test_a_target_that_no_varying_noise_fits_gets_constant_noise_and_a_warning(m
     X = np.random.default_rng(2).normal(size=(80, 2))
     fit_rows = SSLARegressor._fit_rows
 
-    def refuses(self, X, y, weights, likelihood, related, rival=None):
+    def refuses(self, X, y, weights, likelihood, related, rival=None, **more):
         if likelihood == "heteroscedastic":
             raise NoFactorError("The curvature cannot be factorised: no noise.")
-        return fit_rows(self, X, y, weights, likelihood, related)
+        return fit_rows(self, X, y, weights, likelihood, related, **more)
 
     monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
     with pytest.warns(UserWarning, match="constant noise was used"):
@@ -187,10 +187,10 @@ def test_where_the_logarithmic_scale_cannot_be_fitted_the_target_keeps_its_own(m
     X = rng.normal(size=(80, 2))
     fit_rows = SSLARegressor._fit_rows
 
-    def refuses(self, *rest, rival=None):
+    def refuses(self, *rest, rival=None, **more):
         if rival is not None:
             raise NoFactorError("The curvature cannot be factorised: no noise.")
-        return fit_rows(self, *rest)
+        return fit_rows(self, *rest, **more)
 
     monkeypatch.setattr(SSLARegressor, "_fit_rows", refuses)
     model = SSLARegressor(members=1, max_epochs=5, random_state=0).fit(

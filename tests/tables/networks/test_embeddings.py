@@ -284,19 +284,6 @@ def test_a_file_with_impossible_levels_is_refused_in_words(fitted, tmp_path, nam
         load(tmp_path / "forged")
 
 
-def test_a_file_of_an_earlier_version_has_no_levels(tmp_path):
-    x, y = RNG.normal(size=(40, 2)), RNG.normal(size=40)
-    model = SSLARegressor("gaussian", members=1, max_epochs=2, random_state=0).fit(x, y)
-    content, tensors = read(model.save(tmp_path / "m"), KIND)
-    architecture = Decoder(tensors).decode(content["ensemble"]["architecture"], dict)
-    assert architecture.pop("levels") == architecture.pop("dimensions") == ()
-    content["ensemble"]["architecture"] = Encoder().encode(architecture, "architecture")
-    for feature in content["plan"]["features"]:
-        del feature["codes"]
-    write(tmp_path / "earlier", KIND, content, tensors)
-    assert np.array_equal(load(tmp_path / "earlier").predict(x), model.predict(x))
-
-
 def test_an_exported_network_has_its_embeddings(fitted, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

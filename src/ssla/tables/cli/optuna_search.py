@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from ssla.tables.cli.console import progress
-from ssla.tables.cli.train import Prepared, Request, make, score, shuffled, smaller
+from ssla.tables.cli.train import Request, make, shuffled, smaller, without_mixtures
+from ssla.tables.columns import Encoded
 
 STUDY_FRACTION = 0.2
 
 
 def best_options(
-    request: Request, X: np.ndarray, y: np.ndarray, ready: Prepared, quiet: bool
+    request: Request, rows: Encoded, y: np.ndarray, likelihood: str, quiet: bool
 ) -> tuple[dict[str, Any], str]:
     """The options of the best trial on these training rows, including earlier calls; and
     whether there were any.
     """
-    likelihood = ready.likelihood
     try:
         import optuna
     except ImportError:
@@ -37,7 +37,7 @@ def best_options(
     file = output.with_name(f"{output.name}.study.db")
     study = optuna.create_study(
         storage=f"sqlite:///{file}",
-        study_name=f"{request.target}, {likelihood}, {_fingerprint(request, X, y)}",
+        study_name=f"{request.target}, {likelihood}, {_fingerprint(request, rows.values, y)}",
         load_if_exists=True,
         direction="minimize",
     )
@@ -51,10 +51,9 @@ def best_options(
     aside, kept = order[:count], order[count:]
 
     def objective(trial: Any) -> float:
-        estimator = make(smaller(request), likelihood, _suggest(trial), ready.plan).fit(
-            X[kept], y[kept]
-        )
-        return float(score(estimator, X[aside], y[aside])["nll"])
+        estimator = make(smaller(request), likelihood, _suggest(trial))
+        estimator.fit(rows[kept], y[kept])
+        return float(estimator.evaluate(without_mixtures(rows[aside]), y[aside])["nll"])
 
     with progress(left, "tuning", quiet) as advance:
         study.optimize(

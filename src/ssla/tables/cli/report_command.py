@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ssla._checks import writable
-from ssla.predictive import Predictive
-from ssla.tables.cli.work import Marks, observed
-from ssla.tables.columns import Plan, TableError
-from ssla.tables.estimators import SSLAClassifier
+from ssla.tables.cli.work import Marks
+from ssla.tables.columns import TableError
 from ssla.tables.report import page_of
-from ssla.tables.report.subject import (
-    SHOWN_INPUTS,
-    Subject,
-    fit_of,
-    predictor,
-    remarks_on,
-    why_fixed,
-)
-from ssla.tables.scoring.saved_models import open_table_model, predictive_at
-
-KINDS = {"text": "category", "boolean": "yes or no"}
+from ssla.tables.report.table_models import of_table, used
+from ssla.tables.scoring.saved_models import open_trained
 
 
 def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str, Any]:
@@ -37,14 +26,15 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
             "A report names its table and its SHA-256, so it needs a file, not standard input."
         )
     writable(output)
-    opened = open_table_model(model)
-    estimator, plan, extra = opened.estimator, opened.plan, opened.extra
-    table = marks.read(data, extra)
-    y, given = observed(table, estimator, extra)
+    opened, training = open_trained(model)
+    estimator = opened.estimator
+    table = marks.read(data, training)
+    classes = getattr(estimator, "classes_", None)
+    y, given = training.observed(table, classes)
     rows = given.nonzero()[0]
-    remarks = list(remarks_on(estimator))
-    if isinstance(estimator, SSLAClassifier):
-        known = np.isin(y, estimator.classes_)
+    remarks = []
+    if classes is not None:
+        known = np.isin(y, classes)
         if not known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
         if not known.all():
@@ -52,44 +42,21 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
                 "Left out: rows with a label that is not in the training table "
                 f"({int((~known).sum()):,})."
             )
-        rows, y = rows[known], np.searchsorted(estimator.classes_, y[known])
+        rows, y = rows[known], np.searchsorted(classes, y[known])
     if not given.all():
         remarks.append(f"Left out: rows without a target ({int((~given).sum()):,}).")
-    encoded = plan.encode(table)[rows]
-    if encoded.marked:
-        remarks.append(
-            f"Rows with missing or unknown inputs: {encoded.marked:,}. Their predictions are mixed "
-            "over values of the training table."
-        )
-    means = estimator.ensemble_.inputs.shift.numpy()
-
-    def at_mean(chosen: np.ndarray, feature: int) -> Predictive:
-        part, place = encoded[chosen], plan.places[feature]
-        values, gaps = part.values.copy(), part.unlearned.copy()
-        values[:, place], gaps[:, feature] = means[place], False
-        return predictive_at(estimator, replace(part, values=values, unlearned=gaps))
-
-    names = tuple(feature.name for feature in plan.features)[:SHOWN_INPUTS]
-    cells = [table.cells_of(name) for name in names]
-    subject = Subject(
-        predictor(estimator, lambda other, chosen: predictive_at(other, encoded[chosen])),
-        torch.from_numpy(np.asarray(y, dtype=np.float64)),
-        tuple(map(str, estimator.classes_)) if isinstance(estimator, SSLAClassifier) else None,
-        why_fixed(component.posterior for component in estimator.ensemble_.components),
-        extra["target"],
-        names,
-        lambda chosen: [[column[rows[i]] for column in cells] for i in chosen],
-        used(plan, extra["target"]),
-        (*fit_of(estimator), ("Training", trained(extra["facts"]))),
-        (
+    subject = of_table(estimator, table, y, training.target, rows, remarks=remarks)
+    files = [file for file in sorted(model.iterdir()) if file.is_file()]
+    subject = replace(
+        subject,
+        columns=used(estimator.plan_, training.target),
+        fit=(*subject.fit, ("Training", trained(training.facts))),
+        hashes=(
             (f"table {data.name}", digest(data)),
-            *((f"model file {f.name}", digest(f)) for f in sorted(model.iterdir()) if f.is_file()),
+            *((f"model file {file.name}", digest(file)) for file in files),
         ),
-        tuple(remarks),
-        at_mean=at_mean,
-        labels=(rows + 1).tolist(),
     )
-    written = page_of(subject, f"How sure is the prediction of {extra['target']}?").save(output)
+    written = page_of(subject, f"How sure is the prediction of {training.target}?").save(output)
     return {
         "output": str(written),
         "rows": len(rows),
@@ -97,26 +64,7 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
     }
 
 
-def used(plan: Plan, target: str) -> tuple[tuple[str, str], ...]:
-    """What was done with every column."""
-    found = [(target, "the target")]
-    for feature in plan.features:
-        text = KINDS.get(feature.kind, feature.kind)
-        if feature.levels:
-            text += f": {len(feature.levels)} values, one input for each"
-        if feature.codes:
-            text += f": {len(feature.codes)} values, a learned effect for each"
-        if feature.rare and feature.levels:
-            text += f"; {len(feature.rare)} rare values share one input"
-        if feature.periods:
-            text += "; days since the first, with sine and cosine of its periods"
-        if feature.gaps:
-            text += f"; {feature.gaps:,} training rows without a value"
-        found.append((feature.name, text + (f"; {feature.said}" if feature.said else "")))
-    return (*found, *((name, f"left out: {why}") for name, why in plan.left_out.items()))
-
-
-def trained(facts: dict[str, Any]) -> str:
+def trained(facts: Mapping[str, Any]) -> str:
     """Facts that `ssla train` stored, one a line."""
     return "\n".join(
         f"{name.replace('_', ' '):<22}  {value}"

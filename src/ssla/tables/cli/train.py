@@ -1,4 +1,4 @@
-"""Parts of `ssla train`: table -> plan -> estimator -> scores."""
+"""Parts of `ssla train`: table -> encoded rows and target -> the estimator of a request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 import ssla
-from ssla import metrics
 from ssla._checks import one_of, warn
-from ssla.tables.columns import Encoded, Plan, Table, TableError, Target, make_plan, read_target
-from ssla.tables.estimators import SSLAClassifier, SSLARegressor
+from ssla.tables.columns import Encoded, Plan, Table, TableError, Target, read_target
+from ssla.tables.estimators import SSLAClassifier, SSLARegressor, TableEncoder
 from ssla.tables.networks.embeddings import dimensions_of
+from ssla.tables.networks.ensemble import CLASSES
 from ssla.tables.networks.training import Architecture
-from ssla.tables.scoring.saved_models import predictive_at, replace_refit
 
 LIKELIHOODS = (
     "auto",
@@ -25,11 +24,10 @@ LIKELIHOODS = (
     "poisson",
     "log_normal",
     "logit_normal",
-    "classes",
+    CLASSES,
 )
 FEWEST_ROWS = 10
 SMALLEST_TEST = 5
-OF_INTERVALS = ("coverage", "width")
 LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 
 
@@ -54,27 +52,47 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Numbers of a table, and how they were made."""
+    """A training table as the estimators read it."""
 
-    plan: Plan
-    X: np.ndarray
-    y: np.ndarray
-    likelihood: str
-    missing: dict[str, int]
-    rows_without_target: int
-    encoded: Encoded  # of the rows with a target
+    rows: Encoded  # those with a target
     target: Target
+    likelihood: str
+    missing: dict[str, int]  # cells of the whole table, by column
     read_as: dict[str, str]  # how columns were interpreted, if that is not obvious
+
+    @property
+    def plan(self) -> Plan:
+        return self.rows.plan
+
+    @property
+    def y(self) -> np.ndarray:
+        return self.target.y
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; 0 for numbers."""
+        return len(set(self.y.tolist())) if self.target.classes else 0
 
 
 def prepare(table: Table, request: Request) -> Prepared:
-    """Plan, numbers and target of a training table, or a TableError."""
+    """The rows and the target of a training table, or a TableError."""
     one_of("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
         table.cells_of(name)  # its error names the most similar column
-    asked = None if request.likelihood == "auto" else request.likelihood == "classes"
+    asked = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, asked)
-    given = target.given
+    _check_target(table, target, request)
+    encoder = TableEncoder(drop=(request.target, *request.drop), codes=True)
+    rows = encoder.fit(table, rows=target.given).encode(table)
+    read_as = rows.plan.interpretation | (
+        {f"{request.target} (target)": target.interpretation} if target.interpretation else {}
+    )
+    likelihood = CLASSES if target.classes else request.likelihood
+    return Prepared(rows[target.given], target, likelihood, rows.missing, read_as)
+
+
+def _check_target(table: Table, target: Target, request: Request) -> None:
+    """TableError for too few rows and for a constant; a note for 0 and 1 that may be classes."""
     if len(target.y) < FEWEST_ROWS:
         raise TableError(
             f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are "
@@ -85,49 +103,36 @@ def prepare(table: Table, request: Request) -> Prepared:
             f"The target {request.target!r} is constant ({target.y[0]:g}), so there is nothing to "
             "predict."
         )
-    if target.zero_one and asked is None:
+    if target.zero_one and request.likelihood == "auto":
         warn(
             f"The target {request.target!r} has only the values 0 and 1: it is predicted as a "
             "number. For classes give --likelihood classes."
         )
-    plan = make_plan(table, {request.target, *request.drop}, given, codes=True)
-    encoded = plan.encode(table)
-    likelihood = "classes" if target.classes else request.likelihood
-    said = plan.said | ({f"{request.target} (target)": target.said} if target.said else {})
-    rest = int((~given).sum())
-    return Prepared(
-        plan,
-        encoded.values[given],
-        target.y,
-        likelihood,
-        encoded.missing,
-        rest,
-        encoded[given],
-        target,
-        said,
-    )
 
 
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
     """ValueError before training if the curvature of the last layer exceeds the memory budget:
     very many classes.
     """
-    outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    cost = ssla.estimate_cost(
-        architecture_of(ready.plan, outputs, hidden).build(), len(ready.y), structure="dense"
-    )
+    module = architecture_of(ready, hidden).build()
+    cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
     if not cost.fits:
         raise TableError(
-            f"The target has {outputs:,} classes. Their curvature needs "
+            f"The target has {ready.classes or 1:,} classes. Their curvature needs "
             f"{cost.statistics / 2**30:.3g} GiB, more than the {cost.budget / 2**30:.3g} GiB that "
             "this command uses. Group the rare classes, or leave out their rows."
         )
 
 
-def architecture_of(plan: Plan, outputs: int, hidden: tuple[int, ...]) -> Architecture:
-    """A network for the columns of a plan, without pieces."""
+def architecture_of(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
+    """A network for the columns and the target of a table, without pieces."""
+    levels = ready.plan.levels
     return Architecture(
-        plan.width, outputs, hidden, levels=plan.levels, dimensions=dimensions_of(plan.levels)
+        ready.plan.width,
+        ready.classes or 1,
+        hidden,
+        levels=levels,
+        dimensions=dimensions_of(levels),
     )
 
 
@@ -149,7 +154,7 @@ def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int
     of every class comes after all others and is never held out.
     """
     order = np.random.default_rng(seed).permutation(len(y))
-    if likelihood != "classes":
+    if likelihood != CLASSES:
         return order, len(y)
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
@@ -159,69 +164,28 @@ def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int
     return order[np.argsort(place, kind="stable")], len(y) - len(sizes)
 
 
-def make(request: Request, likelihood: str, options: dict[str, Any], plan: Plan) -> Any:
-    """The estimator of a request, for rows that the plan has encoded."""
-    estimator = _estimator(request, likelihood, options)
-    estimator.levels = plan.levels
-    return estimator
-
-
-def _estimator(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+    """The estimator of a request, not fitted."""
     shared = {
         "members": request.members,
         "max_epochs": request.max_epochs,
         "random_state": request.seed,
         **options,
     }
-    if likelihood == "classes":
+    if likelihood == CLASSES:
         if request.conformal:
             raise ValueError("--conformal corrects intervals of numbers; omit it for classes.")
         return SSLAClassifier(**shared)
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
-def score(
-    estimator: Any, X: np.ndarray | Encoded, y: np.ndarray, refit: str = ""
-) -> dict[str, Any]:
-    """The scores of rows whose labels occur in training; for a conformal model also those of
-    its intervals.
-    """
-    if refit:
-        estimator = replace_refit(estimator, refit)
-    if isinstance(estimator, SSLAClassifier):
-        known = np.isin(y, estimator.classes_)
-        if not known.any():
-            raise TableError("None of the labels in the target occurs in the training table.")
-        codes = np.searchsorted(estimator.classes_, y[known])
-        summary = metrics.summary(predictive_at(estimator, X[known]), codes)
-        return dict(summary.scores) | (
-            {"unknown labels": float((~known).sum())} if not known.all() else {}
-        )
-    p = predictive_at(estimator, X)
-    scores: dict[str, Any] = dict(metrics.summary(p, y).scores)
-    conformal = estimator.conformal_
-    if conformal is None:
-        return scores
-    found: dict[str, Any] = {name: scores[name] for name in ("nll", "crps", "rmse")}
-    if not conformal.holds_for(estimator.refit):
-        found["conformal intervals"] = f"none: they were calibrated with refit {conformal.refit!r}"
-        return found | of_predictive(scores)
-    for level in metrics.LEVELS:
-        low, high = estimator.interval_of(p, level).T
-        width = float((high - low).mean())
-        found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
-        found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
-    return found | of_predictive(scores)
+def without_mixtures(rows: Encoded) -> Encoded:
+    """The same numbers, with gaps that stay filled: no row is a mixture over training values.
 
-
-def of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores of a conformal model's predictive, labelled to distinguish them from those of its
-    intervals.
+    Calibration rows of --conformal and rows that score a trial have always been read so. It takes a
+    sixteenth of the time, and the scores are those of slightly other predictives.
     """
-    return {
-        f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value
-        for name, value in scores.items()
-    }
+    return replace(rows, unlearned=np.zeros_like(rows.unlearned))
 
 
 def rows_seen(estimator: Any) -> dict[str, Any]:

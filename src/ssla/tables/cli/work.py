@@ -7,12 +7,11 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import ssla
 from ssla._checks import warn, writable
@@ -26,34 +25,24 @@ from ssla.tables.cli.train import (
     architecture_of,
     check_memory,
     make,
-    of_predictive,
     prepare,
     rows_seen,
-    score,
     shuffled,
     split,
+    without_mixtures,
 )
-from ssla.tables.columns import (
-    Style,
-    Table,
-    TableError,
-    later_labels,
-    later_numbers,
-    new_table,
-    read_parts,
-    read_table,
-)
+from ssla.tables.columns import Table, new_table, read_parts, read_table
 from ssla.tables.columns.writing import check_output
 from ssla.tables.estimators.estimator import auto_batch
-from ssla.tables.estimators.loading import load_with_extra
+from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
+from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.networks import Settings
 from ssla.tables.scoring.answer_columns import separator
 from ssla.tables.scoring.batches import kept_names
-from ssla.tables.scoring.saved_models import BLOCK, Counts, counts_of, open_table_model
+from ssla.tables.scoring.saved_models import BLOCK, Counts, counts_of, open_trained
 from ssla.tables.scoring.scorer import checked_levels
 
-PRECISIONS = (0.01, 100.0)  # a range of prior precisions
 TIMED_EPOCHS = 6
 SMALL_TABLE = 100  # rows below which the intervals of one network undercover
 CAUTION = (
@@ -73,16 +62,16 @@ class Marks:
     decimal: str | None = None
     thousands: str | None = None
 
-    def read(self, data: Path, extra: dict[str, Any] | None = None) -> Table:
-        return read_table(data, *self._of(extra))
+    def read(self, data: Path, training: TrainingTable | None = None) -> Table:
+        return read_table(data, *self._of(training))
 
-    def read_parts(self, data: Path, extra: dict[str, Any], only: set[str]) -> Iterator[Table]:
+    def read_parts(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
         """In blocks of rows, with these columns."""
-        return read_parts(data, *self._of(extra), BLOCK, only)
+        return read_parts(data, *self._of(training), BLOCK, only)
 
-    def _of(self, extra: dict[str, Any] | None) -> tuple[str | None, str | None]:
-        if self.decimal is None and self.thousands is None and extra is not None:
-            return extra.get("decimal"), extra.get("thousands")
+    def _of(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
+        if self.decimal is None and self.thousands is None and training is not None:
+            return training.decimal, training.thousands
         return self.decimal, self.thousands
 
 
@@ -97,24 +86,21 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     table = read_table(request.data, request.decimal, request.thousands)
     ready = prepare(table, request)
     train, test = split(ready.y, ready.likelihood, request)
-    X, y = ready.X[train], ready.y[train]
+    rows, y = without_mixtures(ready.rows[train]), ready.y[train]
     check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
-        options, study = best_options(request, X, y, ready, quiet)
+        options, study = best_options(request, rows, y, ready.likelihood, quiet)
         tuned = {"tuned": options, "study": study}
-    estimator = make(request, ready.likelihood, options, ready.plan)
+    estimator = make(request, ready.likelihood, options)
     with progress(request.max_epochs, "training", quiet) as advance:
-        estimator.on_epoch = advance
-        estimator.fit(X, y)
-        del estimator.on_epoch
-    scores = score(estimator, ready.encoded[test], ready.y[test]) if len(test) else {}
+        estimator.fit(rows, y, on_epoch=advance)
     facts = {
         "rows": table.rows,
         **rows_seen(estimator),
         "rows_test": len(test),
-        "rows_without_target": ready.rows_without_target,
+        "rows_without_target": int((~ready.target.given).sum()),
         "columns": len(ready.plan.features),
         "inputs": ready.plan.width,
         "left_out": ready.plan.left_out,
@@ -123,21 +109,15 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
         "likelihood": estimator.ensemble_.settings.likelihood,
         "members": request.members,
         "epochs": estimator.n_iter_,
-        "scores": scores,
+        "scores": estimator.evaluate(ready.rows[test], ready.y[test]) if len(test) else {},
         **tuned,
     }
     if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
         facts["caution"] = CAUTION
-    style = asdict(ready.target.style)
-    marks = {"decimal": request.decimal, "thousands": request.thousands}
-    extra = {
-        "plan": ready.plan.as_json(),
-        "target": request.target,
-        "target_style": style,
-        "facts": facts,
-        **marks,
-    }
-    save(estimator, request.output, extra)
+    training = TrainingTable(
+        request.target, ready.target.style, request.decimal, request.thousands, facts
+    )
+    save(estimator, request.output, training)
     return {
         "model": str(request.output),
         **facts,
@@ -158,14 +138,14 @@ def predict_file(
     check_output(output)
     writable(output)
     levels = checked_levels(levels)
-    opened = open_table_model(model)
+    opened, training = open_trained(model)
     if refit:
         opened = opened.with_refit(refit)
     counts = Counts()
     places: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(summed_warnings())
-        for table in marks.read_parts(data, opened.extra, {*opened.inputs, *keep}):
+        for table in marks.read_parts(data, training, {*opened.inputs, *keep}):
             kept = {name: table.cells_of(name) for name in keep}
             columns, found = opened.score(table, levels)
             if not counts.rows:
@@ -185,12 +165,11 @@ def predict_file(
             )
             counts.add(found)
             del table, kept, columns  # before the next block is read
-    counts.check()
     classes = getattr(opened.estimator, "classes_", None)
     return {
         "output": str(output),
         "rows": counts.rows,
-        "target": opened.extra["target"],
+        "target": training.target,
         "levels": list(levels),
         **(
             {}
@@ -240,72 +219,43 @@ def summed_warnings() -> Iterator[None]:
 def evaluate_file(
     model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING
 ) -> dict[str, Any]:
-    opened = open_table_model(model)
-    table = marks.read(data, opened.extra)
-    y, given = observed(table, opened.estimator, opened.extra)
-    encoded = opened.plan.encode(table)[given]
-    scores = score(opened.estimator, encoded, y, refit)
-    counts = counts_of(encoded)
-    counts.check()
-    return {"rows": len(y), **scores, "unknown_categories": encoded.unknown, **_gaps(counts)}
-
-
-def observed(table: Table, estimator: Any, extra: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The target of the rows that have one, and which rows these are (n,) bool; TableError if
-    there are none.
-    """
-    name, style = extra["target"], Style(**extra.get("target_style", {}))
-    if extra["facts"]["likelihood"] == "classes":
-        y, given = later_labels(
-            table, name, estimator.classes_.tolist(), earlier="target_style" not in extra
-        )
-    else:
-        y, given = later_numbers(table, name, style)
-    if not given.any():
-        raise TableError(f"No row of {table.path} has a value in the target {name!r}.")
-    return y, given
+    opened, training = open_trained(model)
+    if refit:
+        opened = opened.with_refit(refit)
+    table = marks.read(data, training)
+    y, given = training.observed(table, getattr(opened.estimator, "classes_", None))
+    rows = opened.estimator.encode(table)[given]
+    return {
+        "rows": len(y),
+        **opened.estimator.evaluate(rows, y),
+        "unknown_categories": rows.unknown,
+        **_gaps(counts_of(rows)),
+    }
 
 
 def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
     """Predictives under weaker and stronger priors, for the main component of every member."""
-    compare = getattr(ssla, "sensitivity", None)
-    if not callable(compare):
-        raise ImportError(
-            "This installation has no ssla.sensitivity yet; update ssla to compare priors."
-        )
-    opened = open_table_model(model)
-    estimator = opened.estimator
-    encoded = opened.plan.encode(marks.read(data, opened.extra))
-    if encoded.marked:
+    opened, training = open_trained(model)
+    rows = opened.estimator.encode(marks.read(data, training))
+    if rows.marked:
         warn(
-            f"{encoded.marked} rows have missing or unknown inputs. This comparison uses the mean "
+            f"{rows.marked} rows have missing or unknown inputs. This comparison uses the mean "
             "in place of the missing value, not a mixture over training values."
         )
-    z = estimator.ensemble_.inputs(torch.from_numpy(encoded.values))
-    found = {}
-    for component in estimator.ensemble_.components:
-        if component.weight == max(c.weight for c in estimator.ensemble_.components):
-            found[f"member {component.member}"] = "\n" + str(
-                compare(component.posterior, z, PRECISIONS)
-            )
-    return found
+    compared = opened.estimator.sensitivity(rows)
+    return {f"member {member}": f"\n{table}" for member, table in compared.items()}
 
 
 def report_of(model: Path) -> dict[str, Any]:
-    estimator, extra = load_with_extra(model)
-    facts = dict(extra.get("facts", {})) | rows_seen(estimator)
-    if facts["conformal"] and "rows_calibration" not in extra.get(
-        "facts", {}
-    ):  # from an ssla that scored only the predictive
-        facts["scores"] = of_predictive(facts.get("scores", {}))
+    estimator, training = load_trained(model)
+    facts = ({} if training is None else dict(training.facts)) | rows_seen(estimator)
     first = estimator.ensemble_.components[0].posterior
+    architecture = estimator.ensemble_.architecture
     return {
         "estimator": type(estimator).__name__,
-        "target": extra.get("target", "unknown"),
+        "target": "unknown" if training is None else training.target,
         **facts,
-        "network": " - ".join(
-            map(str, (estimator.n_features_in_, *estimator.ensemble_.architecture.hidden))
-        ),
+        "network": " - ".join(map(str, (architecture.inputs, *architecture.hidden))),
         "refit": estimator.refit,
         "components": len(estimator.ensemble_.components),
         **({"networks": remark} if (remark := getattr(estimator.ensemble_, "remark", "")) else {}),
@@ -323,8 +273,7 @@ def cost_of(
 ) -> dict[str, Any]:
     table = marks.read(data)
     ready = prepare(table, Request(data, target, Path(), drop))
-    outputs = len(set(ready.y.tolist())) if ready.likelihood == "classes" else 1
-    module = architecture_of(ready.plan, outputs, Settings().hidden).build()
+    module = architecture_of(ready, Settings().hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
         "rows": len(ready.y),
@@ -349,12 +298,13 @@ def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
         -min(rows, 16 * batch) :
     ]  # with every class
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make(
-        replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options, ready.plan
-    )
+    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
     ends: list[float] = []
-    estimator.on_epoch = lambda done: ends.append(time.perf_counter())
-    estimator.fit(ready.X[sample], ready.y[sample])
+    estimator.fit(
+        ready.rows[sample],
+        ready.y[sample],
+        on_epoch=lambda done: ends.append(time.perf_counter()),
+    )
     epoch = float(np.median(np.diff(ends)))  # "auto" may train a second time, after a fit
     rest = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch
     return {

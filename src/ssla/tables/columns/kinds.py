@@ -131,7 +131,7 @@ class Column:
     kind: str
     values: np.ndarray
     style: Style = field(default_factory=Style)
-    said: str = ""  # why these are texts, if that is not obvious
+    interpretation: str = ""  # why these are texts, if that is not obvious
 
     @cached_property
     def missing(self) -> np.ndarray:
@@ -196,8 +196,8 @@ def interpret(
     if wrong > counts.sum() / 2:
         return read_as(name, cells, TEXT)
     if wrong:
-        if mixed and (said := _few_values(given, counts, no_number[there])):
-            return replace(read_as(name, cells, TEXT), said=said)
+        if mixed and (interpretation := _few_values(given, counts, no_number[there])):
+            return replace(read_as(name, cells, TEXT), interpretation=interpretation)
         raise _mixed(name, levels, codes, no_number, "numbers")
     return Column(name, NUMBER, _finite(name, values[codes]), chosen)
 

@@ -21,22 +21,20 @@ import numpy as np
 from ssla.tables.columns.kinds import BOOLEAN, DATE, EPOCH, NUMBER, TEXT, Column, Style, TableError
 from ssla.tables.columns.reading import Table
 
-MOST_LEVELS = 50
-# of the rows: a text column with more different values, and more than twenty, is not a category
+MOST_LEVELS = 50  # of a category that has one column for each
+# A text column with more than FEW_LEVELS values, in more than this share of the rows, is free text.
 FREE_TEXT = 0.1
 FEW_LEVELS = 20
 LARGEST_FILL = 1e300
 FEWEST_ROWS = 2  # of a level that has a code
 MOST_CODES = 10_000
-# of the rows: a text column with many values is a category if levels with a code have at least that
-# many
+# A text column with many values is a category if levels with a code have this share of the rows.
 CODED = 0.5
-ENOUGH = (
-    20  # training rows with a gap, or a rare category, that the network needs to learn its effect
-)
+ENOUGH = 20  # training rows with a gap, or a rare category, from which a network learns its effect
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
 SETS = 200  # of rows, of which the one closest in means and spreads is kept
 YEAR, DAY = 365.2425, 1.0
+KINDS = (NUMBER, BOOLEAN, TEXT, DATE)
 
 
 @dataclass(frozen=True)
@@ -58,26 +56,22 @@ class Feature:
     start: float = 0.0
     periods: tuple[float, ...] = ()
     gaps: int = 0  # training rows without a value
-    draws: tuple[
-        float | str, ...
-    ] = ()  # values that represent the training column, with their shares
+    # values that represent the training column, with their shares
+    draws: tuple[float | str, ...] = ()
     shares: tuple[float, ...] = ()
-    said: str = ""  # how the column was interpreted, if that is not obvious
-    codes: tuple[
-        str, ...
-        # levels 1, 2, …, the most frequent first; then gaps, if training had any; 0: every other
-        # level
-    ] = ()
+    interpretation: str = ""  # how the column was read, if that is not obvious
+    # levels with the codes 1, 2, …, the most frequent first; one more code is for gaps, if training
+    # had any, and 0 is for every other level
+    codes: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
+        """The number of columns of numbers."""
         if self.codes:
             return 1
-        return (
-            len(self.levels) + bool(self.rare)
-            if self.kind == TEXT
-            else 1 + self.flag + 2 * len(self.periods)
-        )
+        if self.kind == TEXT:
+            return len(self.levels) + bool(self.rare)
+        return 1 + self.flag + 2 * len(self.periods)
 
     @property
     def coded(self) -> list[int]:
@@ -86,13 +80,12 @@ class Feature:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns of numbers (width)."""
+        """The names of the columns of numbers (width)."""
         if self.codes:
             return [f"{self.name}: code"]
         if self.kind == TEXT:
-            return [f"{self.name}={level}" for level in self.levels] + [
-                f"{self.name}: rare"
-            ] * bool(self.rare)
+            by_level = [f"{self.name}={level}" for level in self.levels]
+            return by_level + [f"{self.name}: rare"] * bool(self.rare)
         cycles = [
             f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}"
             for p in self.periods
@@ -101,45 +94,55 @@ class Feature:
         return [self.name] + [f"{self.name}: missing"] * self.flag + cycles
 
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """(n, width), and which categories were unknown (n,)."""
-        gaps = column.missing
+        """The numbers (n, width), and which categories were unknown (n,)."""
         if self.codes:
-            return self._codes(column)
+            return self._encode_codes(column)
         if self.kind == TEXT:
-            return self._levels(column)
+            return self._encode_levels(column)
+        return self._encode_numbers(column), np.zeros(len(column.values), dtype=bool)
+
+    def _encode_numbers(self, column: Column) -> np.ndarray:
+        """The values with gaps filled, a flag for gaps, and sine and cosine of each period."""
+        gaps = column.missing
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
         parts = [values] + [gaps.astype(float)] * self.flag
         for period in self.periods:
             angle = 2 * np.pi * (values + self.start) / period
             parts += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
-        return np.stack(parts, 1), np.zeros(len(gaps), dtype=bool)
+        return np.stack(parts, 1)
 
-    def _levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        other = len(self.levels)
-        places = {level: i for i, level in enumerate(self.levels)} | dict.fromkeys(self.rare, other)
-        codes = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
-        new = np.array([value is not None and value not in places for value in codes], dtype=bool)
-        at = np.array(
+    def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        """One column for each level, one for all rare ones; zeros for a gap."""
+        rare_place = len(self.levels)
+        places = {level: i for i, level in enumerate(self.levels)}
+        places |= dict.fromkeys(self.rare, rare_place)
+        # Each different text is looked up once.
+        distinct = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
+        is_new = np.array([v is not None and v not in places for v in distinct], dtype=bool)
+        new_place = rare_place if self.rare_learned else -1
+        place_of = np.array(
             [
-                places.get(v, other if strange and self.rare_learned else -1)
-                for v, strange in zip(codes, new, strict=True)
+                places.get(value, new_place if new else -1)
+                for value, new in zip(distinct, is_new, strict=True)
             ],
             dtype=np.intp,
         )
         index = np.fromiter(
-            map(codes.__getitem__, column.values.tolist()), dtype=np.intp, count=len(column.values)
+            map(distinct.__getitem__, column.values.tolist()),
+            dtype=np.intp,
+            count=len(column.values),
         )
-        block, unknown = np.zeros((len(column.values), self.width)), new[index]
-        rows = np.flatnonzero(at[index] >= 0)
-        block[rows, at[index[rows]]] = 1.0
-        return block, unknown
+        block = np.zeros((len(column.values), self.width))
+        rows = np.flatnonzero(place_of[index] >= 0)
+        block[rows, place_of[index[rows]]] = 1.0
+        return block, is_new[index]
 
-    def _codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
+        """The code of each level; 0 for levels without a code, which may be unknown."""
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
         known = codes | dict.fromkeys(self.rare, 0) | {None: self.coded[0] * (self.gaps > 0)}
-        found = [known.get(value, -1) for value in column.values.tolist()]
-        block = np.fromiter(found, dtype=float, count=len(found))
-        return np.maximum(block, 0.0)[:, None], block < 0
+        code = np.array([known.get(v, -1) for v in column.values.tolist()], dtype=float)
+        return np.maximum(code, 0.0)[:, None], code < 0
 
     @property
     def rare_learned(self) -> bool:
@@ -165,12 +168,9 @@ class Feature:
         return rows
 
     def of_values(self, values: Sequence[float | str]) -> np.ndarray:
-        """(k, width)."""
-        return self.encode(
-            Column(
-                self.name, self.kind, np.array(values, dtype=object if self.kind == TEXT else float)
-            )
-        )[0]
+        """The numbers (k, width) of values without gaps."""
+        cells = np.array(values, dtype=object if self.kind == TEXT else float)
+        return self.encode(Column(self.name, self.kind, cells))[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,24 +204,23 @@ class Encoded:
 
     @property
     def mixed(self) -> np.ndarray:
-        """Rows (n,) bool that need a mixture over training values; none if the plan has no such
-        values.
-        """
-        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1)) & bool(self.plan.rows)
+        """Rows (n,) bool that need a mixture over training values."""
+        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1))
         return rows
 
     def copies(self) -> Iterator[np.ndarray]:
         """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several
         get those of complete rows.
         """
-        values, gaps = self.values[self.mixed], self.unlearned[self.mixed]
+        values = self.values[self.mixed]
+        gaps = self.unlearned[self.mixed]
         several = gaps.sum(1) > 1
         for k in range(DRAWS):
             filled = values.copy()
             for f, place in enumerate(self.plan.places):
-                own, whole = self.plan.blocks[f]
-                filled[gaps[:, f] & ~several, place] = own[min(k, len(own) - 1)]
-                filled[gaps[:, f] & several, place] = whole[k]
+                draws, complete_rows = self.plan.blocks[f]
+                filled[gaps[:, f] & ~several, place] = draws[min(k, len(draws) - 1)]
+                filled[gaps[:, f] & several, place] = complete_rows[k]
             yield filled
 
     @property
@@ -230,9 +229,9 @@ class Encoded:
         gaps = self.unlearned[self.mixed]
         shares = np.full((DRAWS, len(gaps)), 1 / DRAWS)
         for f, feature in enumerate(self.plan.features):
-            own = np.zeros(DRAWS)
-            own[: len(feature.shares)] = feature.shares
-            shares[:, gaps[:, f] & (gaps.sum(1) == 1)] = own[:, None]
+            of_column = np.zeros(DRAWS)
+            of_column[: len(feature.shares)] = feature.shares
+            shares[:, gaps[:, f] & (gaps.sum(1) == 1)] = of_column[:, None]
         return shares
 
 
@@ -244,9 +243,7 @@ class Plan:
 
     features: tuple[Feature, ...]
     left_out: dict[str, str]
-    rows: tuple[
-        tuple[float | str, ...], ...
-    ] = ()  # (DRAWS, features); empty in plans of earlier versions
+    rows: tuple[tuple[float | str, ...], ...]  # (DRAWS, features)
 
     @property
     def width(self) -> int:
@@ -260,20 +257,25 @@ class Plan:
         )
 
     @property
-    def said(self) -> dict[str, str]:
+    def interpretation(self) -> dict[str, str]:
         """How columns were interpreted, if that is not obvious."""
-        return {feature.name: feature.said for feature in self.features if feature.said}
+        return {
+            feature.name: feature.interpretation
+            for feature in self.features
+            if feature.interpretation
+        }
 
     @property
     def levels(self) -> tuple[int, ...]:
         """The number of codes of each column of numbers (width), 0 for a column that is no
         code; () if no column is one.
         """
-        found = tuple(count for feature in self.features for count in feature.coded)
-        return found if any(found) else ()
+        counts = tuple(count for feature in self.features for count in feature.coded)
+        return counts if any(counts) else ()
 
     @cached_property
     def places(self) -> list[slice]:
+        """The columns of numbers of each feature."""
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
         return [
             slice(end - feature.width, end)
@@ -293,31 +295,21 @@ class Plan:
 
         TableError for a missing column, or a cell of another kind.
         """
-        blocks, missing, unknown, unlearned = [], {}, {}, []
+        blocks, unlearned = [], []
+        missing: dict[str, int] = {}
+        unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
             column = table.column_as(feature.name, feature.kind, feature.style)
-            block, new = feature.encode(column)
-            scarce = feature.scarce(block, column, new)
+            block, is_new = feature.encode(column)
+            scarce = feature.scarce(block, column, is_new)
             blocks.append(block)
-            unlearned.append(feature.unlearned(column, new, scarce))
+            unlearned.append(feature.unlearned(column, is_new, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
-                notes[column.missing] += f"; {feature.name}: missing"
-            if new.any():
-                unknown[feature.name] = int(new.sum())
-                rare = ", treated as a rare one" if feature.rare_learned else ""
-                found = [
-                    f"; {feature.name}: unknown category {text[:40]!r}{rare}"
-                    for text in column.values[new].tolist()
-                ]
-                notes[new] += np.array(found, dtype=object)
-            if scarce.any():
-                found = [
-                    f"; {feature.name}: category {text[:40]!r} of too few training rows"
-                    for text in column.values[scarce].tolist()
-                ]
-                notes[scarce] += np.array(found, dtype=object)
+            if is_new.any():
+                unknown[feature.name] = int(is_new.sum())
+            _add_notes(notes, feature, column, is_new, scarce)
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
         return Encoded(
@@ -341,8 +333,8 @@ class Plan:
             raise ValueError("there is no column, or one occurs twice")
         if not all(isinstance(text, str) for pair in left_out.items() for text in pair):
             raise ValueError("the columns that were left out have no reasons")
-        rows = tuple(tuple(row) for row in content.get("rows", ()))
-        if rows and (
+        rows = tuple(tuple(row) for row in content["rows"])
+        if (
             len(rows) != DRAWS
             or any(len(row) != len(features) for row in rows)
             or not all(f.draws for f in features)
@@ -351,72 +343,80 @@ class Plan:
         return Plan(features, left_out, rows)
 
 
-def _feature(f: dict[str, Any]) -> Feature:
-    """Also for plans of earlier versions, which have the first five entries.
+def _add_notes(
+    notes: np.ndarray, feature: Feature, column: Column, is_new: np.ndarray, scarce: np.ndarray
+) -> None:
+    """Append to the notes (n,) what is missing or unknown in a column; each begins with "; "."""
+    name = feature.name
+    notes[column.missing] += f"; {name}: missing"
+    rare = ", treated as a rare one" if feature.rare_learned else ""
+    for rows, before, after in (
+        (is_new, "unknown category", rare),
+        (scarce, "category", " of too few training rows"),
+    ):
+        texts = column.values[rows].tolist() if rows.any() else []
+        added = [f"; {name}: {before} {text[:40]!r}{after}" for text in texts]
+        notes[rows] += np.array(added, dtype=object)
 
-    ValueError for an impossible feature.
-    """
-    name, kind = f["name"], f["kind"]
+
+def _feature(content: dict[str, Any]) -> Feature:
+    """The feature of a file; ValueError for an impossible one."""
     lists = {
-        part: tuple(_list(f.get(part, ())))
+        part: tuple(_list(content[part]))
         for part in ("levels", "rare", "periods", "draws", "shares", "codes")
     }
-    texts = (
-        name,
-        kind,
-        f.get("said", ""),
-        *lists["levels"],
-        *lists["rare"],
-        *lists["codes"],
-        *(lists["draws"] if kind == TEXT else ()),
+    _check_texts(content, lists)
+    _check_numbers(content, lists)
+    return Feature(
+        content["name"],
+        content["kind"],
+        float(content["fill"]),
+        content["flag"],
+        lists["levels"],
+        lists["rare"],
+        content["rare_rows"],
+        Style(**{str(part): str(mark) for part, mark in content["style"].items()}),
+        float(content["start"]),
+        lists["periods"],
+        content["gaps"],
+        lists["draws"],
+        lists["shares"],
+        content["interpretation"],
+        lists["codes"],
     )
-    if not all(isinstance(text, str) for text in texts) or kind not in (
-        NUMBER,
-        BOOLEAN,
-        TEXT,
-        DATE,
-    ):
+
+
+def _check_texts(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
+    """ValueError for an unknown kind, and for categories that do not fit it."""
+    name, kind = content["name"], content["kind"]
+    categories = (*lists["levels"], *lists["rare"], *lists["codes"])
+    drawn = lists["draws"] if kind == TEXT else ()
+    texts = (name, kind, content["interpretation"], *categories, *drawn)
+    if not all(isinstance(text, str) for text in texts) or kind not in KINDS:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
-    known = (*lists["levels"], *lists["rare"], *lists["codes"])
     one_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
-    if not one_kind or len(set(known)) < len(known):
+    if not one_kind or len(set(categories)) < len(categories):
         raise ValueError(
             f"the categories of the column {name!r} do not fit its kind, or one occurs twice"
         )
-    numbers = (
-        f["fill"],
-        f.get("start", 0.0),
-        *lists["periods"],
-        *lists["shares"],
-        *(lists["draws"] if kind != TEXT else ()),
-    )
-    if type(f["flag"]) is not bool or any(
+
+
+def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
+    """ValueError for numbers that are not finite, and for counts that are not positive."""
+    name = content["name"]
+    drawn = lists["draws"] if content["kind"] != TEXT else ()
+    positive = (*lists["periods"], *lists["shares"])
+    numbers = (content["fill"], content["start"], *positive, *drawn)
+    if type(content["flag"]) is not bool or any(
         type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers
     ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
-    counts = (f.get("rare_rows", 0), f.get("gaps", ENOUGH if f["flag"] else 0))
+    counts = (content["rare_rows"], content["gaps"])
     if (
         any(type(count) is not int or count < 0 for count in counts)
-        or min((*lists["periods"], *lists["shares"]), default=1) <= 0
+        or min(positive, default=1) <= 0
     ):
         raise ValueError(f"the column {name!r} has counts, periods or shares that are not positive")
-    return Feature(
-        name,
-        kind,
-        float(f["fill"]),
-        f["flag"],
-        lists["levels"],
-        lists["rare"],
-        counts[0],
-        Style(**{str(k): str(v) for k, v in f.get("style", {}).items()}),
-        float(f.get("start", 0.0)),
-        lists["periods"],
-        counts[1],
-        lists["draws"],
-        lists["shares"],
-        f.get("said", ""),
-        lists["codes"],
-    )
 
 
 def _list(value: Any) -> list[Any] | tuple[Any, ...]:
@@ -438,23 +438,15 @@ def make_plan(
     each; other models would read a code as a number.
     """
     kept = np.ones(table.rows, dtype=bool) if given is None else given
-    features, columns, left_out = [], [], {}
+    features: list[Feature] = []
+    columns: list[Column] = []
+    left_out: dict[str, str] = {}
     for name in table.names:
         if name in without:
             continue
-        whole = table.column(name, mixed=True)
-        column = replace(whole, values=whole.values[kept])
-        feature: Feature | str
-        if bool(column.missing.all()):
-            feature = "empty in every row"
-        elif column.kind == TEXT:
-            feature = _categories(column, codes)
-        else:
-            feature = _numeric(
-                column,
-                "" if column.style == Style() else column.style.words(table.cells_of(name)),
-                constants,
-            )
+        column = table.column(name, mixed=True)
+        column = replace(column, values=column.values[kept])
+        feature = _feature_of(column, table, constants, codes)
         if isinstance(feature, str):
             left_out[name] = feature
         else:
@@ -465,10 +457,22 @@ def make_plan(
         raise TableError(
             f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}."
         )
-    return Plan(tuple(features), left_out, _rows(features, columns))
+    return Plan(tuple(features), left_out, _representative_rows(features, columns))
 
 
-def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
+def _feature_of(column: Column, table: Table, constants: bool, codes: bool) -> Feature | str:
+    """How a column becomes numbers, or why it is left out."""
+    if bool(column.missing.all()):
+        return "empty in every row"
+    if column.kind == TEXT:
+        return _categories(column, codes)
+    plain = column.style == Style()
+    format_used = "" if plain else column.style.words(table.cells_of(column.name))
+    return _numeric(column, format_used, constants)
+
+
+def _numeric(column: Column, interpretation: str, constants: bool) -> Feature | str:
+    """The feature of numbers, booleans or dates, or why it is left out."""
     gaps = int(column.missing.sum())
     values = column.values[~column.missing]
     if bool((values == values[0]).all()) and not gaps and not constants:
@@ -476,7 +480,8 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
     start = 0.0
     periods: tuple[float, ...] = ()
     if column.kind == DATE:
-        start, span = float(values.min()), float(np.ptp(values))
+        start = float(values.min())
+        span = float(np.ptp(values))
         periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
         first = (EPOCH + timedelta(days=start)).date()
         cycles = "".join(
@@ -484,7 +489,7 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
             for name, period in (("year", YEAR), ("day", DAY))
             if period in periods
         )
-        said = f"dates, as days since {first}{cycles}"
+        interpretation = f"dates, as days since {first}{cycles}"
     return Feature(
         column.name,
         column.kind,
@@ -494,12 +499,13 @@ def _numeric(column: Column, said: str, constants: bool) -> Feature | str:
         start=start,
         periods=periods,
         gaps=gaps,
-        said=said,
+        interpretation=interpretation,
         **_draws(values),
     )
 
 
 def _categories(column: Column, codes: bool) -> Feature | str:
+    """The feature of texts, or why it is left out."""
     gaps = int(column.missing.sum())
     values = column.values[~column.missing]
     levels, counts = _frequencies(values)
@@ -519,11 +525,11 @@ def _categories(column: Column, codes: bool) -> Feature | str:
         sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:])
     )
     rare_rows = int(counts[order[MOST_LEVELS:]].sum())
-    said = (
+    interpretation = (
         f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) "
         "share one column"
         if rare
-        else column.said
+        else column.interpretation
     )
     return Feature(
         column.name,
@@ -532,7 +538,7 @@ def _categories(column: Column, codes: bool) -> Feature | str:
         rare=tuple(rare),
         rare_rows=rare_rows,
         gaps=gaps,
-        said=said,
+        interpretation=interpretation,
         **_draws(values),
     )
 
@@ -540,16 +546,18 @@ def _categories(column: Column, codes: bool) -> Feature | str:
 def _coded(column: Column, levels: np.ndarray, order: np.ndarray, rare_rows: int) -> Feature:
     """The category with codes for levels[order]; the others are rare."""
     rare = np.delete(levels, order).tolist()
-    said = f"{len(order)} of {len(levels)} categories have an effect of their own, which is learned"
-    said += f"; the others ({rare_rows} rows) share one" if rare else ""
-    gaps, values = int(column.missing.sum()), column.values[~column.missing]
+    interpretation = (
+        f"{len(order)} of {len(levels)} categories have an effect of their own, which is learned"
+    )
+    interpretation += f"; the others ({rare_rows} rows) share one" if rare else ""
+    values = column.values[~column.missing]
     return Feature(
         column.name,
         TEXT,
         rare=tuple(rare),
         rare_rows=rare_rows,
-        gaps=gaps,
-        said=said,
+        gaps=int(column.missing.sum()),
+        interpretation=interpretation,
         codes=tuple(levels[order].tolist()),
         **_draws(values),
     )
@@ -559,12 +567,12 @@ def _draws(values: np.ndarray) -> dict[str, Any]:
     """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS
     (texts: in alphabetical order).
     """
-    found, counts = _frequencies(values)
+    draws, counts = _frequencies(values)
     shares = counts / counts.sum()
-    if len(found) > DRAWS:
-        at = np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)
-        found, shares = found[at], np.full(DRAWS, 1 / DRAWS)
-    return {"draws": tuple(found.tolist()), "shares": tuple(shares.tolist())}
+    if len(draws) > DRAWS:
+        draws = draws[np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)]
+        shares = np.full(DRAWS, 1 / DRAWS)
+    return {"draws": tuple(draws.tolist()), "shares": tuple(shares.tolist())}
 
 
 def _frequencies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -572,11 +580,13 @@ def _frequencies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if values.dtype != object:
         return np.unique(values, return_counts=True)
     rows = Counter(values.tolist())
-    found = sorted(rows)
-    return np.array(found, dtype=object), np.array([rows[value] for value in found])
+    distinct = sorted(rows)
+    return np.array(distinct, dtype=object), np.array([rows[value] for value in distinct])
 
 
-def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float | str, ...], ...]:
+def _representative_rows(
+    features: list[Feature], columns: list[Column]
+) -> tuple[tuple[float | str, ...], ...]:
     """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are closest
     to those of all rows.
 
@@ -584,24 +594,22 @@ def _rows(features: list[Feature], columns: list[Column]) -> tuple[tuple[float |
     """
     numbers = np.concatenate([f.encode(c)[0] for f, c in zip(features, columns, strict=True)], 1)
     gaps = np.stack([column.missing for column in columns], 1)
-    pool = np.flatnonzero(~gaps.any(axis=1))
-    pool = pool if len(pool) else np.arange(len(numbers))
-    numbers = numbers[
-        :, [not count for feature in features for count in feature.coded]
-    ]  # codes are not numbers
-    scale = numbers.std(0)
-    numbers -= numbers.mean(0)
-    numbers /= np.where(scale > 0, scale, 1.0)
-    z = numbers
+    complete = np.flatnonzero(~gaps.any(axis=1))
+    pool = complete if len(complete) else np.arange(len(numbers))
+    # Codes are not numbers: their means and spreads say nothing.
+    z = numbers[:, [not count for feature in features for count in feature.coded]]
+    scale = z.std(0)
+    z -= z.mean(0)
+    z /= np.where(scale > 0, scale, 1.0)
     sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
     spread = z.std(0)
-    distance = [(z[s].mean(0) ** 2 + (z[s].std(0) - spread) ** 2).sum() for s in sets]
+    distance = [(z[rows].mean(0) ** 2 + (z[rows].std(0) - spread) ** 2).sum() for rows in sets]
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]
     return tuple(
         tuple(
-            f.draws[k % len(f.draws)] if gaps[i, j] else values[j][k]
-            for j, f in enumerate(features)
+            feature.draws[k % len(feature.draws)] if gaps[row, j] else values[j][k]
+            for j, feature in enumerate(features)
         )
-        for k, i in enumerate(best)
+        for k, row in enumerate(best)
     )

@@ -59,6 +59,22 @@ class Table:
         """Without the row index of pandas, which is recognised by its name."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
+    def __len__(self) -> int:
+        return self.rows
+
+    def without(self, names: Collection[str]) -> Table:
+        """The other columns; TableError for a name that the table does not have."""
+        for name in names:
+            self._given(name)  # its error names the most similar column
+        kept = {name: cells for name, cells in self.cells.items() if name not in names}
+        return replace(self, cells=kept)
+
+    def written_with(self, decimal: str | None, thousands: str | None) -> Table:
+        """The same cells, read with these marks of numbers; without marks the table itself."""
+        if decimal is None and thousands is None:
+            return self
+        return replace(self, stated=_stated(decimal or ".", thousands or ""))
+
     def cells_of(self, name: str) -> Sequence[Any]:
         """The cells as they were read; TableError if there is no such column."""
         found = self._given(name)

@@ -37,7 +37,7 @@ class Target:
     given: np.ndarray  # (n,) bool: rows of the table
     classes: bool
     style: Style
-    said: str  # how it was interpreted, if that is not obvious
+    interpretation: str  # how it was interpreted, if that is not obvious
     zero_one: bool = False  # numbers, but only 0 and 1
 
 
@@ -80,12 +80,9 @@ def later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np
     return column.values[~column.missing].astype(float), ~column.missing
 
 
-def later_labels(
-    table: Table, name: str, classes: Sequence[str], earlier: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def later_labels(table: Table, name: str, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """The same for classes. A label is the class of the same text; else, if all classes are numbers
-    or all are true or false, the one of the same value. earlier: the model is of a version that
-    wrote numbers with six digits.
+    or all are true or false, the one of the same value.
     """
     cells = table.cells_of(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
@@ -97,16 +94,9 @@ def later_labels(
         else {}
     )
 
-    def label(text: str) -> str:
-        found = same.get(text) or by_value.get(_value(text))
-        value = _value(text)
-        if found is None and earlier and isinstance(value, Decimal):
-            found = same.get(f"{float(value):g}")
-        return text if found is None else found
-
-    return np.array(
-        [label(text_of(cell)) for cell in cells if not is_missing(cell)], dtype=str
-    ), given
+    texts = [text_of(cell) for cell in cells if not is_missing(cell)]
+    labels = [same.get(text) or by_value.get(_value(text)) or text for text in texts]
+    return np.array(labels, dtype=str), given
 
 
 def _check_labels(name: str, labels: list[str], asked: bool) -> None:

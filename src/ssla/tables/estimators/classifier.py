@@ -10,13 +10,15 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, column_or_1d
 
+from ssla import metrics
 from ssla._checks import all_in_plain_torch
 from ssla.tables.columns.frames import is_gap
-from ssla.tables.estimators.estimator import AUTO, TableEstimator, numbers
+from ssla.tables.estimators.estimator import AUTO, OnEpoch, TableEstimator, numbers
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.row_weights import factor_of
 from ssla.tables.estimators.targets import check_given
 from ssla.tables.estimators.whole_fits import all_or_nothing
+from ssla.tables.networks.ensemble import CLASSES
 
 BALANCED = "balanced"
 SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
@@ -83,11 +85,18 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     @all_or_nothing
     def fit(
-        self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        groups: Any = None,
+        time: Any = None,
+        *,
+        on_epoch: OnEpoch | None = None,
     ) -> SSLAClassifier:
         """Train and fit.
 
-        X (n, d), y (n,) labels of any kind, sample_weight (n,); groups and time as for
+        X (n, d), y (n,) labels of any kind, sample_weight (n,); groups, time and on_epoch as for
         `SSLARegressor.fit`.
         """
         check_given(y)
@@ -110,9 +119,14 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         weights = weights * self.class_weights_[codes]
         present = self._enough(weights)
         rows = numbers(self._encode(given, present))
-        related, count = Related.of(groups, time, len(y))[present], len(self.classes_)
         self.ensemble_ = self._fit_rows(
-            rows[present], codes[present], weights[present], "classes", related, count
+            rows[present],
+            codes[present],
+            weights[present],
+            CLASSES,
+            Related.of(groups, time, len(y))[present],
+            len(self.classes_),
+            on_epoch=on_epoch,
         )
         self.n_iter_ = self.ensemble_.epochs
         return self
@@ -204,6 +218,19 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             self._complete_rows(X, "predict_set"), level
         ).numpy()
         return found
+
+    def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
+        """The scores of rows with known labels (n,), as `ssla evaluate` gives them: NLL, Brier,
+        ECE, accuracy. Rows with a label that was not in the training data are only counted.
+        """
+        labels = np.asarray(y)
+        known = np.isin(labels, self.classes_)
+        if not known.any():
+            raise ValueError("None of the labels in the target occurs in the training table.")
+        codes = np.searchsorted(self.classes_, labels[known])
+        predictive = self.predict_dist(self.encode(X)[known])
+        scores: dict[str, Any] = dict(metrics.summary(predictive, codes).scores)
+        return scores | ({} if known.all() else {"unknown labels": float((~known).sum())})
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class (N,)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,24 +10,40 @@ import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 
-from ssla.tables.columns import Encoded, Plan
+from ssla.tables.columns import Encoded, Plan, Table
 from ssla.tables.columns.frames import table_of
-from ssla.tables.estimators.inputs import column_names, of_tables, plan_of, read_inputs
+from ssla.tables.estimators.inputs import (
+    column_names,
+    of_tables,
+    plan_of,
+    read_inputs,
+    warn_of_unused,
+)
 from ssla.tables.estimators.whole_fits import all_or_nothing
 
 
 class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Data frames with numbers, texts, categories, booleans, dates and gaps -> numbers.
 
-    The encoding is that of `ssla train` (see docs/tables.md) except for categories with many
-    levels, which the networks of this package learn: gaps are filled with the mean and marked in a
-    second column, a category has one column for each of its 50 most frequent levels, a date is the
-    number of days since the first, with sine and cosine of the year and of the day. A table of
-    numbers without gaps stays as it is.
+    The encoding is that of `ssla train` (see docs/tables.md): gaps are filled with the mean and
+    marked in a second column, a category has one column for each of its 50 most frequent levels, a
+    date is the number of days since the first, with sine and cosine of the year and of the day. A
+    table of numbers without gaps stays as it is.
 
     `transform` has one answer for a gap that was not in the training table (the mean) and for an
     unknown category (zeros). The estimators of this package use the encoder themselves and average
-    over such values instead: give them the data frame directly.
+    over such values instead: give them the data frame directly, or the rows that `encode` returns.
+
+    Parameters
+    ----------
+    drop:
+        Names of columns to leave out.
+    codes:
+        Whether a category with many levels becomes one column of codes, of which the networks of
+        this package learn an effect each. Other models would read a code as a number.
+    decimal, thousands:
+        The marks of numbers that are texts, as in "1.234,5" with decimal="," and thousands=".".
+        Without them the format is detected for each column.
 
     Attributes
     ----------
@@ -38,19 +55,46 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     plan_: Plan
 
+    def __init__(
+        self,
+        *,
+        drop: Sequence[str] = (),
+        codes: bool = False,
+        decimal: str | None = None,
+        thousands: str | None = None,
+    ) -> None:
+        self.drop = drop
+        self.codes = codes
+        self.decimal = decimal
+        self.thousands = thousands
+
     @all_or_nothing
-    def fit(self, X: Any, y: Any = None) -> TableEncoder:
-        """X: a data frame of pandas or polars, or an array (n, d). y is ignored."""
-        self.plan_ = plan_of(self, read_inputs(self, X, reset=True))
+    def fit(self, X: Any, y: Any = None, *, rows: np.ndarray | None = None) -> TableEncoder:
+        """X: a data frame of pandas or polars, an array (n, d), or a `Table`. y is ignored.
+
+        rows (n,) bool: those that decide the plan, for example the rows with a target; all if not
+        given.
+        """
+        given = read_inputs(self, X, reset=True)
+        if isinstance(given, Encoded):
+            raise TypeError("These rows are encoded already. Give the table that they came from.")
+        if len(self.drop) or self.decimal is not None or self.thousands is not None:
+            given = self._table(given).without(self.drop)
+        self.plan_ = plan_of(self, given, rows, self.codes)
+        if not isinstance(X, Table):  # who reads a file also sees what `plan_` left out
+            warn_of_unused(self.plan_)
         return self
 
     def encode(self, X: Any) -> Encoded:
         """The numbers, and for each row which inputs were missing or unknown."""
         check_is_fitted(self, "plan_")
         given = read_inputs(self, X, reset=False)
-        return self.plan_.encode(
-            table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given
-        )
+        return given if isinstance(given, Encoded) else self.plan_.encode(self._table(given))
+
+    def _table(self, given: np.ndarray | Table) -> Table:
+        """The table, with the given marks of numbers."""
+        table = table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given
+        return table.written_with(self.decimal, self.thousands)
 
     def transform(self, X: Any) -> np.ndarray:
         """(n, width)."""

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.utils.validation import validate_data
 
 from ssla._checks import warn
-from ssla.tables.columns import Plan, Table, make_plan
+from ssla.tables.columns import Encoded, Plan, Table, make_plan
 from ssla.tables.columns.frames import is_frame, is_plain, table_of, with_gaps
 
 SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numbers
@@ -28,22 +28,30 @@ def check_target_size(y: np.ndarray) -> None:
         )
 
 
-def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarray | Table:
-    """Numbers (n, d) without gaps, or a table. X is a data frame of pandas or polars, an array or
-    nested lists; infinite values are refused, masked values are gaps.
+Rows = np.ndarray | Table | Encoded
+"""X after its first reading: numbers (n, d) without gaps, a table, or encoded rows."""
+
+
+def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
+    """Numbers without gaps, a table, or encoded rows.
+
+    X is a data frame of pandas or polars, an array or nested lists; infinite values are refused,
+    masked values are gaps. A `Table` has its columns by name, and `Encoded` rows have their plan:
+    both are returned as they are.
 
     reset: whether names and number of the columns are remembered (at the fit) or compared.
     """
+    if isinstance(X, Table | Encoded):
+        if reset:
+            _remember_columns(estimator, X)
+            _check_count(X, least)
+        return X
     X = with_gaps(X)
     checks = {"reset": reset, "ensure_all_finite": "allow-nan", "ensure_min_samples": least}
     rows = X if is_frame(X) else _array(X)
     if is_frame(rows) and not is_plain(rows):
         validate_data(estimator, rows, reset=reset, skip_check_array=True)
-        if len(rows) < least:
-            raise ValueError(
-                f"Found array with {len(rows)} sample(s) (shape={rows.shape}) while a minimum of "
-                f"{least} is required."
-            )
+        _check_count(rows, least)
         return table_of(rows, column_names(estimator))
     if not is_frame(rows) and rows is not X and rows.dtype.kind == "O":
         return table_of(
@@ -53,6 +61,25 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> np.ndarr
     if not bool(np.isnan(numbers).any()):
         return numbers
     return table_of(X if is_frame(X) else numbers, column_names(estimator))
+
+
+def _remember_columns(estimator: Any, X: Table | Encoded) -> None:
+    """What `validate_data` remembers of a frame: the columns of a table, or those of a plan that
+    are inputs.
+    """
+    names = X.names if isinstance(X, Table) else [feature.name for feature in X.plan.features]
+    estimator.feature_names_in_ = np.array(names, dtype=object)
+    estimator.n_features_in_ = len(names)
+
+
+def _check_count(X: Any, least: int) -> None:
+    """ValueError, in the words of scikit-learn, for fewer rows."""
+    if len(X) < least:
+        shape = getattr(X, "shape", (len(X),))
+        raise ValueError(
+            f"Found array with {len(X)} sample(s) (shape={shape}) while a minimum of {least} is "
+            "required."
+        )
 
 
 def column_names(estimator: Any) -> list[str]:
@@ -66,23 +93,26 @@ def column_names(estimator: Any) -> list[str]:
 
 
 def plan_of(
-    estimator: Any, given: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False
+    estimator: Any, rows: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False
 ) -> Plan:
     """The plan of the kept rows (n,) bool. That of numbers without gaps encodes them as themselves.
 
     codes: see `make_plan`.
     """
-    if isinstance(given, np.ndarray):
-        return make_plan(table_of(given, column_names(estimator)), set(), kept, constants=True)
-    plan = make_plan(given, set(), kept, codes=codes)
+    if isinstance(rows, np.ndarray):
+        return make_plan(table_of(rows, column_names(estimator)), set(), kept, constants=True)
+    return make_plan(rows, set(), kept, codes=codes)
+
+
+def warn_of_unused(plan: Plan) -> None:
+    """A warning for columns that are left out, unless they are constant."""
     unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
     if unused:
-        said = "; ".join(f"{name!r} ({why})" for name, why in unused.items())
+        reasons = "; ".join(f"{name!r} ({why})" for name, why in unused.items())
         warn(
-            f"Some columns are not used as inputs: {said}. Group the values of texts, or leave "
+            f"Some columns are not used as inputs: {reasons}. Group the values of texts, or leave "
             "these columns out."
         )
-    return plan
 
 
 def _array(X: Any) -> Any:

@@ -24,8 +24,9 @@ from ssla.tables.estimators.estimator import AUTO
 from ssla.tables.estimators.inputs import column_names
 from ssla.tables.estimators.last_layers import open_layer
 from ssla.tables.estimators.regressor import SSLARegressor
-from ssla.tables.estimators.saving import KIND
+from ssla.tables.estimators.saving import KIND, LAYOUT
 from ssla.tables.estimators.split_conformal import Conformal
+from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.estimators.wrapped_files import WRAPPED, open_wrapped
 from ssla.tables.networks import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Scaling, Settings
 from ssla.tables.networks.component import Component
@@ -50,56 +51,71 @@ def load(path: str | os.PathLike[str], models: Any = None) -> Any:
 
     >>> ssla.sklearn.load("model").predict_interval(X)      # doctest: +SKIP
     """
-    return load_with_extra(path, models)[0]
+    return load_trained(path, models)[0]
 
 
-def load_with_extra(path: str | os.PathLike[str], models: Any = None) -> tuple[Any, dict[str, Any]]:
-    """The estimator, and the plain JSON that was saved with it."""
+def load_trained(
+    path: str | os.PathLike[str], models: Any = None
+) -> tuple[Any, TrainingTable | None]:
+    """The estimator, and what `ssla train` stored beside it; None if it was saved from Python."""
     content, tensors = read(path, KIND)
     source = Path(path)
+    _check_layout(content, source)
     if content.get("estimator") in WRAPPED:
-        return open_wrapped(content, tensors, models, source), {}
+        return open_wrapped(content, tensors, models, source), None
     if models is not None:
         raise ValueError(
             f"models= is for a PredictiveRegressor or PredictiveClassifier, but {source} holds its "
             "own networks."
         )
     with guarded(source):
-        decoder = Decoder(tensors)
-        if content["estimator"] not in ESTIMATORS:
-            raise FileError(
-                f"{source} holds a {content['estimator']!r}, which this version of ssla does not "
-                "support."
-            )
-        estimator = ESTIMATORS[content["estimator"]](**decoder.decode(content["parameters"], dict))
-        estimator.n_features_in_ = content["columns"]
-        if content["names"]:
-            estimator.feature_names_in_ = np.array(
-                [str(name) for name in content["names"]], dtype=object
-            )
-        if content["classes"] is not None:
-            estimator.classes_ = np.array(
-                content["classes"]["values"], dtype=_dtype(content["classes"]["dtype"])
-            )
-            _load_class_weights(estimator, content)
-        estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
-        estimator.n_iter_ = estimator.ensemble_.epochs
-        # older files have none
-        estimator.plan_ = Plan.from_json(content["plan"]) if "plan" in content else None
-        if isinstance(estimator, SSLARegressor):
-            estimator.conformal_ = _unpack_conformal(content, decoder, estimator.refit)
+        estimator = _unpack_estimator(content, tensors, source)
         _check(estimator)
-        extra = dict(content["extra"])
-    return estimator, extra
+        training = content["training"]
+        return estimator, None if training is None else TrainingTable.from_json(training)
+
+
+def _check_layout(content: dict[str, Any], source: Path) -> None:
+    """FileError for a file of another layout, in words."""
+    layout = content.get("layout", 1)
+    if layout != LAYOUT:
+        other = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
+        raise FileError(
+            f"{source} was written by {other} version of ssla, whose estimators this version does "
+            "not read. Train the model again."
+        )
+
+
+def _unpack_estimator(content: dict[str, Any], tensors: dict[str, Tensor], source: Path) -> Any:
+    """The fitted estimator of a file, not yet checked."""
+    decoder = Decoder(tensors)
+    if content["estimator"] not in ESTIMATORS:
+        raise FileError(
+            f"{source} holds a {content['estimator']!r}, which this version of ssla does not "
+            "support."
+        )
+    estimator = ESTIMATORS[content["estimator"]](**decoder.decode(content["parameters"], dict))
+    estimator.n_features_in_ = content["columns"]
+    if content["names"]:
+        estimator.feature_names_in_ = np.array(
+            [str(name) for name in content["names"]], dtype=object
+        )
+    if content["classes"] is not None:
+        estimator.classes_ = np.array(
+            content["classes"]["values"], dtype=_dtype(content["classes"]["dtype"])
+        )
+        _load_class_weights(estimator, content)
+    estimator.plan_ = Plan.from_json(content["plan"])
+    estimator.ensemble_ = _unpack_ensemble(content["ensemble"], decoder, tensors, source)
+    estimator.n_iter_ = estimator.ensemble_.epochs
+    if isinstance(estimator, SSLARegressor):
+        estimator.conformal_ = _unpack_conformal(content["conformal"], decoder)
+    return estimator
 
 
 def _load_class_weights(estimator: Any, content: dict[str, Any]) -> None:
-    """One weight for each class (1 in older files), and the labels of `class_weight`, which a
-    file holds as texts.
-    """
-    weights = np.array(
-        content.get("class_weights", [1.0] * len(estimator.classes_)), dtype=np.float64
-    )
+    """One weight for each class, and the labels of `class_weight`, which a file holds as texts."""
+    weights = np.array(content["class_weights"], dtype=np.float64)
     if weights.shape != estimator.classes_.shape or not bool(
         ((weights >= 0) & (weights <= LARGEST)).all()
     ):
@@ -110,13 +126,11 @@ def _load_class_weights(estimator: Any, content: dict[str, Any]) -> None:
         estimator.class_weight = {labels.get(name, name): weight for name, weight in given.items()}
 
 
-def _unpack_conformal(content: dict[str, Any], decoder: Decoder, refit: str) -> Conformal | None:
-    if "conformal" not in content:
+def _unpack_conformal(content: Any, decoder: Decoder) -> Conformal | None:
+    if content is None:
         return None
-    found = decoder.decode(content["conformal"])
-    if isinstance(found, Tensor):  # from an ssla without row weights: only the scores
-        found = {"scores": found, "weights": torch.ones_like(found), "refit": refit}
-    return Conformal(found["scores"].numpy(), found["weights"].numpy(), found["refit"])
+    parts = decoder.decode(content, dict)
+    return Conformal(parts["scores"].numpy(), parts["weights"].numpy(), parts["refit"])
 
 
 def _check(estimator: Any) -> None:
@@ -138,21 +152,8 @@ def _check(estimator: Any) -> None:
         raise ValueError(
             f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice"
         )
-    columns, plan = estimator.n_features_in_, estimator.plan_
-    if (
-        len(getattr(estimator, "feature_names_in_", range(columns))) != columns
-        or (width if plan is None else plan.width) != width
-    ):
-        raise ValueError(f"the columns are not the {width} inputs of the network")
-    if (
-        columns != width
-        if plan is None
-        else {f.name for f in plan.features} | set(plan.left_out) != set(column_names(estimator))
-    ):
-        raise ValueError("the plan is not that of the columns")
+    _check_columns(estimator)
     levels = ensemble.architecture.levels
-    if plan is not None and plan.levels != levels:
-        raise ValueError("the codes of the plan are not those of the network")
     targets = outputs if settings.likelihood == GAUSSIAN else 1
     if (ensemble.target is not None) != (
         settings.likelihood in CONTINUOUS
@@ -192,6 +193,25 @@ def _check(estimator: Any) -> None:
         )
         if conformal.weights.shape[0] != len(scores) or not isinstance(conformal.refit, str):
             raise ValueError("the conformal weights do not fit the scores")
+
+
+def _check_columns(estimator: Any) -> None:
+    """ValueError where the names, the plan and the network do not fit one another."""
+    plan: Plan = estimator.plan_
+    architecture = estimator.ensemble_.architecture
+    columns = estimator.n_features_in_
+    if (
+        len(getattr(estimator, "feature_names_in_", range(columns))) != columns
+        or plan.width != architecture.inputs
+    ):
+        raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
+    names = set(column_names(estimator))
+    inputs = {feature.name for feature in plan.features}
+    # A column may be left out by the plan, or before it: it is not among the names then.
+    if not inputs <= names <= inputs | set(plan.left_out):
+        raise ValueError("the plan is not that of the columns")
+    if plan.levels != architecture.levels:
+        raise ValueError("the codes of the plan are not those of the network")
 
 
 def _check_numbers(
@@ -266,10 +286,8 @@ def _unpack_ensemble(
     ):
         raise ValueError("epochs must be a count, and one_target true or false")
     settings["schedule"] = Schedule(**settings["schedule"])
-    spreads = tuple(
-        (float(factor), float(share)) for factor, share in content.get("spreads", ((1.0, 1.0),))
-    )
-    trust = float(content.get("trust", 1.0))
+    spreads = tuple((float(factor), float(share)) for factor, share in content["spreads"])
+    trust = float(content["trust"])
     total = sum(share for _, share in spreads)
     if not (
         abs(total - 1) <= 1e-6
@@ -292,16 +310,17 @@ def _unpack_ensemble(
         content["one_target"],
         spreads,
         trust,
-        _unpack_trees(content.get("trees"), decoder, tensors, architecture, source),
-        _unpack_scale(content.get("scale"), settings["likelihood"]),
+        _unpack_trees(content["trees"], decoder, tensors, architecture, source),
+        _unpack_scale(content["scale"], settings["likelihood"]),
         left_out=_unpack_left_out(content, len(modules)),
-        constant=content.get("constant", False),
+        constant=content["constant"],
     )
 
 
 def _unpack_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
-    """The members without a share; none in files of earlier versions."""
-    left_out, constant = tuple(content.get("left_out", ())), content.get("constant", False)
+    """The members without a share."""
+    left_out = tuple(content["left_out"])
+    constant = content["constant"]
     trained = networks if constant else networks + len(left_out)
     if type(constant) is not bool or any(
         type(m) is not int or m not in range(trained) for m in left_out
@@ -376,7 +395,8 @@ def _unpack_trees(
     forest.check(
         architecture.inputs, max(architecture.outputs, 2) if isinstance(layer, ClassLayer) else 1
     )
-    share, pull = float(content["share"]), float(content.get("pull", 0.0))  # earlier versions: 0
+    share = float(content["share"])
+    pull = float(content["pull"])
     if (
         not 0 <= share <= 1
         or not 0 <= pull <= 1

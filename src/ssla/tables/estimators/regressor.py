@@ -16,6 +16,7 @@ from sklearn.utils.validation import (
     column_or_1d,
 )
 
+from ssla import metrics
 from ssla._checks import all_in_plain_torch, one_of, warn
 from ssla._checks import level as checked_level
 from ssla.curvature.structure import NoFactorError
@@ -25,7 +26,14 @@ from ssla.predictive import Predictive
 from ssla.predictive.positive import Positive
 from ssla.predictive.predictive import probabilities
 from ssla.predictive.transformed import Transform
-from ssla.tables.estimators.estimator import AUTO, TableEstimator, flag, numbers, whole_or_real
+from ssla.tables.estimators.estimator import (
+    AUTO,
+    OnEpoch,
+    TableEstimator,
+    flag,
+    numbers,
+    whole_or_real,
+)
 from ssla.tables.estimators.inputs import check_target_size
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.split_conformal import Conformal
@@ -43,6 +51,7 @@ from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 FEWEST_ROWS = 60  # for a noise that depends on x
 FACTOR, LARGEST = 3.0, 1e100  # of targets for which a logarithmic scale is tried
 NAMES = (AUTO, *CONTINUOUS, POISSON)
+OF_INTERVALS = ("coverage", "width")  # scores
 
 
 @all_in_plain_torch
@@ -168,18 +177,27 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     @all_or_nothing
     def fit(
-        self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, time: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        groups: Any = None,
+        time: Any = None,
+        *,
+        on_epoch: OnEpoch | None = None,
     ) -> SSLARegressor:
         """Train, fit and tune.
 
-        X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows.
+        X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows. X may
+        also be rows that `TableEncoder(codes=True)` has encoded: its plan is kept.
 
         Masked cells of X are gaps; masked targets and weights are refused, and so are dates as
         targets.
 
         groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held
         out, and calibrate conformal intervals. time (n,) numbers or dates: the latest rows are held
-        out. Either gives the error on new groups or later rows.
+        out. Either gives the error on new groups or later rows. on_epoch: is called with the number
+        of each finished epoch, in place of the bar of `verbose`.
         """
         one_of("likelihood", self.likelihood, NAMES)
         conformal = flag(self, "conformal")
@@ -195,7 +213,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         kept, aside = self._set_aside(whole, related[whole]) if conformal else (whole, np.arange(0))
         rows = self._encode(given, np.isin(np.arange(len(y)), kept))
         self.ensemble_ = self._fit_target(
-            numbers(rows)[kept], y[kept], weights[kept], related[kept]
+            numbers(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
         )
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
@@ -248,7 +266,12 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         )
 
     def _fit_target(
-        self, X: np.ndarray, y: np.ndarray, weights: np.ndarray, related: Related
+        self,
+        X: np.ndarray,
+        y: np.ndarray,
+        weights: np.ndarray,
+        related: Related,
+        on_epoch: OnEpoch | None,
     ) -> Ensemble:
         """The ensemble; "auto" takes the target's own scale, then with a warning constant
         noise, where a fit is impossible.
@@ -263,13 +286,15 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         problem = ""
         for name, rival in tries:
             try:
-                numbers = self._fit_rows(X, y, weights, name, related, rival=rival)
+                numbers = self._fit_rows(
+                    X, y, weights, name, related, rival=rival, on_epoch=on_epoch
+                )
                 break
             except (NoFactorError, NoModeError) as error:
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
-        counts = self._fit_counts(numbers, X, y, weights, related) if decides else None
+        counts = self._fit_counts(numbers, X, y, weights, related, on_epoch) if decides else None
         if counts is None and decides and name == GAUSSIAN:
             warn(
                 "A noise that depends on x could not be fitted, as where the networks meet the "
@@ -279,7 +304,13 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return numbers if counts is None else counts
 
     def _fit_counts(
-        self, numbers: Ensemble, X: np.ndarray, y: np.ndarray, weights: np.ndarray, related: Related
+        self,
+        numbers: Ensemble,
+        X: np.ndarray,
+        y: np.ndarray,
+        weights: np.ndarray,
+        related: Related,
+        on_epoch: OnEpoch | None,
     ) -> Ensemble | None:
         """A Poisson fit to small counts, if it predicts held-out rows better than the fit to
         numbers; otherwise None.
@@ -288,7 +319,15 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if not (may_be_poisson(target, w) and worth_counting(numbers, x, target, w)):
             return None
         try:
-            counts = self._fit_rows(X, y, weights, POISSON, related, seed=numbers.settings.seed)
+            counts = self._fit_rows(
+                X,
+                y,
+                weights,
+                POISSON,
+                related,
+                seed=numbers.settings.seed,
+                on_epoch=on_epoch,
+            )
         except (NoFactorError, NoModeError, FloatingPointError):
             return None
         return counts if prefer_counts(numbers, counts, x, target, w) else None
@@ -380,6 +419,28 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             )
         return self.conformal_.interval(predictive, checked_level(level), self.ensemble_.scale)
 
+    def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
+        """The scores of rows with known y (n,), as `ssla evaluate` gives them: NLL, CRPS, RMSE,
+        coverage, width. With conformal=True coverage and width are also those of the conformal
+        intervals.
+        """
+        predictive = self.predict_dist(X)
+        scores: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
+        if self.conformal_ is None:
+            return scores
+        found: dict[str, Any] = {name: scores[name] for name in ("nll", "crps", "rmse")}
+        if not self.conformal_.holds_for(self.refit):
+            found["conformal intervals"] = (
+                f"none: they were calibrated with refit {self.conformal_.refit!r}"
+            )
+            return found | _of_predictive(scores)
+        for level in metrics.LEVELS:
+            low, high = self.interval_of(predictive, level).T
+            width = float((high - low).mean())
+            found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
+            found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
+        return found | _of_predictive(scores)
+
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
         """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
         check_is_fitted(self, "ensemble_")
@@ -393,6 +454,16 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
         tags.target_tags.positive_only = self.likelihood in (POISSON, POSITIVE, *ON_SCALE)
         return tags
+
+
+def _of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores of a conformal model's predictive, labelled to distinguish them from those of its
+    intervals.
+    """
+    return {
+        f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value
+        for name, value in scores.items()
+    }
 
 
 def varies_by_factors(y: np.ndarray) -> bool:

@@ -1,4 +1,5 @@
-"""Fitted estimators to files: networks, posteriors, scaling, settings. `files` opens them.
+"""Fitted estimators to files: plan of the columns, networks, posteriors, scaling, settings.
+`loading` opens them.
 
 They are self-contained, except for the models of other libraries inside `PredictiveRegressor` and
 `PredictiveClassifier`.
@@ -17,42 +18,44 @@ import torch
 from ssla.files import Encoder, FileError, pack, write
 from ssla.network import module_of
 from ssla.predictive.positive import Censored, Positive
+from ssla.tables.estimators.split_conformal import Conformal
+from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.networks import Ensemble
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.trees.beside_networks import Trees
 from ssla.tables.trees.out_of_fold import ClassLayer, NumberLayer
 
 KIND = "estimator"
+LAYOUT = 2  # of the content; files of other layouts are not read
 
 
-def save(estimator: Any, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
-    """Write a fitted estimator. extra: more that is plain JSON, given back by `load_with_extra`. If
-    it has a "plan", that of the estimator is not written.
-    """
+def save(
+    estimator: Any, path: str | os.PathLike[str], training: TrainingTable | None = None
+) -> Path:
+    """Write a fitted estimator. training: what the command adds, returned by `load_trained`."""
     encoder = Encoder()
     parameters = {
         name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()
     }
     content = {
         **_head(estimator, parameters, encoder),
+        "plan": estimator.plan_.as_json(),
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
-        "extra": extra or {},
+        "training": None if training is None else training.as_json(),
+        "conformal": _pack_conformal(getattr(estimator, "conformal_", None), encoder),
     }
     if hasattr(estimator, "class_weights_"):
         content["class_weights"] = estimator.class_weights_.tolist()
-    plan = getattr(estimator, "plan_", None)
-    if plan is not None and "plan" not in content["extra"]:
-        content["plan"] = plan.as_json()
-    conformal = getattr(estimator, "conformal_", None)
-    if conformal is not None:
-        arrays = {
-            name: torch.from_numpy(getattr(conformal, name).copy())
-            for name in ("scores", "weights")
-        }
-        content["conformal"] = encoder.encode(
-            arrays | {"refit": _plain("refit", conformal.refit)}, "conformal"
-        )
     return write(path, KIND, content, encoder.tensors)
+
+
+def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
+    if conformal is None:
+        return None
+    arrays = {
+        name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")
+    }
+    return encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
 
 
 def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
@@ -89,6 +92,7 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
 def _head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
     """What all estimators have: settings, columns, classes."""
     return {
+        "layout": LAYOUT,
         "estimator": type(estimator).__name__,
         "parameters": encoder.encode(parameters, "parameters"),
         "columns": int(estimator.n_features_in_),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -91,18 +91,10 @@ def fit_ensemble(
     its networks predict held-out rows better. levels: L for columns of x that are codes 0, 1, …, L
     of levels, 0 for numbers; () if all are numbers.
     """
-    if settings.likelihood not in LIKELIHOODS:
-        raise ValueError(
-            unknown_name(
-                "likelihood", settings.likelihood, [name for name in LIKELIHOODS if name != CLASSES]
-            )
-        )
+    _check_likelihood(settings.likelihood)
     likelihood, outputs = LIKELIHOODS[settings.likelihood](
         classes or (1 if y.dim() == 1 else y.shape[1])
     )
-    targets = [
-        _Target.of(y, weights, name) for name in (settings.likelihood, rival) if name is not None
-    ]
     check_codes(x, levels)
     inputs = scaling_of(x, weights, levels)
     z = inputs(x)
@@ -116,79 +108,133 @@ def fit_ensemble(
         groups,
         time,
     )
+    data = _Data(z, y, weights, held)
+    # Held-out rows of every member choose between two scales of y.
+    both = rival is not None and bool(held.any(1).all())
+    names = (settings.likelihood, rival) if both else (settings.likelihood,)
+    targets = [_Target.of(y, weights, str(name)) for name in names]
     edges = edges_of(without_codes(z, levels), weights) if settings.piecewise else ()
     layers = settings.hidden, settings.activation, counts_of(edges)
     architecture = Architecture(x.shape[1], outputs, *layers, levels, dimensions_of(levels))
-    # all rows at once: in double precision, so that row weights equal repeated rows
-    dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
-    targets = targets if bool(held.any(1).all()) else targets[:1]
-    found = [target.y if classes else target.y.to(dtype) for target in targets]
-    by_member = None if len(found) == 1 else torch.stack(found).repeat_interleave(len(held), 0)
-    rows = Rows(
-        z.to(dtype), found[0], weights.to(dtype), held.repeat(len(found), 1), edges, by_member
-    )
-    start = (
-        (weights @ y / weights.sum()).clamp_min(1e-3).log()[None]
-        if settings.likelihood == "poisson"
-        else None
-    )
+    bias = _first_bias(y, weights) if settings.likelihood == "poisson" else None
+    rows = _training_rows(data, targets, edges, settings, whole_numbers=bool(classes))
     trained = train(
-        architecture, likelihood, rows, settings.schedule, settings.seed, start, on_epoch
+        architecture, likelihood, rows, settings.schedule, settings.seed, bias, on_epoch
     )
-    members = len(held)
-    by_target = [
-        tuple(m.double() for m in trained.modules[k * members :][:members])
-        for k in range(len(targets))
-    ]
+    modules = _by_target(trained.modules, len(targets))
     best = 0
-    if len(targets) > 1 and likelihood is not None:
-        data, counted = _Data(z, y, weights, held), small_counts(y, weights)
-        best = _best(
-            _gains_of_counts(targets, by_target, data, likelihood)
-            if counted
-            else _gains(targets, trained.losses, data)
-        )
-    target, y, modules = targets[best], targets[best].y, by_target[best]
+    if both and likelihood is not None:
+        best = _best_target(targets, modules, trained.losses, data, likelihood)
+    target = targets[best]
     settings = replace(settings, likelihood=target.likelihood)
+    fitted_data = _Data(z, target.y, weights, held)
     if likelihood is not None:
-        some = _at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED)
-        z, y, weights, held = z[some], y[some], weights[some], held[:, some]
-    work = _Work(_Data(z, y, weights, held), likelihood, settings, modules, grow, levels)
-    with warnings.catch_warnings():  # these fits are tuned afterwards
-        warnings.filterwarnings("ignore", "polish moved", UserWarning)
-        warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        found_by_member = work.all_posteriors()
-        if not found_by_member:
-            warn(
-                f"All {members} networks predict their held-out rows worse than the mean of y "
-                "does, so none is used. The predictive is that of a constant with the spread of "
-                "y, mixed with decision trees where these are better. Use fewer columns or more "
-                "rows, or give likelihood='gaussian'."
-            )
-            work = work.of_constants(start)
-            found_by_member = work.all_posteriors()
-    kept = work.kept
-    components = tuple(
-        Component(posterior, place, share / len(kept))
-        for place, parts in enumerate(found_by_member)
-        for posterior, share in parts
-    )
-    fitted = Ensemble(
-        replace(settings, members=len(kept)),
+        fitted_data = fitted_data.at(_at_most(torch.ones(len(z), dtype=torch.bool), MOST_FITTED))
+    work = _Work(fitted_data, likelihood, settings, modules[best], grow, levels)
+    work, posteriors = _with_posteriors(work, bias)
+    ensemble = Ensemble(
+        replace(settings, members=len(work.kept)),
         architecture,
         work.kept_modules,
-        components,
+        _components(posteriors),
         inputs,
         target.unit,
         trained.epochs,
-        y.dim() == 1,
+        target.y.dim() == 1,
         scale=target.scale,
-        held=held[kept],
-        left_out=tuple(m for m in range(members) if work.constant or m not in kept),
+        held=fitted_data.held[work.kept],
+        left_out=tuple(m for m in range(len(held)) if work.constant or m not in work.kept),
         constant=work.constant,
     )
-    fitted = work.calibrated(fitted)
-    return _with_support(fitted, x, weights) if len(targets) > 1 else fitted
+    ensemble = work.calibrated(ensemble)
+    return _with_support(ensemble, x, weights) if both else ensemble
+
+
+def _check_likelihood(name: str) -> None:
+    """ValueError for an unknown name, with the most similar one."""
+    if name not in LIKELIHOODS:
+        raise ValueError(
+            unknown_name("likelihood", name, [known for known in LIKELIHOODS if known != CLASSES])
+        )
+
+
+def _first_bias(y: Tensor, weights: Tensor) -> Tensor:
+    """The bias with which the training of counts starts: the logarithm of their mean (1,)."""
+    return (weights @ y / weights.sum()).clamp_min(1e-3).log()[None]
+
+
+def _training_rows(
+    data: _Data,
+    targets: list[_Target],
+    edges: tuple[Tensor, ...],
+    settings: Settings,
+    whole_numbers: bool,
+) -> Rows:
+    """The rows of the training: every member once for each target. whole_numbers: of classes."""
+    # All rows at once: in double precision, so that row weights equal repeated rows.
+    dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
+    values = [target.y if whole_numbers else target.y.to(dtype) for target in targets]
+    members = len(data.held)
+    by_member = None if len(values) == 1 else torch.stack(values).repeat_interleave(members, 0)
+    return Rows(
+        data.z.to(dtype),
+        values[0],
+        data.weights.to(dtype),
+        data.held.repeat(len(values), 1),
+        edges,
+        by_member,
+    )
+
+
+def _by_target(modules: Sequence[nn.Sequential], targets: int) -> list[tuple[nn.Sequential, ...]]:
+    """The trained modules of each target, in double precision."""
+    members = len(modules) // targets
+    return [
+        tuple(module.double() for module in modules[k * members :][:members])
+        for k in range(targets)
+    ]
+
+
+def _best_target(
+    targets: list[_Target],
+    modules: list[tuple[nn.Sequential, ...]],
+    losses: Tensor,
+    data: _Data,
+    likelihood: Likelihood,
+) -> int:
+    """Which of two targets the networks predict best at held-out rows."""
+    if small_counts(data.y, data.weights):
+        return _best(_gains_of_counts(targets, modules, data, likelihood))
+    return _best(_gains(targets, losses, data))
+
+
+def _with_posteriors(
+    work: _Work, bias: Tensor | None
+) -> tuple[_Work, list[list[tuple[Posterior, float]]]]:
+    """The work with its posteriors; with constants in place of the networks if none has a share."""
+    with warnings.catch_warnings():  # these fits are tuned afterwards
+        warnings.filterwarnings("ignore", "polish moved", UserWarning)
+        warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
+        posteriors = work.all_posteriors()
+        if posteriors:
+            return work, posteriors
+        warn(
+            f"All {len(work.modules)} networks predict their held-out rows worse than the mean of "
+            "y does, so none is used. The predictive is that of a constant with the spread of y, "
+            "mixed with decision trees where these are better. Use fewer columns or more rows, or "
+            "give likelihood='gaussian'."
+        )
+        work = work.of_constants(bias)
+        return work, work.all_posteriors()
+
+
+def _components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[Component, ...]:
+    """The parts of the mixture: every member has the same weight."""
+    return tuple(
+        Component(posterior, member, share / len(posteriors))
+        for member, parts in enumerate(posteriors)
+        for posterior, share in parts
+    )
 
 
 def _with_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
@@ -315,12 +361,19 @@ def _disagreement(modules: tuple[nn.Sequential, ...], z: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
+    """Standardised inputs, targets, row weights, and which rows each member held out."""
+
     z: Tensor
     y: Tensor
     weights: Tensor
     held: Tensor  # (M, n)
 
+    def at(self, rows: Tensor) -> _Data:
+        """Some of the rows (n,) bool."""
+        return _Data(self.z[rows], self.y[rows], self.weights[rows], self.held[:, rows])
+
     def of(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, targets and weights of rows; all if not given."""
         chosen: Any = slice(None) if rows is None else rows
         return self.z[chosen], self.y[chosen], self.weights[chosen]
 
@@ -352,9 +405,8 @@ class _Work:
     held_out: list[tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=list
     )  # z, y and weights of held-out rows
-    said: list[tuple[Tensor, ...]] = field(
-        default_factory=list
-    )  # there: f and K, or log densities of classes
+    # there: f and K, or log densities of classes
+    answers: list[tuple[Tensor, ...]] = field(default_factory=list)
     constant: bool = False  # the modules are constants, which are kept in any case
 
     @property
@@ -491,7 +543,7 @@ class _Work:
         z, y, weights = self.data.of(held)
         self.held_out.append((z, y, weights))
         if self._is_left_out(module(z), likelihood, held, seen):
-            self._say_constant(z)
+            self._answer_constant(z)
             return None
         prior: Any = self._shared_prior()
         with warnings.catch_warnings():  # these posteriors choose a prior and are not kept
@@ -517,13 +569,13 @@ class _Work:
                 self.priors.append(prior)
         outputs = chosen.outputs_at(z)
         if self._is_left_out(outputs.mean, likelihood, held, seen):
-            self._say_constant(z)
+            self._answer_constant(z)
             return None
         if self.settings.likelihood in VARYING:
-            self.said.append(tuple(outputs))
+            self.answers.append(tuple(outputs))
         elif self.settings.likelihood == CLASSES:
             both = chosen.predict(z), as_trained(module, likelihood, z)
-            self.said.append((torch.stack([p.log_prob(y) for p in both], 1),))
+            self.answers.append((torch.stack([p.log_prob(y) for p in both], 1),))
         if self.settings.likelihood == CLASSES and chosen.mode == POLISH:
             return polish_again(chosen, prior, self.data.of(), from_there=True)
         return self._fit(module, None, likelihood, prior)
@@ -541,12 +593,12 @@ class _Work:
         means = likelihood.mean(f.detach()).reshape(len(y), 1)
         return is_worse_than_constant(y[:, None], means, weights, (w @ target / w.sum())[None])
 
-    def _say_constant(self, z: Tensor) -> None:
+    def _answer_constant(self, z: Tensor) -> None:
         """Mean and log variance of a constant in place of those of a member that is left out:
         zero in the target's unit.
         """
         if self.settings.likelihood in VARYING:
-            self.said.append((z.new_zeros(len(z), 2), z.new_zeros(len(z), 2, 2)))
+            self.answers.append((z.new_zeros(len(z), 2), z.new_zeros(len(z), 2, 2)))
 
     def _shared_prior(self) -> GaussianPrior | None:
         """The prior of the later members: with the geometric mean of the first members' precisions.
@@ -569,11 +621,11 @@ class _Work:
         the few rows of members that were kept, because they did well there, would choose too small
         a share of trees. Spreads are chosen by the rows of members that were kept.
         """
-        if not self.said:
+        if not self.answers:
             return ensemble
         places = [z for z, _, _ in self.held_out]
         _, y, weights = (torch.cat(parts) for parts in zip(*self.held_out, strict=True))
-        said = [torch.cat(parts) for parts in zip(*self.said, strict=True)]
+        answers = [torch.cat(parts) for parts in zip(*self.answers, strict=True)]
         trees, own, move = None, None, torch.zeros(len(y), dtype=torch.float64)
         if self.forests:
             modules = [
@@ -582,7 +634,7 @@ class _Work:
             ]
             trees, own, move = calibrated_trees(self.forests, modules, places, y, weights)
         if self.settings.likelihood in VARYING:
-            f, K = said
+            f, K = answers
             disagreement = torch.cat([_disagreement(self.kept_modules, z)[:, 0] for z in places])
             of_kept = torch.cat(
                 [torch.full((len(z),), i in self.kept) for i, z in enumerate(places)]
@@ -596,7 +648,7 @@ class _Work:
                     densities[of_kept], weights[of_kept], None if own is None else own[of_kept]
                 )
             return replace(ensemble, spreads=spreads, trees=trees and replace(trees, share=share))
-        densities = said[0] if own is None else torch.cat([said[0], own[:, None]], 1)
+        densities = answers[0] if own is None else torch.cat([answers[0], own[:, None]], 1)
         found = shares(
             densities, weights, torch.ones(densities.shape[1], dtype=torch.float64)
         ).tolist()

@@ -19,7 +19,8 @@ from ssla.posterior import Posterior
 from ssla.refit import Refit
 from ssla.tables.report.facts import collect
 from ssla.tables.report.page import render
-from ssla.tables.report.subject import Subject, of_estimator, of_posterior
+from ssla.tables.report.subject import Subject, of_posterior
+from ssla.tables.report.table_models import of_estimator
 
 MOST_ROWS = 2000
 __all__ = ["HTML", "MOST_ROWS", "html_report", "page_of"]
@@ -72,7 +73,8 @@ def html_report(
     table of rows, and the predictive of each row under weaker and stronger priors, computed by
     `with_prior`. y has one target.
 
-    model: a Posterior, or a fitted estimator of `ssla.sklearn`.
+    model: a Posterior, or a fitted estimator of `ssla.sklearn`; its X is an array or a data frame,
+    as at its fit.
     refit: of a Posterior ("output" if not given); an estimator has its own.  names: of the columns
     of X.  target: the name of y. max_rows: how many rows the page holds. Of more rows it holds the
     worst predicted, the most doubtful, and evenly spaced ones; scores are of all rows.

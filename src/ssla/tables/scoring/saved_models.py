@@ -1,8 +1,9 @@
-"""Saved models that give columns: tables of `ssla train`, estimators, posteriors, trees with a last
-layer.
+"""Saved models that give columns: estimators (of Python or of `ssla train`), posteriors, and trees
+with a last layer.
 
-Rows are predicted in blocks of fixed size from the first row on. So memory does not grow with the
-rows, and a file that is read in parts of whole blocks gives the same bits as the table at once.
+The way of a batch is the same for all: rows -> numbers -> predictive -> columns. Rows are predicted
+in blocks of fixed size from the first row on. So memory does not grow with the rows, and a file
+that is read in parts of whole blocks gives the same bits as the table at once.
 """
 
 from __future__ import annotations
@@ -12,21 +13,42 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ssla._checks import finite, warn
+from ssla._checks import finite
 from ssla.files import FileError
 from ssla.predictive import Predictive
 from ssla.tables.columns import Encoded, Plan, Table
 from ssla.tables.estimators.inputs import column_names
-from ssla.tables.estimators.loading import load_with_extra
-from ssla.tables.networks import LIKELIHOODS, predict_with_gaps
+from ssla.tables.estimators.loading import load_trained
+from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.scoring.answer_columns import Columns, columns_of
+from ssla.tables.scoring.batches import ARRAY, Batch
 
 BLOCK = 1 << 14  # rows
+SHOWN_NAMES = 12  # of inputs, in an error
+
+
+class SavedModel(Protocol):
+    """What a scorer and MLflow ask.
+
+    names: of the inputs, None if the file has none.  width: their number, None if they may have
+    any shape.  numbers_only: whether cells that are not numbers are refused.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...] | None: ...
+    @property
+    def width(self) -> int | None: ...
+    @property
+    def numbers_only(self) -> bool: ...
+    def answer(
+        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    ) -> Columns:
+        """The columns of a batch. inputs: names of its columns in the order of the model's."""
 
 
 @dataclass
@@ -38,109 +60,123 @@ class Counts:
     unknown: Counter[str] = field(default_factory=Counter)
     marked: int = 0  # rows with a missing or unknown input
     mixed: int = 0  # of these: mixed over training values
-    unlearned: int = 0  # of these: should be mixed
     flagged: int = 0  # the quadrature or an ascent did not reach its tolerance
 
     def add(self, other: Counts) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
-    def check(self) -> None:
-        if self.unlearned > self.mixed:
-            warn(
-                f"{self.unlearned} rows have missing or unknown inputs, but the model is of an "
-                "earlier version and has no training values to mix over: their intervals are too "
-                "narrow. Train it again."
-            )
-
 
 def counts_of(encoded: Encoded) -> Counts:
-    mixed, unlearned = int(encoded.mixed.sum()), int(encoded.unlearned.any(1).sum())
+    """What was unusual in encoded rows."""
     return Counts(
         len(encoded),
         Counter(encoded.missing),
         Counter(encoded.unknown),
         encoded.marked,
-        mixed,
-        unlearned,
+        int(encoded.mixed.sum()),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class TableModel:
-    """A model of `ssla train`, or an estimator: it reads columns by their names.
+    """An estimator with networks of its own: it reads columns by their names.
 
-    columns_in: those of an estimator in their order, by which an array is read; none for a model of
-    `ssla train`. named: whether the file has their names.
+    training: what `ssla train` stored beside it; None if it was saved from Python.
     """
 
     estimator: Any
-    plan: Plan
-    extra: dict[str, Any]
-    columns_in: tuple[str, ...] = ()
-    named: bool = True
+    training: TrainingTable | None
+    source: Path
+    numbers_only: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        plan: Plan = self.estimator.plan_
+        return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
+        """The columns that are read."""
         return tuple(feature.name for feature in self.plan.features)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """As in `MatrixModel`."""
-        return self.inputs if self.named else None
+        """As in `SavedModel`: an estimator that was fitted to an array has none."""
+        return self.inputs if hasattr(self.estimator, "feature_names_in_") else None
 
     @property
     def width(self) -> int:
-        return len(self.columns_in)
+        return int(self.estimator.n_features_in_)
 
     def with_refit(self, refit: Any) -> TableModel:
         return replace(self, estimator=replace_refit(self.estimator, refit))
 
+    def answer(
+        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    ) -> Columns:
+        return self.score(self._table(rows, inputs), levels)[0]
+
     def score(self, table: Table, levels: Sequence[float]) -> tuple[Columns, Counts]:
+        """The columns of a table, and what was unusual in it."""
         encoded = self.plan.encode(table)
         counts = counts_of(encoded)
 
         def block(rows: slice) -> Columns:
             part = encoded[rows]
-            p: Any = predictive_at(self.estimator, part)
-            counts.flagged += flagged(p)
-            return self.columns(p, levels) | _rung(p, self.estimator.refit) | {"notes": part.notes}
+            predictive: Any = self.estimator.predict_dist(part)
+            counts.flagged += flagged(predictive)
+            return _answered(self.estimator, predictive, levels) | {"notes": part.notes}
 
         return in_blocks(block, len(encoded)), counts
 
-    def columns(self, p: Predictive, levels: Sequence[float]) -> Columns:
-        return estimator_columns(self.estimator, p, levels)
+    def _table(self, rows: Batch, inputs: tuple[str, ...] | None) -> Table:
+        """The columns of the plan. A model of `ssla train` reads cells, as those of a file; an
+        estimator reads the types of a frame, as at its fit, or an array by the order of columns.
+        """
+        if self.training is not None:
+            if rows.kind == ARRAY:
+                more = ", …" * (len(self.inputs) > SHOWN_NAMES)
+                raise TypeError(
+                    f"{self.source} reads columns by name "
+                    f"({', '.join(self.inputs[:SHOWN_NAMES])}{more}), but the batch is an array. "
+                    "Give a data frame, or a mapping of names to arrays."
+                )
+            return rows.table(self.inputs)
+        if rows.kind == ARRAY or inputs is not None:
+            return rows.selected(inputs or (), column_names(self.estimator))
+        if self.names is None:
+            raise nameless(self.source, rows)
+        return rows.selected(self.names, self.names)
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixModel:
-    """A posterior, or an estimator without a plan: it reads an array, the rows first.
+    """A posterior: it reads an array, the rows first, of any shape.
 
-    predict: array -> predictive.  columns: predictive, levels -> columns.  names: the names of the
-    inputs, if the file has them. width: the number of inputs; None if they may have any shape.
+    predict: array -> predictive.
     """
 
     predict: Callable[[np.ndarray], Any]
-    columns: Callable[[Any, Sequence[float]], Columns]
     refit: Any
+    source: Path
     names: tuple[str, ...] | None = None
     width: int | None = None
+    numbers_only: bool = True
 
-    def score(self, x: np.ndarray, levels: Sequence[float]) -> Columns:
-        if self.width is not None and x.shape[1:] != (self.width,):
-            raise ValueError(
-                f"The model has {self.width} inputs, but the array has shape {x.shape}. Give "
-                f"(rows, {self.width})."
-            )
+    def answer(
+        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    ) -> Columns:
+        x = _matrix(rows, inputs, self.source)
         finite(
             "the inputs",
             torch.from_numpy(x),
             "Fill or leave out such rows first; estimators and models of `ssla train` accept gaps.",
         )
 
-        def block(rows: slice) -> Columns:
-            p = self.predict(x[rows])
-            return self.columns(p, levels) | _rung(p, self.refit)
+        def block(part: slice) -> Columns:
+            predictive = self.predict(x[part])
+            return columns_of(predictive, levels) | _rung(predictive, self.refit)
 
         return in_blocks(block, len(x))
 
@@ -152,10 +188,12 @@ class WrappedModel:
     """
 
     estimator: Any
+    source: Path
+    numbers_only: bool = True
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """As in `MatrixModel`."""
+        """As in `SavedModel`."""
         names = getattr(self.estimator, "feature_names_in_", None)
         return None if names is None else tuple(names.tolist())
 
@@ -163,16 +201,19 @@ class WrappedModel:
     def width(self) -> int:
         return int(self.estimator.n_features_in_)
 
-    def score(self, x: Any, levels: Sequence[float]) -> Columns:
-        """x: the rows (N, d)."""
+    def answer(
+        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    ) -> Columns:
+        named = self.names is not None
+        x = rows.frame(self.names or ()) if named else _matrix(rows, inputs, self.source)
 
-        def block(rows: slice) -> Columns:
-            p = (
-                self.estimator.predict_dist(x.iloc[rows] if hasattr(x, "iloc") else x[rows])
+        def block(part: slice) -> Columns:
+            predictive = (
+                self.estimator.predict_dist(x.iloc[part] if hasattr(x, "iloc") else x[part])
                 if len(x)
                 else self._of_no_rows()
             )
-            return estimator_columns(self.estimator, p, levels) | _rung(p, self.estimator.refit)
+            return _answered(self.estimator, predictive, levels)
 
         return in_blocks(block, len(x))
 
@@ -185,45 +226,28 @@ class WrappedModel:
         return predictive
 
 
-def estimator_model(estimator: Any) -> TableModel | MatrixModel:
-    """An estimator that was saved from Python.
+def _matrix(rows: Batch, inputs: tuple[str, ...] | None, source: Path) -> np.ndarray:
+    """The batch as an array: itself, or the named columns."""
+    if rows.kind == ARRAY:
+        return rows.array()
+    if inputs is None:
+        raise nameless(source, rows)
+    return rows.matrix(inputs)
 
-    One of an earlier version has no plan and reads numbers only.
-    """
-    names, plan = getattr(estimator, "feature_names_in_", None), getattr(estimator, "plan_", None)
-    if plan is not None:
-        return TableModel(
-            encoded_estimator(estimator),
-            plan,
-            {},
-            tuple(column_names(estimator)),
-            names is not None,
-        )
-    return MatrixModel(
-        lambda x: estimator.ensemble_.predict(
-            torch.from_numpy(x.astype(np.float64)), estimator.refit
-        ),
-        lambda p, levels: estimator_columns(estimator, p, levels),
-        estimator.refit,
-        None if names is None else tuple(names.tolist()),
-        estimator.n_features_in_,
+
+def nameless(source: Path, rows: Batch) -> ValueError:
+    """The error of columns for a model whose inputs have no names."""
+    return ValueError(
+        f"{source} has no names of inputs, but the batch has columns. Name the inputs in "
+        f"their order: Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
     )
 
 
-def encoded_estimator(estimator: Any) -> Any:
-    """The same fitted estimator without its plan: it reads encoded rows, like that of a model
-    of `ssla train`.
-    """
-    other = copy.copy(estimator)
-    other.n_features_in_, other.plan_ = estimator.plan_.width, None
-    vars(other).pop("feature_names_in_", None)
-    return other
-
-
-def estimator_columns(estimator: Any, p: Predictive, levels: Sequence[float]) -> Columns:
-    return columns_of(
-        p, levels, getattr(estimator, "classes_", None), getattr(estimator, "interval_of", None)
-    )
+def _answered(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
+    """The columns of an estimator's predictive."""
+    classes = getattr(estimator, "classes_", None)
+    interval = getattr(estimator, "interval_of", None)
+    return columns_of(predictive, levels, classes, interval) | _rung(predictive, estimator.refit)
 
 
 def in_blocks(block: Callable[[slice], Columns], rows: int) -> Columns:
@@ -248,24 +272,8 @@ def _rung(p: Any, refit: Any) -> Columns:
 
 
 def flagged(p: Any) -> int:
+    """How many rows did not reach a tolerance."""
     return int((p.diagnostics.inaccurate | p.diagnostics.unconverged).sum())
-
-
-def predictive_at(estimator: Any, rows: np.ndarray | Encoded) -> Predictive:
-    """The predictive of rows; for rows with unknown inputs a mixture over values of the
-    training table.
-    """
-    if isinstance(rows, Encoded) and rows.mixed.any():
-        return predict_with_gaps(
-            estimator.predict_dist, rows.values, rows.mixed, rows.copies(), rows.shares
-        )
-    x = rows.values if isinstance(rows, Encoded) else rows
-    predictive: Predictive = (
-        estimator.predict_dist(x)
-        if len(x)
-        else estimator.ensemble_.predict(torch.from_numpy(x), estimator.refit)
-    )
-    return predictive
 
 
 def replace_refit(estimator: Any, refit: Any) -> Any:
@@ -275,27 +283,12 @@ def replace_refit(estimator: Any, refit: Any) -> Any:
     return other
 
 
-def open_table_model(path: Path) -> TableModel:
+def open_trained(path: Path) -> tuple[TableModel, TrainingTable]:
     """A model of `ssla train`; FileError for another."""
-    estimator, extra = load_with_extra(path)
-    if "plan" not in extra:
+    estimator, training = load_trained(path)
+    if training is None:
         raise FileError(
-            f"{path} was saved from Python without a table's columns. Only models of `ssla train` "
-            "read tables."
+            f"{path} was saved from Python without the name of its target. Only models of "
+            "`ssla train` read tables."
         )
-    return table_model(estimator, extra, path)
-
-
-def table_model(estimator: Any, extra: dict[str, Any], path: Path) -> TableModel:
-    try:
-        plan = Plan.from_json(extra["plan"])
-        if not isinstance(extra["target"], str) or extra["facts"]["likelihood"] not in LIKELIHOODS:
-            raise ValueError("the target has no name or no likelihood")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{path} does not contain a usable plan of columns ({error}).") from error
-    if (
-        plan.width != estimator.n_features_in_
-        or plan.levels != estimator.ensemble_.architecture.levels
-    ):
-        raise FileError(f"The columns of {path} do not fit its network.")
-    return TableModel(estimator, plan, extra)
+    return TableModel(estimator, training, path), training

@@ -18,18 +18,15 @@ from ssla.files.container import kind_of
 from ssla.files.load_posterior import load
 from ssla.files.save_posterior import KIND
 from ssla.refit import resolve
-from ssla.tables.columns import Table
-from ssla.tables.estimators.loading import load_with_extra
+from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.wrapped import WrappedEstimator
-from ssla.tables.scoring.answer_columns import columns_of
-from ssla.tables.scoring.batches import ARRAY, Batch, batch_of
+from ssla.tables.scoring.batches import batch_of
 from ssla.tables.scoring.saved_models import (
     MatrixModel,
+    SavedModel,
     TableModel,
     WrappedModel,
-    estimator_model,
     replace_refit,
-    table_model,
 )
 
 _opening = threading.Lock()
@@ -97,34 +94,27 @@ class Scorer:
         self.module = model
         self.own = {"likelihood": likelihood, "prior": prior, "output": output}
         self.models = models
-        self._opened: TableModel | MatrixModel | WrappedModel | None = None
+        self._opened: SavedModel | None = None
         if refit is not None:
             resolve(refit)
 
     def __call__(self, batch: Any, levels: float | Sequence[float] | None = None) -> Any:
         """The columns of a batch. levels: instead of those of the scorer."""
         asked = self.levels if levels is None else checked_levels(levels)
-        model, rows = self.opened, batch_of(batch)
+        rows = batch_of(batch)
         for name in self.keep:
             rows.column(name)  # its error names the most similar column
-        if isinstance(model, TableModel):
-            columns, counts = model.score(self._table(model, rows), asked)
-            counts.check()
-        elif isinstance(model, WrappedModel) and model.names is not None:
-            columns = model.score(rows.frame(model.names), asked)
-        else:
-            columns = model.score(self._matrix(model, rows), asked)
-        return rows.returned(columns, self.keep)
+        return rows.returned(self.opened.answer(rows, self.inputs, asked), self.keep)
 
     @property
-    def opened(self) -> TableModel | MatrixModel | WrappedModel:
+    def opened(self) -> SavedModel:
         """The model, opened at the first use."""
         with _opening:
             if self._opened is None:
                 self._opened = self._open()
         return self._opened
 
-    def _open(self) -> TableModel | MatrixModel | WrappedModel:
+    def _open(self) -> SavedModel:
         if kind_of(self.path) == KIND:
             return self._open_posterior()
         given = [
@@ -134,23 +124,21 @@ class Scorer:
             raise ValueError(
                 f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=."
             )
-        estimator, extra = load_with_extra(
+        estimator, training = load_trained(
             self.path, self.models() if callable(self.models) else self.models
         )
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
-        if isinstance(estimator, WrappedEstimator):
-            found = WrappedModel(estimator)
-            if found.names is not None and self.inputs is not None:
-                raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
-            return found
-        if "plan" not in extra:
-            return estimator_model(estimator)
-        if self.inputs is not None:
+        wrapped = isinstance(estimator, WrappedEstimator)
+        # An estimator of Python may be given other names for its columns.
+        fixed = training is not None or (wrapped and hasattr(estimator, "feature_names_in_"))
+        if fixed and self.inputs is not None:
             raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
-        return table_model(estimator, extra, self.path)
+        if wrapped:
+            return WrappedModel(estimator, self.path)
+        return TableModel(estimator, training, self.path)
 
-    def _open_posterior(self) -> MatrixModel:
+    def _open_posterior(self) -> SavedModel:
         if self.models is not None:
             raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
         if self.module is None:
@@ -161,36 +149,7 @@ class Scorer:
         posterior = load(self.path, module, **self.own)
         refit = "output" if self.refit is None else self.refit
         return MatrixModel(
-            lambda x: posterior.predict(np.ascontiguousarray(x), refit), columns_of, refit
-        )
-
-    def _table(self, model: TableModel, rows: Batch) -> Table:
-        if not model.columns_in and rows.kind == ARRAY:
-            raise TypeError(
-                f"{self.path} reads columns by name "
-                f"({', '.join(model.inputs[:12])}{', …' * (len(model.inputs) > 12)}), but the "
-                "batch is an array. Give a data frame, or a mapping of names to arrays."
-            )
-        if not model.columns_in:
-            return rows.table(model.inputs)
-        if rows.kind == ARRAY or self.inputs is not None:
-            return rows.selected(self.inputs or (), model.columns_in)
-        if model.names is None:
-            raise self._nameless(rows)
-        return rows.selected(model.names, model.names)
-
-    def _matrix(self, model: MatrixModel | WrappedModel, rows: Batch) -> np.ndarray:
-        if rows.kind == ARRAY:
-            return rows.array()
-        names = model.names if self.inputs is None else self.inputs
-        if names is None:
-            raise self._nameless(rows)
-        return rows.matrix(names)
-
-    def _nameless(self, rows: Batch) -> ValueError:
-        return ValueError(
-            f"{self.path} has no names of inputs, but the batch has columns. Name the inputs in "
-            f"their order: Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
+            lambda x: posterior.predict(np.ascontiguousarray(x), refit), refit, self.path
         )
 
     def __getstate__(self) -> dict[str, Any]:
