@@ -305,7 +305,7 @@ def counted(monkeypatch):
 
 def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     post, new = untrained(22)
-    work, few = counted(monkeypatch), ssla.WeightRefit(max_steps=60)
+    work, few = counted(monkeypatch), ssla.WeightRefit(max_steps=60, linearised=False)
     new = new.repeat(3, 1) + 0.1 * inputs(12, 3)
     with pytest.warns(
         RuntimeWarning,
@@ -316,7 +316,7 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert torch.equal(found.probs, post.predict(new).probs)
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
-    monkeypatch.setattr(weights.WeightLogDensity, "_no_mode", lambda *_: False)
+    monkeypatch.setattr(weights.WeightLogDensity, "_try_easiest", lambda *_: None)
     log_density = few(post, new)
     solved = log_density.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right
@@ -326,7 +326,8 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
 def test_few_weights_without_a_mode_are_given_up_too():
     post, new = untrained(12)
     with pytest.warns(RuntimeWarning, match=rf"4 of 4 inputs have refits.*{FAR}"):
-        assert torch.equal(post.predict(new, refit="weights").probs, post.predict(new).probs)
+        answer = post.predict(new, refit=ssla.WeightRefit(linearised=False))
+    assert torch.equal(answer.probs, post.predict(new).probs)
 
 
 def test_a_network_without_a_mode_is_refused_or_nan_as_asked():
@@ -343,12 +344,25 @@ def test_a_network_without_a_mode_is_refused_or_nan_as_asked():
         RuntimeWarning,
         match=rf"12 of 12 refits of the weights did not converge and use the output rung.*{FAR}",
     ):
-        found = ssla.ssla(post, new, y)
+        found = ssla.ssla(post, new, y, ssla.WeightRefit(linearised=False))
     assert torch.equal(found.total, post.predict(new).increments(y).total)
+    never = ssla.AutoRefit(target=1e-6, weights=ssla.WeightRefit(linearised=False))
     with pytest.warns(RuntimeWarning, match=rf"4 of 4 inputs have refits.*{FAR}"):
-        assert set(post.predict(new, refit=ssla.AutoRefit(target=1e-6)).diagnostics.rung) == {
-            "output"
-        }
+        assert set(post.predict(new, refit=never).diagnostics.rung) == {"output"}
+
+
+def test_a_network_without_a_mode_is_linearised_by_weights_and_by_auto():
+    """With the trial itself, not a stand-in for it."""
+    post, new = untrained(22)
+    asked = post.predict(new, refit=ssla.WeightRefit(linearised=True))
+    for refit in ("weights", ssla.AutoRefit(target=1e-6)):
+        with pytest.warns(
+            RuntimeWarning, match="linearised at the trained weights was refitted in its place"
+        ):
+            answer = post.predict(new, refit=refit)
+        assert set(answer.diagnostics.rung) == {"weights"}
+        assert answer.diagnostics.linearised.all()
+        assert torch.equal(answer.probs, asked.probs)
 
 
 def test_a_tilted_network_at_a_distance_is_refitted():

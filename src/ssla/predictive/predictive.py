@@ -49,6 +49,9 @@ class Diagnostics:
     extreme: Tensor | None = (
         None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
     )
+    linearised: Tensor | None = (
+        None  # (N,) bool: refits of the network linearised at θ̂ answered; None: in no row
+    )
     mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
 
     @property
@@ -88,6 +91,8 @@ class Diagnostics:
                 f"; {int(self.refits.sum()):,} refits, {float(self.refits.double().mean()):.1f} "
                 "for each row"
             )
+        if self.linearised is not None:
+            text += f", of the linearised network in {int(self.linearised.sum())} rows"
         if self.error is not None and bool((self.error > 0).any()):
             text += (
                 f", standard error of log probabilities at most {float(self.error.max()):.1g} "

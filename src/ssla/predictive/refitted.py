@@ -76,7 +76,8 @@ def refitted(
         | log_density.inaccurate,
     )
     rungs = _rungs(weights, chosen, log_density.failed)
-    return replace(made, diagnostics=_diagnostics(flags, name, rungs, reasons, log_density.refits))
+    flags = _diagnostics(flags, name, rungs, reasons, log_density.refits)
+    return replace(made, diagnostics=_with_linearised(flags, weights))
 
 
 def _resolved(
@@ -158,7 +159,7 @@ def _classes(
     refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
     flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
-    flags = replace(flags, error=error)
+    flags = _with_linearised(replace(flags, error=error), weights)
     law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
 
@@ -191,6 +192,14 @@ def _rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[s
         "failed" if no else "weights" if yes else "output"
         for yes, no in zip((chosen & ~failed).tolist(), lost.tolist(), strict=True)
     )
+
+
+def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
+    """With the rows that refits of the linearised network answered."""
+    if not weights.linearised or flags.refits is None or flags.rung is None:
+        return flags
+    answered = torch.tensor([rung == "weights" for rung in flags.rung], dtype=torch.bool)
+    return replace(flags, linearised=answered & (flags.refits.cpu() > 0))
 
 
 def _diagnostics(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import one_of, warn
-from ssla.data import Inputs
+from ssla.data import Inputs, as_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.maths.progress import delay_of, tqdm_class, wanted
 from ssla.priors import BoundGaussian
@@ -27,6 +27,7 @@ from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
 from ssla.refit.weights.last_layer_curvature import factor_bytes
 from ssla.refit.weights.last_layer_products import SINGLE_TOLERANCE, is_large, open_products
+from ssla.refit.weights.linearised import default_logdet, open_linearised, why_not_linearised
 from ssla.refit.weights.solved import (
     EXACT,
     FROZEN,
@@ -53,6 +54,10 @@ TRIALS = 3  # refits that are tried before many
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
+NO_STRUCTURE = (
+    "Refits of the linearised network have no logdet='structure'. Use 'exact', 'traces' or "
+    "'frozen'."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +69,10 @@ class WeightRefit:
     without (x, y); after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end:
-    there is no mode near it to find (docs/refits.md), and refits fall back as `on_failure` sets,
-    with a warning that counts them. Of many refits of a network the three easiest are tried first:
-    if none of them makes progress, the others are not tried.
+    there is no mode near it to find (docs/refits.md). Of many refits of a network the three easiest
+    are tried first: if none of them makes progress, the network linearised at θ̂ is refitted in its
+    place, with a warning, where that is possible (see `linearised`). Other refits that fail fall
+    back as `on_failure` sets, with a warning that counts them.
 
     Parameters
     ----------
@@ -93,6 +99,13 @@ class WeightRefit:
         is not known), "frozen" (at θ̂, plus the new point's own part: an error of O(1/n), but large
         at a y far out; default otherwise), or "structure" (the fitted structure at θ̃; a pass over
         the data for each task).
+    linearised:
+        True refits the network linearised at θ̂, f_i = f̂_i + J_i(θ − θ̂) on all rows. For Gaussian
+        priors and concave likelihoods each such refit has a mode. Its determinants are exact for at
+        most 2,000 training rows × outputs, and have a stated error beyond (logdet="traces"). False
+        never does so. Default: where the network itself has no mode near θ̂, the memory budget
+        allows it, and on_failure is "fallback". A last layer is linear; the option changes nothing
+        there.
     on_failure:
         For a task that does not reach its mode: "fallback" (take the output refit's answer, and
         count it in `diagnostics`), "nan", or "raise".
@@ -116,6 +129,7 @@ class WeightRefit:
     data: Any = None
     interpolation: float = 1e-4
     progress: bool | None = None
+    linearised: bool | None = None
 
     name = "weights"
 
@@ -140,6 +154,10 @@ class WeightRefit:
         if self.logdet is not None:
             one_of("logdet", self.logdet, LOGDETS)
         one_of("on_failure", self.on_failure, FAILURES)
+        if not (self.linearised is None or isinstance(self.linearised, bool)):
+            raise ValueError(
+                f"linearised must be True, False or None (automatic), but is {self.linearised!r}."
+            )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         if posterior.convention != "exact":
@@ -159,7 +177,34 @@ class WeightRefit:
             if self._by_products(posterior):
                 return open_products(posterior, x, options, self.data, self._single(posterior))
             return open_last_layer(posterior, x, options, self.data)
+        if self.linearised:
+            return self.linearised_engine(posterior, x)
         return open_all_weights(posterior, x, self._all_weights(posterior), self.data)
+
+    def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
+        """Stage one of refits of the network linearised at θ̂; ValueError where they are not
+        possible.
+        """
+        if self.logdet == STRUCTURE:
+            raise ValueError(NO_STRUCTURE)
+        # The Hessian of outputs that are linear in the weights is the observed curvature.
+        curvature = FISHER if self.curvature == FISHER else OBSERVED
+        logdet = self.logdet or default_logdet(posterior)
+        options = Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=6)
+        return open_linearised(posterior, x, options, self.data, self._single(posterior))
+
+    def why_not_linearised(self, posterior: Posterior, x: Inputs) -> str | None:
+        """Why the linearised network cannot take the place of the network; None where it can."""
+        if self.linearised is False:
+            return "linearised=False rules out refits of the linearised network."
+        # Who asks for an error or for NaN wants to know that the network itself has no mode.
+        if self.on_failure != FALLBACK:
+            return (
+                "ssla.WeightRefit(linearised=True) refits the network linearised at these weights."
+            )
+        if self.logdet == STRUCTURE:
+            return NO_STRUCTURE
+        return why_not_linearised(posterior, row_count(as_inputs(x)), self._single(posterior))
 
     def _tolerance(self, posterior: Posterior) -> float:
         if self.tolerance is not None:
@@ -361,26 +406,60 @@ class WeightLogDensity:
     def _engine(self) -> Engine:
         return self.refit.engine(self.posterior, self.x)
 
+    @cached_property
+    def _linearised_engine(self) -> Engine:
+        """What takes the place of `_engine` where the network has no mode near θ̂."""
+        self.__dict__.pop("_engine", None)  # it holds the Jacobians at x
+        return self.refit.linearised_engine(self.posterior, self.x)
+
+    @property
+    def _current(self) -> Engine:
+        return self._linearised_engine if self.replaced else self._engine
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the linearised network is refitted because the network itself has no mode
+        near θ̂.
+        """
+        return self._no_mode_found and self._why_not_linearised is None
+
+    @property
+    def linearised(self) -> bool:
+        """Whether refits are those of the linearised network, asked for or not."""
+        return self.replaced or (
+            self.refit.linearised is True and not self.posterior.network.linear
+        )
+
+    @cached_property
+    def _why_not_linearised(self) -> str | None:
+        return self.refit.why_not_linearised(self.posterior, self.x)
+
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
         """The refits themselves: y (m, …) or (m, k, …) of rows (m,) -> all of the shape of y, flat.
 
         Failures are not replaced.
         """
         where, flat = self._tasks(y, rows)
-        if not len(where) or self._no_mode(where, flat, y, rows):
+        if not len(where):
+            return Solved.untried(0)
+        self._try_easiest(where, flat, y, rows)
+        if self.stopped:
             return Solved.untried(len(where))
         with _progress(len(where), self.refit.progress) as progress:
-            return Solved.joined(
-                [
-                    self._engine.solve(where[part], flat[part], progress)
-                    for part in self._groups(len(where))
-                ]
-            )
+            parts = [
+                self._current.solve(where[part], flat[part], progress)
+                for part in self._groups(len(where))
+            ]
+            return Solved.joined(parts)
 
     @cached_property
     def _trial(self) -> dict[str, bool]:
-        """The result of the trial of `_no_mode`; empty before it."""
+        """The result of `_try_easiest`; empty before it."""
         return {}
+
+    @property
+    def _no_mode_found(self) -> bool:
+        return self._trial.get("no_mode", False)
 
     @property
     def rare(self) -> float:
@@ -389,10 +468,12 @@ class WeightLogDensity:
 
     @property
     def stopped(self) -> bool:
-        """Whether refits were stopped after the easiest ones made no progress."""
-        return self._trial.get("no_mode", False)
+        """Whether refits were stopped after the easiest ones made no progress, with nothing in
+        their place.
+        """
+        return self._no_mode_found and not self.replaced
 
-    def _no_mode(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> bool:
+    def _try_easiest(self, where: Tensor, flat: Tensor, y: Tensor, rows: Tensor | None) -> None:
         """Before many refits of a network: the task that moves the weights least is tried; if it is
         stuck, the next ones of other inputs. All stuck: no refit has a mode near θ̂.
         """
@@ -412,13 +493,12 @@ class WeightLogDensity:
             self._trial["no_mode"] = all(
                 bool(self._engine.stuck(where[part], flat[part]).all()) for part in trials
             )
-        return self.stopped
 
     def modes(self, y: Tensor) -> Tensor:
         """θ̃(y): where each refit ends, of y's shape and P."""
         where, flat = self._tasks(y, None)
         found = torch.cat(
-            [self._engine.modes(where[part], flat[part]) for part in self._groups(len(where))]
+            [self._current.modes(where[part], flat[part]) for part in self._groups(len(where))]
         )
         return found.reshape(*self._shape(y), -1)
 
@@ -431,7 +511,7 @@ class WeightLogDensity:
         return index.repeat_interleave(per_row), flat.long() if classes else flat
 
     def _groups(self, count: int) -> list[slice]:
-        size = self._engine.tasks_at_once
+        size = self._current.tasks_at_once
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     @property
@@ -464,6 +544,8 @@ class WeightLogDensity:
             if self.stopped
             else ""
         )
+        if self.stopped and self.refit.linearised is None:
+            tried += f"{self._why_not_linearised} "
         train = "train the network to convergence under this prior, " + (
             "mode='polish', " if report.mode != POLISH else ""
         )
@@ -477,9 +559,18 @@ class WeightLogDensity:
         )
 
     def warn(self, failed: int, count: int, what: str) -> None:
-        """Warn with the number of answers that come from the output rung and not from the
-        weights.
+        """Warn where the linearised network was refitted, and with the number of answers from
+        the output rung.
         """
+        if self.replaced:
+            warn(
+                f"The {TRIALS} easiest refits of the weights made no progress: the trained "
+                "weights are no maximum under this prior. The network linearised at the trained "
+                "weights was refitted in its place (`diagnostics.linearised` counts the inputs). "
+                "ssla.WeightRefit(linearised=True) asks for this without a trial; "
+                "linearised=False takes the output refit.",
+                RuntimeWarning,
+            )
         if failed and (self.refit.on_failure == FALLBACK or self.stopped):
             instead = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
             message = (
