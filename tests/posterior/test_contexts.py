@@ -570,7 +570,7 @@ def test_signatures_and_documentation_are_those_of_the_functions():
     ]
     assert "predictive distribution of y at x" in ssla.Posterior.predict.__doc__
     assert "epistemic + aleatoric" in ssla.Predictive.variance.__doc__
-    assert ssla.Posterior.report.fget.__name__ == "report"
+    assert ssla.Posterior.mean.fget.__name__ == "mean"
     assert pickle.loads(pickle.dumps(ssla.fit)) is ssla.fit
     assert pickle.loads(pickle.dumps(ssla.metrics.nll)) is ssla.metrics.nll
     post = fitted("gaussian", "last_layer")

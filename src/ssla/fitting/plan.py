@@ -61,6 +61,7 @@ class FitPlan:
     judges: bool = True  # whether a trained last layer is kept where no mode is given
     validated: bool = False  # whether validation rows choose: further plans read the same data
     automatic: bool = False  # whether the structure is chosen once the network is open
+    asked: dict[str, str] | None = None  # digests of what was asked for; None: this plan
 
     # What the first pass found out.
     reason: str = ""  # for the structure that was chosen
@@ -170,8 +171,10 @@ class FitPlan:
     # --- passes over the data --------------------------------------------------------------
 
     @cached_property
-    def _marks(self) -> dict[str, str]:
+    def marks(self) -> dict[str, str]:
         """Digests of what was asked for, which all ranks of a group must share."""
+        if self.asked is not None:
+            return self.asked
         # The budget decides how wide a sketch may grow, and which structure is chosen.
         counts = self.automatic or isinstance(self.structure, LowRank)
         asked = {
@@ -199,7 +202,7 @@ class FitPlan:
             self.likelihood,
             self.structure,
             self.mode,
-            self._marks,
+            self.marks,
             averages=self.wants_variational,
             averages_asked=self.wants_variational and self.gaussian == VARIATIONAL,
             rereads=self.validated,
@@ -248,7 +251,7 @@ class FitPlan:
             self.likelihood,
             self.structure,
             self.mode,
-            self._marks,
+            self.marks,
             around=around,
             inputs=False,
         )
@@ -267,7 +270,7 @@ class FitPlan:
             self.likelihood,
             structure,
             self.mode,
-            self._marks,
+            self.marks,
             around=around,
             inputs=self.inputs.known is None,
         )

@@ -78,7 +78,7 @@ def read(plan: FitPlan) -> Draft:
     estimated = plan.estimates_noise
     if estimated:
         # Sums in units of the noise: they are scaled once it is known.
-        plan = replace(plan, likelihood=Gaussian(noise=1.0))
+        plan = replace(plan, likelihood=Gaussian(noise=1.0), asked=plan.marks)
     plan, sums, target = plan.read(None)
     plan = replace(plan, rows=sums.statistics.n)
     plan, sums = _with_enough_directions(plan, sums, estimated)
@@ -138,8 +138,13 @@ def find_mode(draft: Draft) -> Draft:
 def posterior_at(draft: Draft) -> Posterior:
     """The Gaussian at θ̂, with a report of what was seen and done."""
     plan = draft.plan
+    # First, because a curvature that cannot be factorised is an error, and what follows only warns.
+    residuals = (
+        residual(draft.trained_sums, draft.bound, plan.network.theta),
+        residual(draft.sums, draft.bound, draft.theta),
+    )
     draft = _with_notes(draft)
-    report = _report(draft)
+    report = _report(draft, *residuals)
     if not plan.validated:  # validation rows have compared it with the network itself
         warn_residual(report)
     posterior = plan.kind(
@@ -416,7 +421,7 @@ def _notes_of_directions(plan: FitPlan, sums: Sums) -> list[str]:
     return [Note(note, RANK)]
 
 
-def _report(draft: Draft) -> Report:
+def _report(draft: Draft, residual_before: float, residual_after: float) -> Report:
     plan, sums = draft.plan, draft.sums
     network, layout = plan.network, plan.network.layout
     start = draft.trained_sums
@@ -433,8 +438,8 @@ def _report(draft: Draft) -> Report:
         structure=plan.structure.name,
         blocks=_blocks(plan),
         mode=draft.mode,
-        residual=residual(start, draft.bound, network.theta),
-        residual_after=residual(sums, draft.bound, draft.theta),
+        residual=residual_before,
+        residual_after=residual_after,
         steps=draft.steps,
         output_shift=math.sqrt(squares / max(start.statistics.weight, 1e-300)),
         passes=plan.data.passes,
