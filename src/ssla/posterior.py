@@ -31,7 +31,7 @@ from ssla.diagnostics.loo import LeaveOneOut, leave_one_out
 from ssla.files import exporting
 from ssla.files.exporting import Exported
 from ssla.fitting import more_data, prior_change, tuning
-from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
+from ssla.likelihoods import Likelihood
 from ssla.maths.progress import progress_bar
 from ssla.maths.roots import Root
 from ssla.network import Network
@@ -403,7 +403,7 @@ class Posterior:
         rows makes A ⊗ G/n exact.
         """
         whole = isinstance(self.statistics.curvature, Dense | Kfac)
-        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
+        return self.network.linear and self.likelihood.quadratic and whole
 
     @property
     def follows_mode(self) -> bool:
@@ -454,17 +454,11 @@ class Posterior:
         """
         dtype, law = self.network.dtype, self.likelihood.predictive
         f, K = marginal
-        if isinstance(law, Gaussian):
-            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
-        elif isinstance(law, HeteroscedasticGaussian | StudentT):
-            centre, scale = law.guess(f, K)
-            f = centre
-        else:
-            scale = torch.full_like(f, torch.inf)
+        centre, scale = law.scale_of_answers(f, K)
         limits = torch.finfo(dtype)
         if batched(f):
             return torch.empty(0, dtype=torch.float64, device=self.network.device)
-        coarse = limits.eps * f.abs() > COARSE * scale
+        coarse = limits.eps * centre.abs() > COARSE * scale
         infinite = K.diagonal(dim1=-2, dim2=-1) > limits.max
         if bool(coarse.any()) or bool(infinite.any()):
             dtype = torch.float64

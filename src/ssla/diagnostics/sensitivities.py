@@ -25,7 +25,7 @@ from ssla.curvature import Dense
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Inputs, as_tensor
 from ssla.fitting.evidence import eigenbasis
-from ssla.likelihoods import Bernoulli, Bounded, Categorical, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import concave
 from ssla.maths.linalg import root
 from ssla.predictive import GaussianLaw, Predictive
@@ -291,9 +291,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     vector = predictive.kind == "vector"
     grid = value if value.dim() == (3 if vector else 2) else value.unsqueeze(1)
     shape = grid.shape[:2] if grid is value else grid.shape[:1]
-    if isinstance(likelihood, Bernoulli | Categorical):
+    unit = likelihood.logit_temperature
+    if unit is not None:
         predictive.law.check(grid)
-        unit = likelihood.temperature
         pairs = ((f / unit, K / unit**2) for f, K in (marginal, change))
         slope = class_slopes(*itertools.chain(*pairs)).gather(1, grid.long())
         return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
@@ -345,8 +345,6 @@ def _boundary_slope(
     likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
 ) -> _BoundarySlope | None:
     """By autograd of their closed form; None where every output is allowed."""
-    if not isinstance(likelihood, Bounded):
-        return None
     with torch.enable_grad():
         free = Marginal(*(part.detach().clone().requires_grad_(True) for part in at))
         boundary = likelihood.refit_at_boundary(y, *free)

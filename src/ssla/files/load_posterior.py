@@ -20,7 +20,7 @@ from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.files.container import FileError, guarded, read
 from ssla.files.encoding import NAMES, Decoder
 from ssla.files.save_posterior import KIND
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.network import (
     VALUES,
     Opening,
@@ -158,7 +158,7 @@ def _check(posterior: Posterior) -> None:
     """
     size = posterior.network.layout.size
     if (posterior.variational is not None) != (
-        posterior.gaussian == VARIATIONAL and not isinstance(posterior.likelihood, Gaussian)
+        posterior.gaussian == VARIATIONAL and not posterior.likelihood.quadratic
     ):
         raise ValueError("its report names another Gaussian than it holds")
     for what, tensor in (("θ̂", posterior.theta), ("the mean", posterior.mean)):

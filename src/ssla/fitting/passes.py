@@ -18,14 +18,9 @@ from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Around, Sums
 from ssla.fitting.trained import Classes, Numbers
 from ssla.fitting.watching import Spread, TargetRange, bar
-from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
-from ssla.likelihoods.averages import of_classes
+from ssla.likelihoods import Likelihood
 from ssla.maths.progress import Text
 from ssla.network import (
-    EXP,
-    SIGMOID,
-    SOFTMAX,
-    SOFTPLUS,
     LastLayer,
     Network,
     Output,
@@ -127,7 +122,7 @@ class Order:
         """As asked for; the Kronecker factors of a last layer of very many classes have a
         diagonal output factor by default.
         """
-        many = network.linear and network.outputs > MANY_CLASSES and of_classes(self.likelihood)
+        many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
         if many and isinstance(self.structure, Kfac) and self.structure.output_factor is None:
             return replace(self.structure, output_factor=DIAGONAL)
         return self.structure
@@ -143,13 +138,13 @@ class Order:
         ):
             return False
         same = isinstance(self.structure, Dense) and (
-            isinstance(self.likelihood, Gaussian) or self.around is not None
+            self.likelihood.quadratic or self.around is not None
         )
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
-        if of_classes(self.likelihood) and isinstance(self.structure, Dense):
+        if self.likelihood.softmax and isinstance(self.structure, Dense):
             share = 1  # it is the same matrix as that of the statistics
-        elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
+        elif self.likelihood.softmax and isinstance(self.structure, Kfac):
             share = NEWTON_SHARE
         slow = (
             network.linear
@@ -167,7 +162,7 @@ class Order:
         """Whether the data will be read again: for averages, or by polish unless the sums hold
         a Gaussian's quadratic whole.
         """
-        whole = isinstance(self.likelihood, Gaussian) and (
+        whole = self.likelihood.quadratic and (
             isinstance(self.structure, Dense) or self.newton(network, budget)
         )
         return self.rereads or self.averages or (self.polishes(network) and not whole)
@@ -308,7 +303,7 @@ class Reader:
                 continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None
-            if isinstance(order.likelihood, Gaussian):
+            if order.likelihood.quadratic:
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             classes = Classes.of(
@@ -470,7 +465,7 @@ def open_within(
     output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    links = links_of(order.likelihood)
+    links = order.likelihood.links
     network = open_network(model, weights, x, order.structure.materialises, output, links)
     materialised, order = order.structure.materialises, order.chosen(network, budget)
     if materialised and not order.structure.materialises and not network.linear:
@@ -482,16 +477,6 @@ def open_within(
         order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
     )
     return network
-
-
-def links_of(likelihood: Likelihood) -> tuple[str, ...]:
-    """The functions that a likelihood applies to the outputs itself."""
-    law = likelihood.predictive
-    if isinstance(law, Bernoulli | Categorical):
-        return (SIGMOID, SOFTMAX)
-    return (
-        (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()
-    )
 
 
 def thinned(reader: Reader, most: int) -> Reader:

@@ -14,12 +14,11 @@ from ssla.curvature import Dense, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.kfac import Kfac, pools
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import (
     RowNodes,
     averages,
     curvature_product,
-    of_classes,
     pooled_fisher,
 )
 from ssla.likelihoods.likelihood import LOG_2PI
@@ -108,7 +107,7 @@ class Sums:
             else pooled_fisher(likelihood, f, pool, self._diagonal)
         )
         dense = isinstance(self.statistics.curvature, Dense)
-        same = dense and of_classes(likelihood)  # the observed precision is the Fisher information
+        same = dense and likelihood.softmax  # the observed precision is the Fisher information
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
         finite(
             "log p(y|f)",
@@ -121,7 +120,7 @@ class Sums:
             observed = None if observed is None else observed * weights[:, None, None]
         squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
         largest = self.largest
-        if isinstance(likelihood, Gaussian):
+        if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
             r = (targets - f) ** 2
