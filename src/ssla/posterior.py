@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 
 from ssla import files, fitting, predictive
 from ssla._checks import all_in_plain_torch, batched, finite, in_plain_torch
-from ssla.curvature import Dense, Kfac, Operator
+from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, Source, as_inputs, leaves
@@ -402,7 +402,7 @@ class Posterior:
         So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
         rows makes A ⊗ G/n exact.
         """
-        whole = isinstance(self.statistics.curvature, Dense | Kfac)
+        whole = self.statistics.curvature.exact_for_one_precision
         return self.network.linear and self.likelihood.quadratic and whole
 
     @property

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
+from ssla.curvature.structure import Eigenbasis
 from ssla.data import Inputs
 from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst
-from ssla.fitting.evidence import Eigenbasis, ThinBasis, eigenbasis, thin_basis
+from ssla.fitting.evidence import ThinBasis, eigenbasis, thin_basis
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, from_marginal
 from ssla.priors import EXACT, Box

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
-from ssla.curvature import Dense
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Inputs, as_tensor
 from ssla.fitting.evidence import eigenbasis
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.averages import concave
 from ssla.maths.linalg import root
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.class_integrals import class_slopes
@@ -211,7 +209,7 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     return (
         convention == EXACT
         and posterior.variational is not None
-        and not concave(posterior.likelihood)
+        and not posterior.likelihood.concave
     )
 
 
@@ -411,7 +409,7 @@ def conflict(posterior: Posterior) -> Conflict:
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
     tau, curvature = bound.scale_precision, posterior.sums.curvature
-    if not isinstance(curvature, Dense) and not posterior.quadratic:
+    if not curvature.exact and not posterior.quadratic:
         raise ValueError(
             "A conflict check needs dense curvature, but this posterior has "
             f"structure={posterior.report.structure!r}, which leaves out correlations: it would "
@@ -426,7 +424,7 @@ def conflict(posterior: Posterior) -> Conflict:
         c, values = c[seen], values[seen]
         statistic, df = float((c * c / (values + values**2 / tau[seen])).sum()), len(values)
         return _conflict(statistic, df)
-    if not isinstance(curvature, Dense):
+    if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )

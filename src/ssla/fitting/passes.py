@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla.curvature import Dense, Extent, Kfac, Structure
+from ssla.curvature import Dense, Extent, Structure
 from ssla.curvature.automatic import Choice, choose
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import bytes_of, refuse_beyond_budget
 from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Around, Sums
@@ -123,9 +123,7 @@ class Order:
         diagonal output factor by default.
         """
         many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
-        if many and isinstance(self.structure, Kfac) and self.structure.output_factor is None:
-            return replace(self.structure, output_factor=DIAGONAL)
-        return self.structure
+        return self.structure.for_many_classes() if many else self.structure
 
     def newton(self, network: Network, budget: int) -> bool:
         """Whether steps of the mean have a dense curvature of their own: while P² is small, unless
@@ -137,20 +135,14 @@ class Order:
             self.around is not None and self.around.row_nodes is not None
         ):
             return False
-        same = isinstance(self.structure, Dense) and (
-            self.likelihood.quadratic or self.around is not None
-        )
+        same = self.structure.exact and (self.likelihood.quadratic or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
-        if self.likelihood.softmax and isinstance(self.structure, Dense):
+        if self.likelihood.softmax and self.structure.exact:
             share = 1  # it is the same matrix as that of the statistics
-        elif self.likelihood.softmax and isinstance(self.structure, Kfac):
+        elif self.likelihood.softmax and self.structure.by_layers:
             share = NEWTON_SHARE
-        slow = (
-            network.linear
-            and isinstance(self.structure, Kfac)
-            and network.layout.size > MOST_FOR_NEWTON
-        )
+        slow = network.linear and self.structure.by_layers and network.layout.size > MOST_FOR_NEWTON
         return (
             steps
             and not same
@@ -162,9 +154,7 @@ class Order:
         """Whether the data will be read again: for averages, or by polish unless the sums hold
         a Gaussian's quadratic whole.
         """
-        whole = self.likelihood.quadratic and (
-            isinstance(self.structure, Dense) or self.newton(network, budget)
-        )
+        whole = self.likelihood.quadratic and (self.structure.exact or self.newton(network, budget))
         return self.rereads or self.averages or (self.polishes(network) and not whole)
 
 
@@ -446,7 +436,7 @@ def extent_of(network: Network, rows: int | None = None, averages: bool = False)
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
     """Of intermediate results. A last layer with Kronecker factors needs no matrix for each row."""
-    if not network.linear or not isinstance(order.structure, Kfac) or order.newton(network, budget):
+    if not network.linear or not order.structure.by_layers or order.newton(network, budget):
         return network.bytes_per_row
     width, outputs = network.layout.size // network.outputs, network.outputs
     matrices = 8 * (width * outputs + PRECISIONS * outputs**2)

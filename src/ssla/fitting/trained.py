@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.curvature import Kfac
 from ssla.curvature.jacobians import Features
 from ssla.fitting.sums import Sums
 from ssla.likelihoods import Likelihood
@@ -248,7 +247,7 @@ def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> 
     worth: what a gain of the quadratic is in log likelihood.
     """
     statistics, g = sums.statistics, sums.statistics.gradient
-    if isinstance(statistics.curvature, Kfac):  # it takes one precision
+    if statistics.curvature.by_layers:  # it takes one precision
         precision = torch.full_like(precision, float(precision.log().mean().exp()))
     most = 0.0
     for factor in STRONGER:
