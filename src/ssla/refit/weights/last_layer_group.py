@@ -172,7 +172,11 @@ class Group:
         total = torch.zeros(C, m, self.phi.shape[1], dtype=kind)
         outside = torch.zeros(m, dtype=torch.bool)
         for _, block, f in self._blocks(point):
-            score = likelihood.score_change(block.targets, f, block.f.unsqueeze(1))
+            if likelihood.softmax:  # y cancels
+                score = likelihood.score_change(block.targets, f, block.f.unsqueeze(1))
+            else:  # the scores before are those of the rows alone, once for all tasks
+                before = likelihood.score(block.y, block.f).unsqueeze(1)
+                score = likelihood.score(block.targets, f) - before
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x
