@@ -22,7 +22,7 @@ from torch.distributions import Distribution
 
 from ssla import files, predictive
 from ssla._checks import all_in_plain_torch, batched, finite, in_plain_torch
-from ssla.curvature import Dense, Kfac, Operator, Structure
+from ssla.curvature import Operator, Structure
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, Source, as_inputs, held_out, leaves
@@ -38,7 +38,7 @@ from ssla.fitting.asked import checked_budget, checked_plan, checked_weights
 from ssla.fitting.passes import Reader
 from ssla.fitting.ranks import announced, shared
 from ssla.fitting.validation import choose_by_validation
-from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, StudentT
+from ssla.likelihoods import Likelihood
 from ssla.maths.progress import progress_bar
 from ssla.maths.roots import Root
 from ssla.network import LAST_LAYER, Network, Output, checked_output
@@ -409,8 +409,8 @@ class Posterior:
         So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
         rows makes A ⊗ G/n exact.
         """
-        whole = isinstance(self.statistics.curvature, Dense | Kfac)
-        return self.network.linear and isinstance(self.likelihood, Gaussian) and whole
+        whole = self.statistics.curvature.exact_for_one_precision
+        return self.network.linear and self.likelihood.quadratic and whole
 
     @property
     def follows_mode(self) -> bool:
@@ -461,17 +461,11 @@ class Posterior:
         """
         dtype, law = self.network.dtype, self.likelihood.predictive
         f, K = marginal
-        if isinstance(law, Gaussian):
-            scale = (law.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
-        elif isinstance(law, HeteroscedasticGaussian | StudentT):
-            centre, scale = law.guess(f, K)
-            f = centre
-        else:
-            scale = torch.full_like(f, torch.inf)
+        centre, scale = law.scale_of_answers(f, K)
         limits = torch.finfo(dtype)
         if batched(f):
             return torch.empty(0, dtype=torch.float64, device=self.network.device)
-        coarse = limits.eps * f.abs() > COARSE * scale
+        coarse = limits.eps * centre.abs() > COARSE * scale
         infinite = K.diagonal(dim1=-2, dim2=-1) > limits.max
         if bool(coarse.any()) or bool(infinite.any()):
             dtype = torch.float64

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ssla import likelihoods as L
-from ssla.likelihoods import products
 from support.refits import inputs, seeded
 
 LIKELIHOODS = [
@@ -26,9 +25,9 @@ def test_the_change_of_the_curvature_along_directions_is_that_of_its_matrices(li
     change = likelihood.precision(y, f) - likelihood.precision(y, before)
     each = directions.mT @ change @ directions
     expected = (each if weights is None else each * weights[:, None, None]).sum(1)
-    found = products.precision_change_along(likelihood, y, f, before, directions, weights)
+    found = likelihood.precision_change_along(y, f, before, directions, weights)
     assert torch.allclose(found, expected)
-    none = products.precision_change_along(likelihood, y, f, before, directions[..., :0], weights)
+    none = likelihood.precision_change_along(y, f, before, directions[..., :0], weights)
     assert none.shape == (3, 0, 0)
 
 

@@ -11,7 +11,6 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.likelihoods import products
 from ssla.refit.weights import last_layer_curvature, last_layer_products
 from ssla.refit.weights import weight_refit as weights
 from ssla.refit.weights.last_layer_probing import NewRow, from_moments, gauss_nodes
@@ -205,11 +204,11 @@ def test_products_with_the_curvature_are_those_with_its_matrix(likelihood):
     K = root @ root.mT
     whole = likelihood.precision(y, f)
     assert torch.allclose(
-        products.precision_times(likelihood, y, f, v), (whole @ v.unsqueeze(-1)).squeeze(-1)
+        likelihood.precision_times(y, f, v), (whole @ v.unsqueeze(-1)).squeeze(-1)
     )
-    assert torch.allclose(products.precision_trace(likelihood, y, f, K), (K * whole).sum((-2, -1)))
+    assert torch.allclose(likelihood.precision_trace(y, f, K), (K * whole).sum((-2, -1)))
     change = likelihood.score(y, f) - likelihood.score(y, before)
-    assert torch.allclose(products.score_change(likelihood, y, f, before), change)
+    assert torch.allclose(likelihood.score_change(y, f, before), change)
 
 
 # --- which engine ----------------------------------------------------------------------------

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
+from ssla.curvature.structure import (
+    Eigenbasis,
+    Extent,
+    NoFactorError,
+    Operator,
+    Structure,
+    constant,
+    mismatch,
+    no_factor,
+)
 from ssla.curvature.woodbury import WoodburyOperator, woodbury
 from ssla.maths.roots import FullRoot, full_root
 
@@ -115,7 +124,7 @@ class DenseOperator:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Dense(Structure):
     """S = Σ JᵀΛJ in float64: as a matrix (P, P), or as rows W (m, P) with S = WᵀW while m < P.
 
     dual: whether rows may be stored; this needs a positive semi-definite Λ.
@@ -129,6 +138,12 @@ class Dense:
     name = "dense"
     materialises = True
     whole = True
+    exact = True
+
+    @property
+    def positive_only(self) -> bool:
+        """Rows in place of a matrix hold a root of Λ."""
+        return self.dual
 
     def zero(self, size: int) -> Dense:
         return Dense(
@@ -157,7 +172,9 @@ class Dense:
             return replace(self, rows=(*self.rows, W))
         return Dense(self.dual, J.gram(precision).add_(self.as_matrix()), (), self.size)
 
-    def accumulate(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
+    def accumulate(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    ) -> Dense:
         """As `add`, but a matrix is changed in place: for a sum that belongs to the caller
         alone.
         """
@@ -213,6 +230,15 @@ class Dense:
         values, vectors = torch.linalg.eigh(self.matrix / unit[:, None] / unit)
         kept = (vectors * values.clamp_min(0)) @ vectors.mT
         return replace(self, matrix=kept * unit[:, None] * unit)
+
+    def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
+        """Of a matrix; rows in place of one keep no basis."""
+        if self.matrix is None or not constant(precisions):
+            return None
+        values, vectors = torch.linalg.eigh(self.matrix)
+        whole = torch.arange(len(values)).unsqueeze(0)  # one row: Q_out is 1×1
+        one = torch.ones(1, 1, dtype=torch.float64)
+        return Eigenbasis(values.clamp_min(0), ((whole, vectors, one),))
 
     def scaled(self, factors: Tensor) -> Dense:
         if self.matrix is None:

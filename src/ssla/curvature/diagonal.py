@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
+from ssla.curvature.structure import (
+    Eigenbasis,
+    Extent,
+    NoFactorError,
+    Operator,
+    Structure,
+    mismatch,
+    no_factor,
+)
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
 # Vectors (P,) that a fit needs which chooses its prior: two thirds of its peak, which is measured
@@ -51,7 +59,7 @@ class DiagonalOperator:
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal:
+class Diagonal(Structure):
     """s = diag(Σ JᵀΛJ) (P,) in float64."""
 
     diagonal: Tensor | None = None
@@ -83,6 +91,9 @@ class Diagonal:
 
     def positive_part(self) -> Diagonal:
         return Diagonal(self._diagonal.clamp_min(0))
+
+    def eigenbasis(self, precisions: Tensor) -> Eigenbasis:
+        return Eigenbasis(self._diagonal, ())
 
     def scaled(self, factors: Tensor) -> Diagonal:
         return replace(self, diagonal=self._diagonal * factors**2)

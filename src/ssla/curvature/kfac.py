@@ -27,7 +27,16 @@ from torch import Tensor
 
 from ssla._checks import one_of
 from ssla.curvature.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
-from ssla.curvature.structure import Extent, NoFactorError, Operator, Structure, mismatch, no_factor
+from ssla.curvature.structure import (
+    Eigenbasis,
+    Extent,
+    NoFactorError,
+    Operator,
+    Structure,
+    constant,
+    mismatch,
+    no_factor,
+)
 from ssla.maths.linalg import symmetric_product
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
@@ -243,7 +252,7 @@ class KfacOperator:
 
 
 @dataclass(frozen=True, eq=False)
-class Kfac:
+class Kfac(Structure):
     """Statistics of all layers.
 
     sharing: how positions of one row are counted, "expand" or "reduce". output_factor: "full" or
@@ -260,6 +269,8 @@ class Kfac:
     name = "kfac"
     materialises = False
     whole = False
+    exact_for_one_precision = True
+    by_layers = True
 
     def __post_init__(self) -> None:
         one_of("sharing", self.sharing, (EXPAND, REDUCE))
@@ -270,6 +281,14 @@ class Kfac:
     def diagonal(self) -> bool:
         """Whether only the diagonal of the output factor is summed."""
         return self.output_factor == DIAGONAL
+
+    @property
+    def diagonal_outputs(self) -> bool:
+        return self.diagonal
+
+    def for_many_classes(self) -> Kfac:
+        """With a diagonal output factor, unless one was asked for."""
+        return replace(self, output_factor=DIAGONAL) if self.output_factor is None else self
 
     def zero(self, size: int) -> Kfac:
         return Kfac(self.sharing, size, output_factor=self.output_factor)
@@ -302,8 +321,9 @@ class Kfac:
         squares = (rest.values * (precision @ rest.values)).sum((0, 1))
         return self.merge(replace(found, rest_positions=rest.positions, rest=squares))
 
-    def with_inputs_of(self, other: Kfac) -> Kfac:
+    def with_inputs_of(self, other: Structure) -> Kfac:
         """With the input factors of another sum over the same rows, whose eigenbases are kept."""
+        assert isinstance(other, Kfac)
         layers = tuple(
             theirs.with_outputs(mine.G)
             for mine, theirs in zip(self.layers, other.layers, strict=True)
@@ -386,6 +406,22 @@ class Kfac:
     def positive_part(self) -> Kfac:
         """Eigenvalues of the factors are never taken as negative; the rest may be."""
         return replace(self, rest=self.rest.clamp_min(0))
+
+    def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
+        values, parts = torch.zeros_like(precisions[0]), []
+        for layer in self.layers:
+            if not constant(precisions[:, layer.positions.flatten()]):
+                return None
+            values_a, basis_a, values_g, basis_g = layer.eigen
+            values[layer.positions] = values_g[:, None] * values_a[None, :]
+            parts.append((layer.positions, basis_a, basis_g))
+        values[self.rest_positions] = self.rest
+        return Eigenbasis(values, tuple(parts))
+
+    def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        own = tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in self.layers)
+        if own != shapes:
+            raise ValueError("its Kronecker factors are not those of the network's layers")
 
     def scaled(self, factors: Tensor) -> Kfac:
         layers = []
@@ -483,7 +519,7 @@ def pools(structure: Structure, J: Jacobian) -> bool:
     """Whether `structure.add` needs no more of the precisions than their sum over rows: a last
     layer with Kronecker factors.
     """
-    return isinstance(structure, Kfac) and isinstance(J, Features)
+    return structure.by_layers and isinstance(J, Features)
 
 
 def _last(J: Features) -> Tensor:

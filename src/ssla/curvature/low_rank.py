@@ -37,7 +37,7 @@ EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(Structure):
     """S ≈ U diag(λ) Uᵀ, k directions.
 
     rank: k, or None for as many as keep every variance from being overstated by more than the share
@@ -56,6 +56,11 @@ class LowRank:
     name = "low_rank"
     materialises = False
     whole = True
+    positive_only = True
+
+    @property
+    def grows(self) -> bool:
+        return self.rank is None
 
     def __post_init__(self) -> None:
         for what, value in (("rank", self.rank), ("columns", self.columns)):

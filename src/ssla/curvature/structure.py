@@ -6,6 +6,7 @@ prior can be changed: `with_prior` factorises H = statistics + prior precision o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,64 +73,187 @@ class Operator(Protocol):
 
 
 class Structure(Protocol):
-    """Statistics of Σ_i J_iᵀ Λ_i J_i."""
+    """Statistics of Σ_i J_iᵀ Λ_i J_i.
+
+    A new structure is a class `MyStructure(Structure)` in one file. The abstract members are
+    required. The others have a default here, which a class overrides where it is not so.
+    """
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
+    @abstractmethod
     def materialises(self) -> bool:
         """Whether it needs the entries of a Jacobian, which must then fit the memory budget."""
         ...
 
     @property
+    @abstractmethod
     def whole(self) -> bool:
         """Whether it holds the curvature between all parameters, up to a tail that is reported."""
         ...
 
+    @abstractmethod
     def zero(self, size: int) -> Structure:
         """The statistics of no data, for P = size parameters."""
         ...
 
+    @abstractmethod
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
         """Statistics with one more batch; precision (B, C, C) includes the row weights, which
         are also passed separately (B,).
         """
         ...
 
+    @abstractmethod
     def merge(self, other: Structure) -> Structure:
         """Statistics of both data sets."""
         ...
 
+    @abstractmethod
     def mixed(self, other: Structure, share: float) -> Structure:
         """(1 − share) of these statistics and `share` of others of the same rows."""
         ...
 
+    @abstractmethod
     def positive_part(self) -> Structure:
         """Without the directions of negative curvature, which sums of an indefinite Λ may have."""
         ...
 
+    @abstractmethod
     def scaled(self, factors: Tensor) -> Structure:
         """D S D for a positive diagonal D = diag(factors) (P,): another noise level without
         another pass.
         """
         ...
 
+    @abstractmethod
     def push(self, direction: Tensor) -> Tensor:
         """S d.  (P,) -> (P,)."""
         ...
 
+    @abstractmethod
     def trace(self, operator: Operator) -> float:
         """tr(S H⁻¹), for an operator of the same kind of structure."""
         ...
 
+    @abstractmethod
     def with_prior(self, precision: Tensor) -> Operator:
         """Factorise S + prior; precision (P,) or (P, P)."""
         ...
 
+    @abstractmethod
     def memory(self, extent: Extent) -> int:
         """Bytes of the statistics, those of a batch, and their factorisation."""
         ...
+
+    # --- what kind of statistics they are, with defaults -----------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """Whether every entry of S is held: `as_matrix` has them."""
+        return False
+
+    def as_matrix(self) -> Tensor:
+        """S (P, P) of `exact` statistics."""
+        raise TypeError(f"Statistics of structure={self.name!r} do not hold every entry of S.")
+
+    @property
+    def exact_for_one_precision(self) -> bool:
+        """Whether the sums of a last layer are exact where Λ is the same for all rows."""
+        return self.exact
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether it holds Kronecker factors of each layer, with one prior precision for each.
+
+        Of a last layer the sum of Λ over rows is enough for it.
+        """
+        return False
+
+    @property
+    def diagonal_outputs(self) -> bool:
+        """Whether the diagonal of the sum of Λ over rows is enough for a last layer."""
+        return False
+
+    @property
+    def positive_only(self) -> bool:
+        """Whether it takes no indefinite Λ."""
+        return False
+
+    @property
+    def grows(self) -> bool:
+        """Whether a fit widens it, with a pass over the data each time (see `LowRank.wider`)."""
+        return False
+
+    def for_many_classes(self) -> Structure:
+        """The form that a fit takes by default for a last layer of very many classes."""
+        return self
+
+    def accumulate(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    ) -> Structure:
+        """As `add`, but matrices are changed in place: for a sum that belongs to the caller alone.
+
+        inputs: whether the input factors of a last layer are summed too, where there are such.
+        """
+        return self.add(J, precision, weights)
+
+    def with_inputs_of(self, other: Structure) -> Structure:
+        """With the input factors of another sum over the same rows, where there are such."""
+        return self
+
+    def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
+        """S = Q diag(λ) Qᵀ in a basis that is kept, if every block of it has one precision;
+        None otherwise.
+
+        precisions (k, P): what is to be the same inside a block.
+        """
+        return None
+
+    def note(self, least: float) -> str:
+        """What is left out, for a report, under a prior whose smallest precision is `least`;
+        empty: nothing that is measured.
+        """
+        return ""
+
+    def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        """ValueError unless the statistics can be those of layers (inputs, outputs)."""
+        return
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """S = Q diag(values) Qᵀ. Coordinates stay inside their block."""
+
+    values: Tensor  # (P,)
+    # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
+    parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
+
+    def rotated(self, v: Tensor) -> Tensor:
+        """Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
+        if not self.parts:
+            return v
+        out = v.clone()
+        for positions, inner, outer in self.parts:
+            part = v[..., positions]
+            out[..., positions] = (part if outer is None else outer.mT @ part) @ inner
+        return out
+
+    def restored(self, v: Tensor) -> Tensor:
+        """Qv.  (…, P) -> (…, P)."""
+        out = v.clone()
+        for positions, inner, outer in self.parts:
+            part = v[..., positions]
+            out[..., positions] = (part if outer is None else outer @ part) @ inner.mT
+        return out
+
+
+def constant(values: Tensor) -> bool:
+    """Whether all columns of values (k, n) are the same."""
+    return bool((values == values[:, :1]).all())
 
 
 SINGULAR = (

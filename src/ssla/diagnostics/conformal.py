@@ -50,7 +50,7 @@ from ssla._checks import level as checked_level
 from ssla._checks import warn
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, slice_inputs
 from ssla.diagnostics.explanations import Query, first_order_variance, queries, slopes
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Classes, Counts, Real, Support
 from ssla.maths.linalg import root
 from ssla.maths.order_statistics import conformal_quantile, shortage
@@ -109,7 +109,7 @@ def cross_sets(members: Sequence[Member], level: float) -> Tensor:
     if isinstance(support, Classes):
         find = _classes
     else:
-        find = _gaussian if isinstance(first.likelihood, Gaussian) else _numbers
+        find = _gaussian if first.likelihood.quadratic else _numbers
     C, size = first.network.outputs, len(first.theta)
     numbers = NUMBERS * C * sum(len(one.others.y) for one in prepared)
     some = max(first.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)
@@ -332,7 +332,6 @@ def _gaussian(members: list[_Candidates], level: float) -> Tensor:
 def _crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
     """Row i has the higher score for candidates between these (q, m)."""
     likelihood, query, X, others = candidates
-    assert isinstance(likelihood, Gaussian)
     noise = likelihood.covariance_for(query.f).flatten()[0].double()
     s = (noise + query.K.flatten())[:, None]
     X, K, f = X[..., 0, 0], others.K.flatten(), others.f.flatten()

@@ -54,9 +54,8 @@ from ssla._checks import finite, one_of, warn
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, slice_inputs
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import averages
-from ssla.likelihoods.custom import Custom
 from ssla.maths.linalg import root
 from ssla.predictive import predict
 from ssla.predictive.cavities import LEAST, Site, Sites, by_fisher, collect
@@ -315,9 +314,7 @@ def _influence(
     for query in queries(posterior, x, _products(posterior, n)):
         best: _Best | None = None
         start = 0
-        bend = (
-            None if isinstance(posterior.likelihood, Gaussian) else _bend(posterior, sites, query)
-        )
+        bend = None if posterior.likelihood.quadratic else _bend(posterior, sites, query)
         scale = query.K.diagonal(dim1=-2, dim2=-1).clamp_min(
             torch.finfo(torch.float64).tiny
         )  # (q, C)
@@ -439,9 +436,7 @@ def _without(site: Site, covariance: Operator) -> tuple[Tensor, Tensor, Tensor]:
 
 def slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     """∂E[y|f]/∂f (N, M, C); M values of y for each input."""
-    if (
-        isinstance(likelihood, Custom) and likelihood.mean_function is None
-    ):  # by quadrature, which autograd cannot follow
+    if not likelihood.mean_has_gradient:
         steps = (
             STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         )

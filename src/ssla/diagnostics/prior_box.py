@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
+from ssla.curvature.structure import Eigenbasis
 from ssla.data import Inputs
 from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst
-from ssla.fitting.evidence import Eigenbasis, ThinBasis, eigenbasis, thin_basis
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.fitting.evidence import ThinBasis, eigenbasis, thin_basis
+from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, from_marginal
 from ssla.priors import EXACT, Box
 from ssla.refit import Refit
@@ -242,7 +243,7 @@ class BoxMembers:
     ) -> tuple[Tensor, Tensor]:
         best_u = self._places[place]
         step = torch.full_like(best, 0.25)
-        end = FINE if isinstance(self.likelihood, Gaussian) else COARSE
+        end = FINE if self.likelihood.quadratic else COARSE
         for _ in range(MOST_ROUNDS):
             gained = torch.zeros_like(best, dtype=torch.bool)
             for j, sign in itertools.product(range(self._size), (1.0, -1.0)):

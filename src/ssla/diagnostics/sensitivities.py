@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
-from ssla.curvature import Dense
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Inputs, as_tensor
 from ssla.fitting.evidence import eigenbasis
-from ssla.likelihoods import Bernoulli, Bounded, Categorical, Likelihood
-from ssla.likelihoods.averages import concave
+from ssla.likelihoods import Likelihood
 from ssla.maths.linalg import root
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.class_integrals import class_slopes
@@ -211,7 +209,7 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     return (
         convention == EXACT
         and posterior.variational is not None
-        and not concave(posterior.likelihood)
+        and not posterior.likelihood.concave
     )
 
 
@@ -291,9 +289,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     vector = predictive.kind == "vector"
     grid = value if value.dim() == (3 if vector else 2) else value.unsqueeze(1)
     shape = grid.shape[:2] if grid is value else grid.shape[:1]
-    if isinstance(likelihood, Bernoulli | Categorical):
+    unit = likelihood.logit_temperature
+    if unit is not None:
         predictive.law.check(grid)
-        unit = likelihood.temperature
         pairs = ((f / unit, K / unit**2) for f, K in (marginal, change))
         slope = class_slopes(*itertools.chain(*pairs)).gather(1, grid.long())
         return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
@@ -345,8 +343,6 @@ def _boundary_slope(
     likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
 ) -> _BoundarySlope | None:
     """By autograd of their closed form; None where every output is allowed."""
-    if not isinstance(likelihood, Bounded):
-        return None
     with torch.enable_grad():
         free = Marginal(*(part.detach().clone().requires_grad_(True) for part in at))
         boundary = likelihood.refit_at_boundary(y, *free)
@@ -413,7 +409,7 @@ def conflict(posterior: Posterior) -> Conflict:
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
     tau, curvature = bound.scale_precision, posterior.sums.curvature
-    if not isinstance(curvature, Dense) and not posterior.quadratic:
+    if not curvature.exact and not posterior.quadratic:
         raise ValueError(
             "A conflict check needs dense curvature, but this posterior has "
             f"structure={posterior.report.structure!r}, which leaves out correlations: it would "
@@ -428,7 +424,7 @@ def conflict(posterior: Posterior) -> Conflict:
         c, values = c[seen], values[seen]
         statistic, df = float((c * c / (values + values**2 / tau[seen])).sum()), len(values)
         return _conflict(statistic, df)
-    if not isinstance(curvature, Dense):
+    if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )

@@ -24,16 +24,8 @@ from ssla.network import LayerPlan, NormPlan, Opening, RowScale
 from ssla.report import Note, Report, Validation
 from ssla.values import Statistics, Variational
 
-LIKELIHOODS = (
-    "Bernoulli",
-    "Categorical",
-    "Gaussian",
-    "HeteroscedasticGaussian",
-    "NegativeBinomial",
-    "Poisson",
-    "StudentT",
-    "Tempered",
-)
+# Custom is code of the user, which a file cannot contain.
+LIKELIHOODS = tuple(name for name in likelihoods.__all__ if name != "Custom")
 PRIORS = (
     "Gaussian",
     "Flat",
@@ -45,7 +37,7 @@ PRIORS = (
     "NormalInverseGamma",
     "Product",
 )
-STRUCTURES = ("Dense", "Diagonal", "Kfac", "LowRank")  # add a new structure here
+STRUCTURES = tuple(type(structure).__name__ for structure in curvature.STRUCTURES.values())
 
 
 def _table() -> dict[str, type]:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch, one_of
-from ssla.curvature import Kfac, Operator
+from ssla.curvature import Operator
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.files.container import FileError, guarded, read
 from ssla.files.encoding import NAMES, Decoder
 from ssla.files.save_posterior import KIND
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.network import (
     VALUES,
     Opening,
@@ -158,7 +158,7 @@ def _check(posterior: Posterior) -> None:
     """
     size = posterior.network.layout.size
     if (posterior.variational is not None) != (
-        posterior.gaussian == VARIATIONAL and not isinstance(posterior.likelihood, Gaussian)
+        posterior.gaussian == VARIATIONAL and not posterior.likelihood.quadratic
     ):
         raise ValueError("its report names another Gaussian than it holds")
     for what, tensor in (("θ̂", posterior.theta), ("the mean", posterior.mean)):
@@ -193,12 +193,7 @@ def _check(posterior: Posterior) -> None:
         (posterior.sums, posterior.covariance),
     ):
         _check_sums(sums, operator, size)
-        if isinstance(sums.curvature, Kfac):
-            shapes = tuple(
-                (layer.A.shape[0], layer.positions.shape[0]) for layer in sums.curvature.layers
-            )
-            if shapes != posterior.network.layer_shapes:
-                raise ValueError("its Kronecker factors are not those of the network's layers")
+        sums.curvature.check_layers(posterior.network.layer_shapes)
 
 
 def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:

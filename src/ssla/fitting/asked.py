@@ -12,7 +12,7 @@ from ssla.curvature.automatic import AUTO
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.fitting.passes import Data
 from ssla.fitting.plan import FitPlan
-from ssla.likelihoods import Gaussian, Likelihood, Tempered
+from ssla.likelihoods import Likelihood
 from ssla.priors import Prior, as_prior
 from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL
 
@@ -41,11 +41,7 @@ def checked_plan(
             f"likelihood must be an object, but is the class {likelihood.__name__}. Write "
             f"{likelihood.__name__}(…)."
         )
-    if (
-        isinstance(likelihood, Tempered)
-        and isinstance(likelihood.base, Gaussian)
-        and likelihood.base.estimated
-    ):
+    if likelihood.estimated and not likelihood.quadratic:
         raise ValueError(
             "Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a "
             "number."

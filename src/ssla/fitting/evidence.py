@@ -25,7 +25,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ssla.curvature import Dense, Diagonal, Kfac, Structure, WoodburyOperator
+from ssla.curvature import Structure, WoodburyOperator
+from ssla.curvature.structure import Eigenbasis
 from ssla.maths.bfgs import Value
 
 # of θ in one part of a sum: a guess, for about ten vectors in the processor's cache
@@ -54,33 +55,6 @@ class Evidence(Protocol):
     """log Z at any (a_1 … a_G, t), and its derivatives."""
 
     def __call__(self, point: Tensor) -> Value: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Eigenbasis:
-    """S = Q diag(values) Qᵀ. Coordinates stay inside their block."""
-
-    values: Tensor  # (P,)
-    # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
-    parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
-
-    def rotated(self, v: Tensor) -> Tensor:
-        """Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
-        if not self.parts:
-            return v
-        out = v.clone()
-        for positions, inner, outer in self.parts:
-            part = v[..., positions]
-            out[..., positions] = (part if outer is None else outer.mT @ part) @ inner
-        return out
-
-    def restored(self, v: Tensor) -> Tensor:
-        """Qv.  (…, P) -> (…, P)."""
-        out = v.clone()
-        for positions, inner, outer in self.parts:
-            part = v[..., positions]
-            out[..., positions] = (part if outer is None else outer @ part) @ inner.mT
-        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,30 +92,7 @@ def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
 
 def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:
     """The kept eigenbasis of S, if every block of it has one precision; None otherwise."""
-    if isinstance(structure, Diagonal):
-        return Eigenbasis(structure._diagonal, ())
-    same = torch.stack([pattern, groups.double()])
-    if isinstance(structure, Kfac):
-        values, parts = torch.zeros_like(pattern), []
-        for layer in structure.layers:
-            if not _constant(same[:, layer.positions.flatten()]):
-                return None
-            values_a, basis_a, values_g, basis_g = layer.eigen
-            values[layer.positions] = values_g[:, None] * values_a[None, :]
-            parts.append((layer.positions, basis_a, basis_g))
-        values[structure.rest_positions] = structure.rest
-        return Eigenbasis(values, tuple(parts))
-    if isinstance(structure, Dense) and structure.matrix is not None and _constant(same):
-        values, vectors = torch.linalg.eigh(structure.matrix)
-        whole = torch.arange(len(values)).unsqueeze(0)  # one row: Q_out is 1×1
-        return Eigenbasis(
-            values.clamp_min(0), ((whole, vectors, torch.ones(1, 1, dtype=torch.float64)),)
-        )
-    return None
-
-
-def _constant(values: Tensor) -> bool:
-    return bool((values == values[:, :1]).all())
+    return structure.eigenbasis(torch.stack([pattern, groups.double()]))
 
 
 class _Part(NamedTuple):

@@ -21,7 +21,7 @@ from ssla.fitting.again import collect
 from ssla.fitting.noise import at_noise
 from ssla.fitting.tuning_space import NLL, Space
 from ssla.fitting.variational import with_sums
-from ssla.likelihoods import HeteroscedasticGaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.predictive import GaussianLaw, Predictive, predictive_of_outputs
 from ssla.predictive.cavities import Sites
 from ssla.predictive.cavities import collect as collect_sites
@@ -146,11 +146,7 @@ class HeldOut:
             return curvature.positive_part().with_prior(precision)
 
     def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        if (
-            self.score is negative_log_density
-            and isinstance(likelihood, HeteroscedasticGaussian)
-            and likelihood.linear_domain
-        ):
+        if self.score is negative_log_density and likelihood.scored_by_average:
             return -likelihood.log_average(y, f, K)
         with (
             warnings.catch_warnings()

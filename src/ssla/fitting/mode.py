@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.curvature import Dense
 from ssla.fitting.sums import Sums, climbing, newton_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
@@ -69,13 +68,13 @@ class Polish:
         """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where a prior is
         still to be chosen.
         """
-        approximate = self.linear and not isinstance(sums.newton_curvature, Dense)
+        approximate = self.linear and not sums.newton_curvature.exact
         enough = DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
         enough = (
             APPROXIMATE * math.sqrt(len(theta)) if approximate and not self.gaussian else enough
         )
         enough = NEARLY * math.sqrt(len(theta)) if nearly else enough
-        quadratic = self.linear and self.gaussian and isinstance(sums.newton_curvature, Dense)
+        quadratic = self.linear and self.gaussian and sums.newton_curvature.exact
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
         trials = 0
         for step_count in range(MOST_NEWTON_STEPS):

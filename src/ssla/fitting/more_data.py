@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssla.curvature import LowRank
 from ssla.data import Source
 from ssla.fitting.variational import recentred
 from ssla.maths.digests import digest
@@ -120,6 +119,5 @@ def with_directions(notes: list[str], posterior: Posterior) -> list[str]:
         float(posterior.bound_prior.precision(posterior.theta).min()),
     )
     kept = without(notes, RANK)
-    return (
-        [*kept, Note(found.note(least), RANK)] if isinstance(found, LowRank) and least > 0 else kept
-    )
+    note = found.note(least) if least > 0 else ""
+    return [*kept, Note(note, RANK)] if note else kept

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssla.fitting.sums import Sums, climbing
 from ssla.likelihoods import Gaussian
+from ssla.likelihoods.likelihood import dispersed
 from ssla.network import Network
 from ssla.priors import BoundPrior
 from ssla.values import prior_share, residual_squares
@@ -110,11 +111,11 @@ def _refuse(why: str) -> None:
 def at_noise(posterior: Posterior, factor: float) -> Posterior:
     """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
     old = posterior.likelihood
-    if factor == 1.0 or not isinstance(old, Gaussian):
+    if factor == 1.0 or not old.quadratic:
         return posterior
     stats, outputs = posterior.statistics, posterior.network.outputs
     squares = residual_squares(stats, old, outputs)
-    new = old.dispersed(factor)
+    new = dispersed(old, factor)
     log_likelihood = (
         stats.log_likelihood
         + 0.5 * squares * (1 - factor**-2)

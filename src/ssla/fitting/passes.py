@@ -9,23 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla.curvature import Dense, Extent, Kfac, Structure
+from ssla.curvature import Dense, Extent, Structure
 from ssla.curvature.automatic import Choice, choose
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import bytes_of, refuse_beyond_budget
 from ssla.data import Batch, Rows, Source, checked
 from ssla.fitting.sums import Around, Sums
 from ssla.fitting.trained import Classes, Numbers
 from ssla.fitting.watching import Spread, TargetRange, bar
-from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial, Poisson
-from ssla.likelihoods.averages import of_classes
+from ssla.likelihoods import Likelihood
 from ssla.maths.progress import Text
 from ssla.network import (
-    EXP,
-    SIGMOID,
-    SOFTMAX,
-    SOFTPLUS,
     LastLayer,
     Network,
     Output,
@@ -127,10 +122,8 @@ class Order:
         """As asked for; the Kronecker factors of a last layer of very many classes have a
         diagonal output factor by default.
         """
-        many = network.linear and network.outputs > MANY_CLASSES and of_classes(self.likelihood)
-        if many and isinstance(self.structure, Kfac) and self.structure.output_factor is None:
-            return replace(self.structure, output_factor=DIAGONAL)
-        return self.structure
+        many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
+        return self.structure.for_many_classes() if many else self.structure
 
     def newton(self, network: Network, budget: int) -> bool:
         """Whether steps of the mean have a dense curvature of their own: while P² is small, unless
@@ -142,20 +135,14 @@ class Order:
             self.around is not None and self.around.row_nodes is not None
         ):
             return False
-        same = isinstance(self.structure, Dense) and (
-            isinstance(self.likelihood, Gaussian) or self.around is not None
-        )
+        same = self.structure.exact and (self.likelihood.quadratic or self.around is not None)
         steps = self.polishes(network) if self.around is None else self.around.moves
         share = NEWTON_SHARE_OF_OTHERS
-        if of_classes(self.likelihood) and isinstance(self.structure, Dense):
+        if self.likelihood.softmax and self.structure.exact:
             share = 1  # it is the same matrix as that of the statistics
-        elif of_classes(self.likelihood) and isinstance(self.structure, Kfac):
+        elif self.likelihood.softmax and self.structure.by_layers:
             share = NEWTON_SHARE
-        slow = (
-            network.linear
-            and isinstance(self.structure, Kfac)
-            and network.layout.size > MOST_FOR_NEWTON
-        )
+        slow = network.linear and self.structure.by_layers and network.layout.size > MOST_FOR_NEWTON
         return (
             steps
             and not same
@@ -167,9 +154,7 @@ class Order:
         """Whether the data will be read again: for averages, or by polish unless the sums hold
         a Gaussian's quadratic whole.
         """
-        whole = isinstance(self.likelihood, Gaussian) and (
-            isinstance(self.structure, Dense) or self.newton(network, budget)
-        )
+        whole = self.likelihood.quadratic and (self.structure.exact or self.newton(network, budget))
         return self.rereads or self.averages or (self.polishes(network) and not whole)
 
 
@@ -308,7 +293,7 @@ class Reader:
                 continue
             total = total.add(f, J, row.y, row.weights, order.likelihood)
             spread = None
-            if isinstance(order.likelihood, Gaussian):
+            if order.likelihood.quadratic:
                 rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
                 spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
             classes = Classes.of(
@@ -451,7 +436,7 @@ def extent_of(network: Network, rows: int | None = None, averages: bool = False)
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
     """Of intermediate results. A last layer with Kronecker factors needs no matrix for each row."""
-    if not network.linear or not isinstance(order.structure, Kfac) or order.newton(network, budget):
+    if not network.linear or not order.structure.by_layers or order.newton(network, budget):
         return network.bytes_per_row
     width, outputs = network.layout.size // network.outputs, network.outputs
     matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
@@ -470,7 +455,7 @@ def open_within(
     output: Output = None,
 ) -> Network:
     """The network, unless what it asks for is beyond the budget."""
-    links = links_of(order.likelihood)
+    links = order.likelihood.links
     network = open_network(model, weights, x, order.structure.materialises, output, links)
     materialised, order = order.structure.materialises, order.chosen(network, budget)
     if materialised and not order.structure.materialises and not network.linear:
@@ -482,16 +467,6 @@ def open_within(
         order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
     )
     return network
-
-
-def links_of(likelihood: Likelihood) -> tuple[str, ...]:
-    """The functions that a likelihood applies to the outputs itself."""
-    law = likelihood.predictive
-    if isinstance(law, Bernoulli | Categorical):
-        return (SIGMOID, SOFTMAX)
-    return (
-        (EXP, SOFTPLUS) if isinstance(law, Poisson | NegativeBinomial) and law.linear_domain else ()
-    )
 
 
 def thinned(reader: Reader, most: int) -> Reader:

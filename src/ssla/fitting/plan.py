@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ssla.curvature import Dense, Kfac, LowRank, Operator, Structure
+from ssla.curvature import Dense, Kfac, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.fitting.mode import Polish
 from ssla.fitting.passes import EMPTY, KEPT_SHARE, Data, Order, Unchosen, extent_of
 from ssla.fitting.sums import Around, Sums
 from ssla.fitting.variational import Average
 from ssla.fitting.watching import TargetRange
-from ssla.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood, Tempered
-from ssla.likelihoods.averages import RowNodes, concave, of_classes
+from ssla.likelihoods import Likelihood
+from ssla.likelihoods.averages import RowNodes
 from ssla.maths.conjugate import Product
 from ssla.maths.digests import digest
 from ssla.network import Network
@@ -79,7 +79,7 @@ class FitPlan:
     @property
     def estimates_noise(self) -> bool:
         """Whether the noise of a Gaussian likelihood is still to be estimated."""
-        return isinstance(self.likelihood, Gaussian) and self.likelihood.estimated
+        return self.likelihood.estimated and self.likelihood.quadratic
 
     @property
     def starting_prior(self) -> Prior:
@@ -107,10 +107,7 @@ class FitPlan:
 
         It is the default wherever the likelihood's averages differ from its values and exist.
         """
-        likelihood = self.likelihood
-        base = likelihood.base if isinstance(likelihood, Tempered) else likelihood
-        differs = not isinstance(base, Gaussian) and base.linear_domain
-        return self.gaussian != LAPLACE and differs
+        return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
     @property
     def averages(self) -> bool:
@@ -149,8 +146,8 @@ class FitPlan:
     @property
     def row_nodes(self) -> RowNodes | None:
         """Nodes of their own for the rows of a last layer with Kronecker factors, where many."""
-        pooled = self.network.linear and isinstance(self.structure, Kfac)
-        if not pooled or not of_classes(self.likelihood):
+        pooled = self.network.linear and self.structure.by_layers
+        if not pooled or not self.likelihood.softmax:
             return None
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
@@ -160,11 +157,11 @@ class FitPlan:
         Averages of a likelihood that is not log-concave may be indefinite.
         """
         structure = self.structure.zero(self.network.layout.size)
-        if concave(self.likelihood) or not isinstance(structure, Dense | LowRank):
+        if self.likelihood.concave or not structure.whole:
             return structure, False
         full = Dense(dual=False)
         fits = full.memory(extent_of(self.network, averages=True)) <= self.budget
-        if isinstance(structure, Dense) and fits:
+        if structure.exact and fits:
             return full, False
         return structure, True
 
@@ -176,7 +173,7 @@ class FitPlan:
         if self.asked is not None:
             return self.asked
         # The budget decides how wide a sketch may grow, and which structure is chosen.
-        counts = self.automatic or isinstance(self.structure, LowRank)
+        counts = self.automatic or self.structure.grows
         asked = {
             "likelihoods": self.likelihood,
             "priors": self.prior,
@@ -280,8 +277,8 @@ class FitPlan:
 
     def polish(self, notes: list[str]) -> Polish:
         """Newton steps to the mode; what they have to say is appended to `notes`."""
-        gaussian = isinstance(self.likelihood, Gaussian)
-        return Polish(self.collect, self.network.linear, gaussian, notes, product=self.product)
+        quadratic = self.likelihood.quadratic
+        return Polish(self.collect, self.network.linear, quadratic, notes, product=self.product)
 
     def _with_inputs(self, sums: Sums) -> Sums:
         """The sums of a pass, with the input factors of the first one."""
@@ -319,7 +316,7 @@ class Averages:
 
         None where the structure is the whole curvature already.
         """
-        if isinstance(self.structure, Dense) or not self.plan.network.linear:
+        if self.structure.exact or not self.plan.network.linear:
             return None
         return self.plan.product(self.theta, self._around(mean, covariance))
 
@@ -334,8 +331,8 @@ def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure
     None where there are no such outputs, and for Kronecker factors, which take one precision for
     each layer.
     """
-    apart = isinstance(likelihood, Gaussian | HeteroscedasticGaussian) and network.outputs > 1
-    if not apart or isinstance(structure, Kfac):
+    apart = likelihood.unequal_units and network.outputs > 1
+    if not apart or structure.by_layers:
         return None
     outputs = network.parameter_outputs
     return outputs if bool((outputs >= 0).any()) else None

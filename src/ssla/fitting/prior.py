@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.curvature import Dense, LowRank
 from ssla.fitting.evidence import Evidence, evidence_of
 from ssla.fitting.more_data import with_directions
 from ssla.fitting.plan import FitPlan, outputs_apart
@@ -54,10 +53,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     estimated it.
     """
     posterior = replace(posterior)  # what is computed on the way is forgotten with this copy
-    dense = (
-        isinstance(posterior.sums.curvature, Dense | LowRank)
-        and posterior.theta.numel() > SCAN_LIMIT
-    )
+    dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
     apart = outputs_apart(posterior.network, posterior.likelihood, posterior.sums.curvature)
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
     space, notes = Space.of(posterior, over, not dense, apart is not None)

@@ -29,8 +29,7 @@ from ssla.fitting.sums import Sums, residual
 from ssla.fitting.trained import Verdict, judged, judged_numbers
 from ssla.fitting.variational import NEW, Choose, Climb, from_there
 from ssla.fitting.watching import TargetRange, warn_residual
-from ssla.likelihoods import Custom, Gaussian
-from ssla.likelihoods.averages import concave
+from ssla.likelihoods import Gaussian
 from ssla.network import output_words
 from ssla.priors import BoundGaussian, BoundPrior, Prior, check_at, concavity_notes, describe
 from ssla.report import CONCAVITY, MOVED, POLISH, RANK, TILT, VARIATIONAL, Note, Report
@@ -86,7 +85,7 @@ def read(plan: FitPlan) -> Draft:
     prior = plan.starting_prior
     bound = prior.bind(network.layout)
     check_at(prior, bound, network.theta)
-    squares = sums.squares if isinstance(plan.likelihood, Gaussian) else None
+    squares = sums.squares if plan.likelihood.quadratic else None
     mode = plan.order(None).mode_for(network)
     theta = network.theta
     return Draft(plan, estimated, prior, bound, mode, theta, sums, target, sums, squares)
@@ -95,7 +94,7 @@ def read(plan: FitPlan) -> Draft:
 def choose_mode(draft: Draft) -> Draft:
     """Whether a last layer is polished or kept, where nobody asked for a mode; with the reason."""
     plan = draft.plan
-    if isinstance(plan.likelihood.predictive, Custom) and draft.sums.straight:
+    if plan.likelihood.predictive.may_be_straight and draft.sums.straight:
         draft = _without_polish(replace(draft, sums=replace(draft.sums, newton=None)))
     verdict = None
     if plan.judges and plan.mode is None and draft.mode == POLISH:
@@ -170,7 +169,7 @@ def with_averages(plan: FitPlan, posterior: Posterior, choose: Choose | None = N
     """
     if not plan.wants_variational:
         # With Gaussian noise the Gaussian at the mode is the nearest one.
-        same = isinstance(plan.likelihood, Gaussian) and plan.gaussian == VARIATIONAL
+        same = plan.likelihood.quadratic and plan.gaussian == VARIATIONAL
         if not same:
             return posterior
         return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL))
@@ -229,7 +228,7 @@ def with_theta_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
     The prior may have changed. Where there is no mode nearby θ̂ stays, with a note.
     """
     plan = replace(plan, mode=POLISH)
-    polish = replace(plan.polish([]), refuses=not concave(plan.likelihood))
+    polish = replace(plan.polish([]), refuses=not plan.likelihood.concave)
     try:
         sums = plan.collect(posterior.theta)
         theta, sums, steps = polish.run(posterior.theta, sums, posterior.bound_prior)
@@ -307,7 +306,7 @@ def _climbed(draft: Draft) -> Draft:
     """
     plan, notes = draft.plan, list(draft.notes)
     optional = plan.mode != POLISH and plan.averages
-    unsure = not concave(plan.likelihood)
+    unsure = not plan.likelihood.concave
     polish = replace(plan.polish(notes), refuses=optional and unsure)
     # A prior is still to be chosen, or a rough Gaussian is enough: near the mode will do.
     rough = plan.prior is None or (plan.tolerance is not None and unsure)
@@ -358,9 +357,11 @@ def _with_warning_if_moved(draft: Draft) -> Draft:
     plan, start, end = draft.plan, draft.trained_sums, draft.sums
     if plan.validated:
         return draft
-    if isinstance(plan.likelihood, Gaussian):
+    if plan.likelihood.quadratic:
         spread = (end.squares / start.squares.clamp_min(1e-300)).sqrt()
-        if plan.likelihood.covariance is None and draft.raw_squares is not None:
+        # With a given covariance the squares are those of whitened residuals, which have no raw ones.
+        joint = getattr(plan.likelihood, "covariance", None)
+        if joint is None and draft.raw_squares is not None:
             after = end.residual_squares(start, draft.theta - plan.network.theta)
             spread = (after / draft.raw_squares.clamp_min(1e-300)).sqrt()
         worse = float(spread.max()) > 1.5
@@ -388,7 +389,7 @@ def _with_notes(draft: Draft) -> Draft:
     notes = [*plan.network.notes, *draft.notes]
     draft.target.note(notes)
     spread = draft.target.spread
-    if spread is not None and isinstance(plan.likelihood, Gaussian):
+    if spread is not None and plan.likelihood.quadratic:
         missed = spread.missed
         if draft.mode == POLISH:
             # Polish may have found the scale. Where it lost it, the prior is at fault, which is
@@ -459,7 +460,7 @@ def _blocks(plan: FitPlan) -> dict[str, str]:
     blocks = {}
     name_of_all = plan.structure.name
     for layer, names in plan.network.layout.layers().items():
-        if not isinstance(plan.structure, Kfac):
+        if not plan.structure.by_layers:
             blocks[layer] = name_of_all
             continue
         kinds = {name: name_of_all if name in plan.network.kronecker else "diag" for name in names}

@@ -13,13 +13,12 @@ from ssla._checks import finite
 from ssla.curvature import Dense, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.kfac import Kfac, pools
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.curvature.kfac import pools
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import (
     RowNodes,
     averages,
     curvature_product,
-    of_classes,
     pooled_fisher,
 )
 from ssla.likelihoods.likelihood import LOG_2PI
@@ -73,7 +72,7 @@ class Sums:
         """Whether the observed curvature is zero in directions in which the Fisher is not,
         though there is a gradient.
         """
-        if not isinstance(self.newton, Dense):
+        if self.newton is None or not self.newton.exact:
             return False
         none = (self.newton.as_matrix().diagonal() == 0).double()
         return float(none @ self.statistics.curvature.push(none)) > 0 and bool(
@@ -107,8 +106,8 @@ class Sums:
             if pool is None
             else pooled_fisher(likelihood, f, pool, self._diagonal)
         )
-        dense = isinstance(self.statistics.curvature, Dense)
-        same = dense and of_classes(likelihood)  # the observed precision is the Fisher information
+        dense = self.statistics.curvature.exact
+        same = dense and likelihood.softmax  # the observed precision is the Fisher information
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
         finite(
             "log p(y|f)",
@@ -121,18 +120,18 @@ class Sums:
             observed = None if observed is None else observed * weights[:, None, None]
         squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
         largest = self.largest
-        if isinstance(likelihood, Gaussian):
+        if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
             r = (targets - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         s, newton = self.statistics, self.newton
-        curvature = _accumulated(s.curvature, J, precision, weights, self.inputs)
+        curvature = s.curvature.accumulate(J, precision, weights, self.inputs)
         if newton is not None and observed is not None:
-            newton = _accumulated(newton, J, observed)
-        elif newton is not None and isinstance(curvature, Dense):
-            newton = Dense(False, curvature.as_matrix(), (), curvature.size)
+            newton = newton.accumulate(J, observed)
+        elif newton is not None and curvature.exact:
+            newton = Dense(False, curvature.as_matrix(), (), len(s.gradient))
         return Sums(
             Statistics(
                 s.n + f.shape[0],
@@ -189,9 +188,9 @@ class Sums:
             s.weight + (f.shape[0] if weights is None else float(weights.sum())),
             s.log_likelihood + total,
             s.gradient + J.pull(score.to(J.dtype)),
-            _accumulated(s.curvature, J, precision, weights, self.inputs),
+            s.curvature.accumulate(J, precision, weights, self.inputs),
         )
-        newton = None if self.newton is None else _accumulated(self.newton, J, precision)
+        newton = None if self.newton is None else self.newton.accumulate(J, precision)
         return replace(self, statistics=statistics, newton=newton)
 
     def add_product(
@@ -232,8 +231,7 @@ class Sums:
     @property
     def _diagonal(self) -> bool:
         """Whether the diagonal of that sum is enough."""
-        curvature = self.statistics.curvature
-        return isinstance(curvature, Kfac) and curvature.diagonal
+        return self.statistics.curvature.diagonal_outputs
 
     def merge(self, other: Sums) -> Sums:
         """The sums over both data sets, taken at the same θ and noise."""
@@ -246,10 +244,9 @@ class Sums:
             statistics, newton, self.squares + other.squares, largest, self.reference, self.inputs
         )
 
-    def with_inputs_of(self, other: Kfac) -> Sums:
+    def with_inputs_of(self, other: Structure) -> Sums:
         """With the input factors of another pass over the same rows."""
         curvature = self.statistics.curvature
-        assert isinstance(curvature, Kfac)
         return replace(
             self,
             statistics=replace(self.statistics, curvature=curvature.with_inputs_of(other)),
@@ -297,21 +294,6 @@ class Sums:
     def moved(self, step: Tensor) -> Sums:
         """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
-
-
-def _accumulated(
-    structure: Structure,
-    J: Jacobian,
-    precision: Tensor,
-    weights: Tensor | None = None,
-    inputs: bool = True,
-) -> Structure:
-    """The structure with more rows; matrices are changed in place."""
-    if isinstance(structure, Kfac):
-        return structure.accumulate(J, precision, weights, inputs)
-    if isinstance(structure, Dense):
-        return structure.accumulate(J, precision, weights)
-    return structure.add(J, precision, weights)
 
 
 def root_of(covariance: Operator, J: Jacobian) -> Root:

@@ -27,10 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.curvature import Kfac
 from ssla.curvature.jacobians import Features
 from ssla.fitting.sums import Sums
-from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
+from ssla.likelihoods import Likelihood
 from ssla.report import POLISH, TILT
 
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
@@ -62,8 +61,7 @@ class Classes:
         weights: Tensor | None,
     ) -> Classes | None:
         """None where the targets are no classes, or the free weights no last layer."""
-        law = likelihood.predictive
-        if features is None or not isinstance(law, Bernoulli | Categorical):
+        if features is None or likelihood.logit_temperature is None:
             return None
         w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
         found = torch.bincount(y.flatten().long(), weights=w, minlength=max(outputs, 2))
@@ -173,7 +171,7 @@ def judged_numbers(
         return None
     return (
         _gaussian(sums, numbers, estimated)
-        if isinstance(likelihood, Gaussian)
+        if likelihood.quadratic
         else _other(sums, numbers, likelihood)
     )
 
@@ -211,7 +209,7 @@ def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | No
     )
     learned = numbers.weight * float(each.mean())
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
-    power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+    power = likelihood.power
     precision = numbers.precision(units, len(sums.statistics.gradient))
     return Verdict(learned, power * _missing(sums, precision, lambda gain: gain / power))
 
@@ -249,7 +247,7 @@ def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> 
     worth: what a gain of the quadratic is in log likelihood.
     """
     statistics, g = sums.statistics, sums.statistics.gradient
-    if isinstance(statistics.curvature, Kfac):  # it takes one precision
+    if statistics.curvature.by_layers:  # it takes one precision
         precision = torch.full_like(precision, float(precision.log().mean().exp()))
     most = 0.0
     for factor in STRONGER:
@@ -263,7 +261,7 @@ def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> 
 
 def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
     """From the sums at the trained weights."""
-    power = likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+    power = likelihood.power
     statistics, g = sums.statistics, sums.statistics.gradient
     learned = statistics.log_likelihood - power * classes.log_likelihood
     precision = torch.full_like(g, power * classes.precision)

@@ -17,7 +17,7 @@ from ssla.fitting.evidence import Problem
 from ssla.fitting.noise import at_noise
 from ssla.fitting.plan import outputs_apart
 from ssla.fitting.variational import recentred
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.values import residual_squares
@@ -70,7 +70,7 @@ class Space:
         labels, groups = _grouped(posterior, per_layer, per_output)
         free = list(range(len(labels))) if PRIOR in over else []
         if NOISE in over:
-            if isinstance(posterior.likelihood, Gaussian):
+            if posterior.likelihood.quadratic:
                 free.append(len(labels))
             else:
                 notes.append(f"{posterior.report.likelihood} has no noise to tune")
@@ -89,7 +89,7 @@ class Space:
 
     @property
     def noisy(self) -> bool:
-        return isinstance(self.posterior.likelihood, Gaussian)
+        return self.posterior.likelihood.quadratic
 
     @property
     def moves(self) -> bool:
@@ -259,7 +259,6 @@ def _trained_precisions(posterior: Posterior) -> Tensor:
 
 
 def first_noise(likelihood: Likelihood, outputs: int) -> float:
-    assert isinstance(likelihood, Gaussian)
     return math.sqrt(
         float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0])
     )

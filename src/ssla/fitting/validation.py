@@ -43,7 +43,7 @@ from ssla.fitting.steps import climb
 from ssla.fitting.tuning_space import posterior_prior
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import Dispersed, dispersed, dispersion_in_words
 from ssla.maths.digests import digest
 from ssla.network import LastLayer
@@ -187,7 +187,7 @@ class Search:
 
         With H = (S + ρ)/s² of Gaussian noise, one factorisation serves every noise.
         """
-        return isinstance(self.start.likelihood, Gaussian) and not self.fixed_prior
+        return self.start.likelihood.quadratic and not self.fixed_prior
 
     @property
     def precisions(self) -> tuple[float, ...]:
@@ -320,7 +320,7 @@ class Search:
         """
         known = self._known_statistics
         if spread not in known:
-            if isinstance(self.start.likelihood, Gaussian):
+            if self.start.likelihood.quadratic:
                 known[spread] = at_noise(self.start, spread).statistics
             else:
                 plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)

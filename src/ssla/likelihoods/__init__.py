@@ -7,11 +7,8 @@ from ssla.likelihoods.gaussian import Gaussian
 from ssla.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from ssla.likelihoods.likelihood import (
     BoundaryRefit,
-    Bounded,
     Derivatives,
     Likelihood,
-    Located,
-    Started,
 )
 from ssla.likelihoods.student_t import StudentT
 from ssla.likelihoods.tempered import Tempered
@@ -19,17 +16,14 @@ from ssla.likelihoods.tempered import Tempered
 __all__ = [
     "Bernoulli",
     "BoundaryRefit",
-    "Bounded",
     "Categorical",
     "Custom",
     "Derivatives",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
-    "Located",
     "NegativeBinomial",
     "Poisson",
-    "Started",
     "StudentT",
     "Tempered",
     "custom",

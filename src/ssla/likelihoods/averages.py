@@ -1,7 +1,7 @@
 """E log p(y|f), E g and E Λ under f ~ N(f̂, K): what a variational Gaussian sums in place of the
 values at f̂.
 
-In closed form for mean and log variance and for the log rate of counts, else by fixed nodes
+In closed form where the likelihood has one (`averages_in_closed_form`), else by fixed nodes
 (Gauss–Hermite for one and two outputs, a low-discrepancy set for more), a few rows at a time. With
 `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C
 matrix for each row. With `diagonal` besides it is Σ_i w_i diag Λ_i (1, C), and they need none at
@@ -17,16 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.likelihoods.classes import Bernoulli, Categorical
-from ssla.likelihoods.counts import NegativeBinomial, Poisson
-from ssla.likelihoods.gaussian import Gaussian
-from ssla.likelihoods.heteroscedastic import HeteroscedasticGaussian
-from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event
-from ssla.likelihoods.tempered import Tempered
+from ssla.likelihoods.likelihood import Derivatives, Likelihood
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.maths.roots import Root, ScaledRoot
 
-LARGEST_EXPONENT = 170.0  # of a closed form: likelihoods cap theirs at 177
 NUMBERS_AT_ONCE = 1 << 17  # more fall out of the processor's cache
 # up to how many outputs -> pairs of the low-discrepancy set; for ten classes more change
 # predictives by less than 2e-4 in KL, and for many classes the sums over rows average out what one
@@ -96,7 +90,7 @@ def averages(
         and of_classes(likelihood)
     ):
         return _of_classes_by_rows(likelihood, y, f, root, pool, diagonal, row_nodes)
-    exact = _closed_form(likelihood, y, f, root, fisher)
+    exact = likelihood.averages_in_closed_form(y, f, root, fisher)
     if exact is not None:
         return (
             exact
@@ -150,31 +144,24 @@ def pooled_fisher(
 
 def concave(likelihood: Likelihood) -> bool:
     """Whether log p is known to be concave in f, so that E Λ is never indefinite."""
-    law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
-    return isinstance(law, Bernoulli | Categorical | Gaussian | NegativeBinomial | Poisson)
+    return likelihood.concave
 
 
 def of_classes(likelihood: Likelihood) -> bool:
     """Whether Λ = diag(p) − ppᵀ, up to a factor."""
-    return isinstance(
-        likelihood.base if isinstance(likelihood, Tempered) else likelihood, Categorical
-    )
-
-
-def _beta(likelihood: Likelihood) -> float:
-    return likelihood.beta if isinstance(likelihood, Tempered) else 1.0
+    return likelihood.softmax
 
 
 def _temperature(likelihood: Likelihood) -> float:
-    """Of classes."""
-    law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
-    assert isinstance(law, Categorical)
-    return law.temperature
+    """T of p = softmax(f/T)."""
+    temperature = likelihood.logit_temperature
+    assert temperature is not None
+    return temperature
 
 
 def _weight(likelihood: Likelihood) -> float:
     """The factor on diag(p) − ppᵀ of classes."""
-    return _beta(likelihood) / _temperature(likelihood) ** 2
+    return likelihood.power / _temperature(likelihood) ** 2
 
 
 def _of_nodes(
@@ -203,57 +190,6 @@ def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _closed_form(
-    likelihood: Likelihood, y: Tensor, f: Tensor, root: Root, fisher: bool
-) -> Derivatives | None:
-    """Where log p is a polynomial plus an exponential of outputs; None elsewhere, and where the
-    exponential is capped.
-    """
-    law = likelihood.base if isinstance(likelihood, Tempered) else likelihood
-    known = isinstance(law, HeteroscedasticGaussian | Poisson) and law.linear_domain
-    if not known:
-        return None
-    K, f = _covariance(f, root), law.scaled(f) if isinstance(law, HeteroscedasticGaussian) else f
-    exponent = 0.5 * K[:, -1, -1] + (f[:, -1] if isinstance(law, Poisson) else -f[:, -1])
-    if bool((exponent > LARGEST_EXPONENT).any()):
-        return None
-    w = torch.exp(exponent)
-    found = (
-        _of_log_rate(y, f, w)
-        if isinstance(law, Poisson)
-        else _of_mean_and_log_variance(y, f, K, w, fisher)
-    )
-    beta = _beta(likelihood)
-    return found if beta == 1 else Derivatives(*(beta * part for part in found))
-
-
-def _covariance(f: Tensor, root: Root) -> Tensor:
-    R = root.times(torch.eye(f.shape[1], dtype=f.dtype))
-    return R @ R.mT
-
-
-def _of_mean_and_log_variance(
-    y: Tensor, f: Tensor, K: Tensor, w: Tensor, fisher: bool
-) -> Derivatives:
-    """With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its
-    variance as before.
-    """
-    mean, log_variance = f.unbind(-1)
-    r = event(y, f) - mean + K[:, 0, 1]
-    first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
-    log_prob = -0.5 * (LOG_2PI + log_variance + second)
-    score = torch.stack([first, 0.5 * (second - 1)], -1)
-    none = torch.zeros_like(w)
-    entries = (w, none, none, none + 0.5) if fisher else (w, first, first, 0.5 * second)
-    return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
-
-
-def _of_log_rate(y: Tensor, f: Tensor, rate: Tensor) -> Derivatives:
-    count, log_rate = event(y, f).to(f.dtype), f[:, 0]
-    log_prob = count * log_rate - rate - torch.lgamma(count + 1)
-    return Derivatives(log_prob, (count - rate).unsqueeze(-1), rate[:, None, None])
-
-
 def _of_classes(
     likelihood: Likelihood,
     y: Tensor,
@@ -264,7 +200,7 @@ def _of_classes(
     diagonal: bool,
 ) -> Derivatives:
     """E Λ = diag(E p) − E p pᵀ, without a matrix for each node. f is overwritten."""
-    beta, temperature = _beta(likelihood), _temperature(likelihood)
+    beta, temperature = likelihood.power, _temperature(likelihood)
     if temperature != 1:
         f /= temperature
     hit = y.long()[:, None, None].expand(-1, 1, f.shape[2])
@@ -371,7 +307,7 @@ def _of_classes_by_rows(
 
     Sums over blocks of rows are float64.
     """
-    beta, temperature = _beta(likelihood), _temperature(likelihood)
+    beta, temperature = likelihood.power, _temperature(likelihood)
     B, C = f.shape
     log_prob, mean = torch.empty(B, dtype=torch.float64), torch.empty(C, B, dtype=torch.float64)
     total = torch.zeros((C,) if diagonal else (C, C), dtype=torch.float64)

@@ -11,7 +11,8 @@ from torch.nn.functional import logsigmoid
 from ssla._checks import batched, in_plain_torch, positive
 from ssla.likelihoods.likelihood import (
     CLOSE,
-    Derivatives,
+    SIGMOID,
+    SOFTMAX,
     Likelihood,
     common_shape,
     event,
@@ -23,7 +24,7 @@ from ssla.maths.quadrature.logistic import logistic_normal
 
 
 @dataclass(frozen=True, repr=False)
-class _Classes:
+class _Classes(Likelihood):
     """What likelihoods of classes share: the outputs are logits times a temperature T.
 
     T > 1 says that the network is over-confident, T < 1 that it is too timid.
@@ -38,6 +39,13 @@ class _Classes:
     def logits(self, f: Tensor) -> Tensor:
         """The outputs at temperature 1: f/T."""
         return f if self.temperature == 1 else f / self.temperature
+
+    @property
+    def logit_temperature(self) -> float:
+        return self.temperature
+
+    concave = True
+    links = (SIGMOID, SOFTMAX)
 
     def dispersion_in_words(self, factor: float) -> str:
         if factor > CLOSE:
@@ -65,11 +73,8 @@ class Bernoulli(_Classes):
     def support(self) -> Support:
         return Classes(2)
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
-
-    linear_domain = True
+    one_probability = True
+    closed_form = True
 
     def dispersed(self, factor: float) -> Bernoulli:
         """At that many times the temperature."""
@@ -86,9 +91,6 @@ class Bernoulli(_Classes):
             "Bernoulli", outputs, 1, "the logit of y = 1; for several classes use Categorical"
         )
         return Classes(2)
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y, a = event(y, f).to(f.dtype), self.logits(f)[..., 0]
@@ -113,9 +115,6 @@ class Bernoulli(_Classes):
         a = self.logits(f)
         return self.logits(self.logits(torch.sigmoid(a) * torch.sigmoid(-a))).unsqueeze(-1)
 
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
-
     def mean(self, f: Tensor) -> Tensor:
         return torch.sigmoid(self.logits(f)[..., 0])
 
@@ -139,11 +138,8 @@ class Categorical(_Classes):
     def support(self) -> Support:
         return Classes(2)
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
-
-    linear_domain = True
+    softmax = True
+    shift_invariant = True
 
     def dispersed(self, factor: float) -> Categorical:
         """At that many times the temperature."""
@@ -156,9 +152,6 @@ class Categorical(_Classes):
                 "one has one output. For one logit use Bernoulli()."
             )
         return Classes(outputs)
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         logs = torch.log_softmax(self.logits(f), -1)
@@ -215,8 +208,53 @@ class Categorical(_Classes):
         diagonal.copy_(others)  # rows sum to zero exactly
         return self.logits(self.logits(outer))
 
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
+    # Products with Λ = (diag(p) − ppᵀ)/T², without a C×C matrix for each row. It is the same for
+    # every y, and its expectation is itself.
+
+    def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
+        """(p̂ − p)/T: y cancels."""
+        return self.logits((self.mean(f) - self.mean(before)).neg_())
+
+    def precision_times(self, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
+        """(p∘v − p(pᵀv))/T²."""
+        p = self.mean(f)
+        along = p * v
+        return self.logits(self.logits(along - p * along.sum(-1, keepdim=True)))
+
+    def precision_diagonal(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
+        p = self.mean(f)
+        return self.logits(self.logits(p - p * p))
+
+    def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
+        p = self.mean(f)
+        through = (p.movedim(0, 1) @ K).movedim(1, 0)
+        variances = K.diagonal(dim1=-2, dim2=-1)
+        return self.logits(self.logits((p * (variances - through)).sum(-1)))
+
+    def precision_change_along(
+        self,
+        y: Tensor,
+        f: Tensor,
+        before: Tensor,
+        directions: Tensor,
+        weights: Tensor | None = None,
+        fisher: bool = False,
+    ) -> Tensor:
+        """dΛdᵀ = (d diag(p) dᵀ − (dp)(dp)ᵀ)/T². With p̂ before, the change of the last term is the
+        symmetric part of (dΔp)(d(p + p̂))ᵀ: nothing cancels.
+        """
+        scaled = directions if weights is None else directions * weights[:, None, None]
+        m, r = len(f), directions.shape[-1]
+        old = self.mean(before)
+        probabilities = torch.cat([self.mean(f) - old, old.unsqueeze(0)])  # Δp, and p̂
+        along = probabilities.movedim(0, 1) @ directions  # (b, m + 1, r)
+        change, total = along[:, :m], along[:, :m] + 2 * along[:, m:]
+        change = change if weights is None else change * weights[:, None, None]
+        crossed = change.permute(1, 2, 0) @ total.movedim(0, 1)
+        pairs = scaled.unsqueeze(-1) * directions.unsqueeze(-2)  # (b, C, r, r)
+        spread = probabilities[:m].flatten(1) @ pairs.flatten(0, 1).flatten(1)
+        inside = spread.reshape(m, r, r) - (crossed + crossed.mT) / 2
+        return self.logits(self.logits(inside))
 
     def mean(self, f: Tensor) -> Tensor:
         return _softmax(self.logits(f))

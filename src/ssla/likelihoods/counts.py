@@ -12,23 +12,28 @@ from torch.nn.functional import softplus
 from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import (
     CLOSE,
+    EXP,
+    LARGEST_EXPONENT,
+    SOFTPLUS,
     BoundaryRefit,
     Derivatives,
     Likelihood,
     capped_exp,
     common_shape,
+    covariance_of,
     event,
     need_outputs,
     softplus_difference,
 )
 from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
+from ssla.maths.roots import Root
 
 MANY = 1e6  # counts from which log y! is not formed: its rounding is 3e-9 there
 SERIES = 1e-2  # of d = log λ/y, up to which e^d − 1 − d is a series: its error is d⁷/5040
 
 
 @dataclass(frozen=True)
-class Poisson:
+class Poisson(Likelihood):
     """y ~ Poisson(λ), one output: f = log λ (link "log") or f = λ > 0 (link "identity").
 
     Score and precision:
@@ -51,13 +56,24 @@ class Poisson:
     def support(self) -> Support:
         return Counts(LARGEST_COUNT)
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
+    concave = True
+    differentiable = True
 
     @property
     def linear_domain(self) -> bool:
         return self.link == "log"
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        return (EXP, SOFTPLUS) if self.linear_domain else ()
+
+    @property
+    def has_boundary(self) -> bool:
+        return not self.linear_domain
+
+    @property
+    def overdispersion(self) -> float | None:
+        return 0.0 if self.linear_domain else None
 
     def dispersed(self, factor: float) -> Likelihood:
         """With that many times the variance at a mean of 1, if that is more and the link is the
@@ -124,9 +140,6 @@ class Poisson:
     def fisher(self, f: Tensor) -> Tensor:
         return (capped_exp(f) if self.linear_domain else 1 / f).unsqueeze(-1)
 
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
-
     def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
         """y = 0 under a rate λ ~ N(m, s²) that is cut at zero: ∫ e^−λ N(λ; m, s²) dλ over λ > 0.
 
@@ -149,6 +162,20 @@ class Poisson:
         log_prob = torch.where(at_zero, 0.0, variance - m)
         pull = torch.where(at_zero, -m / variance_used, -1.0)
         return BoundaryRefit(y == 0, log_prob, shift, curvature, pull.unsqueeze(-1))
+
+    def averages_in_closed_form(
+        self, y: Tensor, f: Tensor, root: Root, fisher: bool
+    ) -> Derivatives | None:
+        """With the rate E e^f = exp(f̂ + ½K) of a log link; None where the exponential is capped."""
+        if not self.linear_domain:
+            return None
+        exponent = 0.5 * covariance_of(root, f)[:, -1, -1] + f[:, -1]
+        if bool((exponent > LARGEST_EXPONENT).any()):
+            return None
+        rate = torch.exp(exponent)
+        count, log_rate = event(y, f).to(f.dtype), f[:, 0]
+        log_prob = count * log_rate - rate - torch.lgamma(count + 1)
+        return Derivatives(log_prob, (count - rate).unsqueeze(-1), rate[:, None, None])
 
     def mean(self, f: Tensor) -> Tensor:
         return capped_exp(f[..., 0]) if self.linear_domain else f[..., 0]
@@ -196,7 +223,7 @@ def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NegativeBinomial:
+class NegativeBinomial(Likelihood):
     """Counts with mean μ = e^f and variance μ + dispersion·μ²; one output, the log mean.
 
     With r = 1/dispersion, p = μ/(μ + r): g = y(1−p) − rp, Λ = (y + r)p(1−p), fisher = rp.
@@ -224,18 +251,17 @@ class NegativeBinomial:
     def support(self) -> Support:
         return Counts(LARGEST_COUNT)
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
+    concave = True
+    differentiable = True
+    links = (EXP, SOFTPLUS)
 
-    linear_domain = True
+    @property
+    def overdispersion(self) -> float:
+        return self.dispersion
 
     def support_for(self, outputs: int) -> Support:
         need_outputs("NegativeBinomial", outputs, 1, "the log mean")
         return Counts(LARGEST_COUNT)
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed."""
 
     def _logit(self, f: Tensor) -> Tensor:
         """log μ/r."""
@@ -267,9 +293,6 @@ class NegativeBinomial:
 
     def fisher(self, f: Tensor) -> Tensor:
         return (torch.sigmoid(self._logit(f)) / self.dispersion)[..., None, None]
-
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
 
     def mean(self, f: Tensor) -> Tensor:
         return capped_exp(f[..., 0])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from ssla.likelihoods.likelihood import (
     Likelihood,
     common_shape,
     event,
+    log_density_on_line,
     need_outputs,
     uniform,
 )
@@ -33,7 +33,6 @@ from ssla.maths import quadrature
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16
-SMALL_STEP = 0.01
 COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
 LARGEST_COUNT = 2.0**52  # above it, a count and the next one round to the same number
 MASS_ERROR = 1e-3  # allowed relative variation with f of the integral of a density
@@ -45,7 +44,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Custom:
+class Custom(Likelihood):
     """See `custom`."""
 
     log_prob_function: Callable[[Tensor, Tensor], Tensor]
@@ -55,19 +54,21 @@ class Custom:
     mean_function: Function | None
     variance_function: Function | None
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
+    may_be_straight = True
 
-    linear_domain = True
+    @property
+    def fisher_in_closed_form(self) -> bool:
+        return self.fisher_function is not None
+
+    @property
+    def mean_has_gradient(self) -> bool:
+        """Not of a mean by quadrature, which autograd cannot follow."""
+        return self.mean_function is not None
 
     def support_for(self, outputs: int) -> Support:
         if self.outputs is not None:
             need_outputs("This custom likelihood", outputs, self.outputs, "as declared by outputs=")
         return self.support
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed here; `fit` raises an error if log_prob is not finite."""
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         y = event(y, f)
@@ -100,23 +101,6 @@ class Custom:
         low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
         impossible = (low == -torch.inf) | (high == -torch.inf)
         return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
-
-    def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """∫₀¹ g(f̂ + tΔ)ᵀΔ dt by four Gauss–Legendre nodes where every |Δ| ≤ 0.01: no cancellation
-        for a small Δ, and the error of the rule is O(|Δ|⁹). Elsewhere the plain difference, with
-        the rounding error of log p.
-        """
-        y = event(y, f_new)
-        d = f_new - f_old
-        plain = self.log_prob(y, f_new) - self.log_prob(y, f_old)
-        close = (d.abs() <= SMALL_STEP).all(-1)
-        if not bool(close.any()):
-            return plain
-        nodes, weights = np.polynomial.legendre.leggauss(4)
-        total = torch.zeros_like(plain)
-        for node, weight in zip(nodes, weights, strict=True):
-            total = total + weight / 2 * (self.score(y, f_old + (node + 1) / 2 * d) * d).sum(-1)
-        return torch.where(close, total, plain)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         return self._differentiate(y, f, second=False)[1]
@@ -201,7 +185,7 @@ class Custom:
                 mean[rows], variance[rows] = grid.moments
         elif isinstance(self.support, Continuous):
             mean, variance = quadrature.mapped_moments(
-                self._log_density(flat), self._grids(flat), self.support.from_real, ACCURACY
+                log_density_on_line(self, flat), self._grids(flat), self.support.from_real, ACCURACY
             )
         elif isinstance(self.support, Circular):
             for rows, circle in self._circles(flat):
@@ -312,15 +296,6 @@ class Custom:
             )
         return share
 
-    def _log_density(self, f: Tensor) -> quadrature.LogDensity:
-        """log p(y|f) of the rows of f, in the support's real coordinate."""
-        support = self._continuous
-
-        def log_density(z: Tensor, rows: Tensor) -> Tensor:
-            return self.log_prob(support.from_real(z), f[rows].unsqueeze(1)) + support.log_slope(z)
-
-        return log_density
-
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         if (
             self.mean_function is not None
@@ -328,7 +303,7 @@ class Custom:
             and isinstance(self.support, Real)
         ):
             return self.mean_function(f), self.variance_function(f).sqrt()
-        return quadrature.locate(self._log_density(f), f.shape[0])
+        return quadrature.locate(log_density_on_line(self, f), f.shape[0])
 
     def _circles(self, f: Tensor) -> list[quadrature.Around]:
         return quadrature.build_circles(
@@ -336,7 +311,7 @@ class Custom:
         )
 
     def _grids(self, f: Tensor) -> list[quadrature.Built]:
-        return quadrature.build(self._log_density(f), *self.guess(f, f), ACCURACY)
+        return quadrature.build(log_density_on_line(self, f), *self.guess(f, f), ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """By inversion of the distribution function."""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive, recorded
-from ssla.likelihoods.likelihood import LOG_2PI, Derivatives, Likelihood, event, residuals_in_words
+from ssla.likelihoods.likelihood import LOG_2PI, Likelihood, event, residuals_in_words
 from ssla.likelihoods.support import Real, RealVector, Support
 
 ESTIMATE = "estimate"
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian:
+class Gaussian(Likelihood):
     """y = f + ε, ε ~ N(0, Σ).
 
     Parameters
@@ -81,11 +81,11 @@ class Gaussian:
     def support(self) -> Support:
         return Real()
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
-
-    linear_domain = True
+    quadratic = True
+    concave = True
+    averages_differ = False  # Λ is the same for every f
+    unequal_units = True
+    closed_form = True
 
     def support_for(self, outputs: int) -> Support:
         size: int | None = None
@@ -99,9 +99,6 @@ class Gaussian:
                 "for each output."
             )
         return Real() if outputs == 1 else RealVector()
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed."""
 
     def covariance_for(self, f: Tensor) -> Tensor:
         """Σ (C, C) in f's dtype and on its device."""
@@ -156,9 +153,6 @@ class Gaussian:
     def fisher(self, f: Tensor) -> Tensor:
         return self._precision(f).expand(*f.shape, f.shape[-1])
 
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
-
     def mean(self, f: Tensor) -> Tensor:
         return f.squeeze(-1) if f.shape[-1] == 1 else f
 
@@ -167,6 +161,9 @@ class Gaussian:
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
+
+    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        return f, (self.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn((n, *f.shape), dtype=f.dtype, device=f.device, generator=generator)

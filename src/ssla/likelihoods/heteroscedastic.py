@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ssla._checks import in_plain_torch, one_of, positive
 from ssla.likelihoods.likelihood import (
+    LARGEST_EXPONENT,
     LOG_2PI,
     Derivatives,
     Likelihood,
     capped_exp,
+    covariance_of,
     event,
     need_outputs,
     residuals_in_words,
@@ -21,6 +23,7 @@ from ssla.likelihoods.likelihood import (
 from ssla.likelihoods.support import Real, Support
 from ssla.maths.linalg import stack_last, stack_square
 from ssla.maths.quadrature.normal import normal_nodes
+from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
@@ -30,7 +33,7 @@ SEVERAL_MODES = 0.5
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian:
+class HeteroscedasticGaussian(Likelihood):
     """y ~ N(μ, σ²) with two outputs f.
 
     parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
@@ -64,6 +67,38 @@ class HeteroscedasticGaussian:
             return torch.stack([f[..., 0], f[..., 1] + 2 * math.log(self.scale)], -1)
         return f / self.scale**2
 
+    def averages_in_closed_form(
+        self, y: Tensor, f: Tensor, root: Root, fisher: bool
+    ) -> Derivatives | None:
+        """For mean and log variance; None where the exponential is capped.
+
+        With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its
+        variance as before.
+        """
+        if not self.linear_domain:
+            return None
+        K, f = covariance_of(root, f), self.scaled(f)
+        exponent = 0.5 * K[:, -1, -1] - f[:, -1]
+        if bool((exponent > LARGEST_EXPONENT).any()):
+            return None
+        w = torch.exp(exponent)
+        mean, log_variance = f.unbind(-1)
+        r = event(y, f) - mean + K[:, 0, 1]
+        first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
+        log_prob = -0.5 * (LOG_2PI + log_variance + second)
+        score = torch.stack([first, 0.5 * (second - 1)], -1)
+        none = torch.zeros_like(w)
+        entries = (w, none, none, none + 0.5) if fisher else (w, first, first, 0.5 * second)
+        return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
+
+    @property
+    def closed_form(self) -> bool:
+        return self.linear_domain
+
+    @property
+    def scored_by_average(self) -> bool:
+        return self.linear_domain
+
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """log ∫ N(y; μ, eˢ) N((μ, s); f̂, K): closed in μ, Gauss–Hermite in s.
 
@@ -94,9 +129,9 @@ class HeteroscedasticGaussian:
     def support(self) -> Support:
         return Real()
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
+    unequal_units = True
+    several_modes = True
+    differentiable = True
 
     @property
     def linear_domain(self) -> bool:
@@ -201,6 +236,9 @@ class HeteroscedasticGaussian:
         m, v = self.mean(f), self.variance(f)
         slope = stack_last([v, 2 * m * v]) / self.scale**2  # ∂μ/∂η
         return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
+
+    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        return self.guess(f, K)
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one

@@ -1,15 +1,13 @@
 """log ∫ p(y|f) N(f; f̂, K) df at observed targets: what rows that the network has not seen are
 scored by.
 
-A likelihood with a closed form has the method `log_average`. For others it is a sum over fixed
+A likelihood with a `closed_form` has the method `log_average`. For others it is a sum over fixed
 nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a low-discrepancy set for more.
 The logarithm of a sum over few nodes is too low where the doubt is large (Jensen's inequality), by
 about half the relative variance of the sum. That is added, from the variance between nodes.
 """
 
 from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,30 +25,12 @@ MANY_OUTPUTS = 64
 GAUSS_HERMITE = 2  # up to so many outputs, the nodes are exact enough
 
 
-@runtime_checkable
-class ClosedForm(Protocol):
-    """A likelihood whose average over a Gaussian of the outputs is known."""
-
-    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """log ∫ p(y|f) N(f; f̂, K) df.  y (B,) or (B, C), f (B, C), K (B, C, C) -> (B,)."""
-        ...
-
-
-@runtime_checkable
-class AtNodes(Protocol):
-    """A likelihood with a fast way to its log density at many outputs for each target."""
-
-    def log_prob_at_nodes(self, y: Tensor, f: Tensor) -> Tensor:
-        """log p(y|f) at J nodes.  y (B,), f (B, C, J), which may be overwritten -> (B, J)."""
-        ...
-
-
 def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Tensor:
     """log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,), in float64.  y as the likelihood takes it, f (B, C).
 
     For likelihoods that allow every output; nodes outside the domain would have no density.
     """
-    if isinstance(likelihood, ClosedForm):
+    if likelihood.closed_form:
         R = root.times(torch.eye(f.shape[1], dtype=root.dtype)).double()
         return likelihood.log_average(y, f.double(), R @ R.mT)
     nodes, weights = normal_nodes(
@@ -66,7 +46,7 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
     for start in range(0, len(f), size):
         rows = slice(start, start + size)
         points = root.take(rows).times(z).to(dtype) + f[rows].to(dtype).unsqueeze(-1)  # (b, C, J)
-        logs = _at_nodes(likelihood, y[rows], points).double() + log_weights
+        logs = likelihood.log_prob_at_nodes(y[rows], points).double() + log_weights
         sums = logs.logsumexp(1)
         found[rows] = sums + _jensen((logs - sums[:, None]).exp(), pairs) if pairs else sums
     return found
@@ -79,11 +59,3 @@ def _jensen(shares: Tensor, pairs: int) -> Tensor:
     count as one: their errors cancel in part. Nothing is added to a sum of zero.
     """
     return (0.5 * pairs * (shares[:, :pairs] + shares[:, pairs:]).var(1)).nan_to_num(0.0)
-
-
-def _at_nodes(likelihood: Likelihood, y: Tensor, points: Tensor) -> Tensor:
-    """log p(y|f) (b, J) at points (b, C, J)."""
-    if isinstance(likelihood, AtNodes):
-        return likelihood.log_prob_at_nodes(y, points)
-    targets = y.unsqueeze(1).expand(points.shape[0], points.shape[2], *y.shape[1:])
-    return likelihood.log_prob(targets, points.mT)

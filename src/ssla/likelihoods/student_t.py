@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import (
-    Derivatives,
-    Likelihood,
-    event,
-    need_outputs,
-    residuals_in_words,
-)
+from ssla.likelihoods.likelihood import Likelihood, event, need_outputs, residuals_in_words
 from ssla.likelihoods.support import Real, Support
 
 
 @dataclass(frozen=True)
-class StudentT:
+class StudentT(Likelihood):
     """y = f + scale·t, t ~ Student-t(df).
 
     With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df,
@@ -45,11 +39,8 @@ class StudentT:
     def support(self) -> Support:
         return Real()
 
-    @property
-    def predictive(self) -> Likelihood:
-        return self
-
-    linear_domain = True
+    several_modes = True
+    differentiable = True
 
     def dispersed(self, factor: float) -> StudentT:
         """With that many times the scale."""
@@ -61,9 +52,6 @@ class StudentT:
     def support_for(self, outputs: int) -> Support:
         need_outputs("StudentT", outputs, 1, "the location")
         return Real()
-
-    def check_outputs(self, f: Tensor) -> None:
-        """Every f is allowed."""
 
     def _z(self, y: Tensor, f: Tensor) -> Tensor:
         return (event(y, f) - f[..., 0]) / self.scale
@@ -102,9 +90,6 @@ class StudentT:
     def fisher(self, f: Tensor) -> Tensor:
         return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
 
-    def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
-
     def mean(self, f: Tensor) -> Tensor:
         return f[..., 0]
 
@@ -114,6 +99,9 @@ class StudentT:
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
+
+    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        return self.guess(f, K)
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """f̂, and y itself: for a wide K the objective has a mode near each."""

@@ -13,15 +13,10 @@ from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trai
 from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
 from ssla.network.row_scale import RowScale, squared_lengths
 from ssla.network.tapping import LayerInputs
-from ssla.network.watch import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 
 __all__ = [
     "ALL",
-    "EXP",
     "LAST_LAYER",
-    "SIGMOID",
-    "SOFTMAX",
-    "SOFTPLUS",
     "VALUES",
     "AnyParameters",
     "LastLayer",

@@ -5,14 +5,14 @@ shapes, without a forward pass.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch, unknown_name
-from ssla.curvature import Extent, Kfac, LowRank, Structure, resolve
+from ssla.curvature import Extent, Structure, resolve
 from ssla.curvature.automatic import AUTO, choose, seconds_of, time_in_words
-from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import DEFAULT_BUDGET, alternatives, in_words
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, trainable
@@ -132,18 +132,12 @@ def estimate_cost(
     head = set(names) <= {
         name for name, p in own.items() if any(p is q for q in linears[-1].parameters())
     }
-    if (
-        head
-        and not gaussian
-        and outputs > MANY_CLASSES
-        and isinstance(kind, Kfac)
-        and kind.output_factor is None
-    ):
-        kind = replace(kind, output_factor=DIAGONAL)
+    if head and not gaussian and outputs > MANY_CLASSES:
+        kind = kind.for_many_classes()
     statistics = kind.memory(extent)
     width = parameters // outputs if head else 0
     if head:
-        pooled = isinstance(kind, Kfac) and kind.diagonal  # no C×C matrices for each row
+        pooled = kind.diagonal_outputs  # no C×C matrices for each row
         per_row = 8 * (width * (outputs + 2) + (0 if pooled else 4 * outputs**2))
     else:
         per_row = (
@@ -165,7 +159,7 @@ def estimate_cost(
             else f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over "
             "features kept if they fit in memory"
         )
-    if isinstance(kind, LowRank) and kind.rank is None:
+    if kind.grows:
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
     instead = alternatives(kind.name, extent, budget)
     if isinstance(refits, bool) or not isinstance(refits, int) or refits < 0:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ssla._checks import finite, unknown_name
 from ssla.data import Inputs, leaves, row_count, slice_inputs
+from ssla.likelihoods.likelihood import SOFTMAX
 from ssla.network.any_parameters import open_any
 from ssla.network.copying import private_copy
 from ssla.network.frozen import (
@@ -25,7 +26,7 @@ from ssla.network.frozen import (
 )
 from ssla.network.head import LastLayer
 from ssla.network.layout import last_layer_layout
-from ssla.network.watch import SOFTMAX, Probe
+from ssla.network.watch import Probe
 
 # of the first batch: inputs and results of all layers of these rows are kept while the module is
 # opened

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ssla.likelihoods.likelihood import EXP, SIGMOID, SOFTMAX, SOFTPLUS
 from ssla.network.attention import attend, project, read_attention
 from ssla.network.recurrence import read_recurrence, recur
 
@@ -38,7 +39,6 @@ NORMS = {  # with the names of their first arguments
         "eps",
     ),
 }
-SOFTMAX, SIGMOID, EXP, SOFTPLUS = "softmax", "sigmoid", "exp", "softplus"
 LINKS = {
     "softmax": SOFTMAX,
     "special_softmax": SOFTMAX,

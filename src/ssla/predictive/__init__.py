@@ -12,13 +12,13 @@ from torch import Tensor
 from ssla._checks import covariances, finite, in_plain_torch, warn
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, as_inputs, as_tensor, row_count
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Classes, Continuous
 from ssla.maths.quadrature import Regions
 from ssla.maths.roots import Root, full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
-from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_classes
+from ssla.predictive.class_integrals import at_temperature_one, integrate_classes
 from ssla.predictive.class_predictive import class_predictive, integrated_predictive
 from ssla.predictive.count_predictive import count_predictive
 from ssla.predictive.differentiable import differentiable_predictive
@@ -143,7 +143,7 @@ def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
     return (
         isinstance(rung, OutputRefit)
         and rung.steps is None
-        and has_integral(likelihood)
+        and likelihood.logit_temperature is not None
         and convention == EXACT
     )
 
@@ -201,7 +201,7 @@ def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
     convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
-    if isinstance(likelihood, Gaussian) and not empirical:
+    if likelihood.quadratic and not empirical:
         no = torch.zeros(f.shape[0], dtype=torch.bool)
         noise, moved = likelihood.covariance_for(f), None
         if (

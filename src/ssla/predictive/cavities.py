@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.curvature import Dense, LowRank, Operator
+from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.memory import bytes_of
 from ssla.data import Batch, Rows, checked
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.averages import averages, concave
+from ssla.likelihoods.averages import averages
 from ssla.maths.linalg import root
 from ssla.maths.quadrature import wrapped
 from ssla.predictive import from_marginal
@@ -128,10 +128,7 @@ def by_fisher(posterior: Posterior) -> bool:
     """Whether a variational Gaussian was fitted with the expected Fisher, because its structure
     takes no indefinite average.
     """
-    curvature = posterior.sums.curvature
-    return not concave(posterior.likelihood) and (
-        isinstance(curvature, LowRank) or (isinstance(curvature, Dense) and curvature.dual)
-    )
+    return not posterior.likelihood.concave and posterior.sums.curvature.positive_only
 
 
 # --- cavities ------------------------------------------------------------------------------

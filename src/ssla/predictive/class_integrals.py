@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Bernoulli, Categorical, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.maths.quadrature.logistic import expected_entropy, logistic_normal, normal_line
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.maths.roots import Root, ScaledRoot, full_root
@@ -80,10 +80,6 @@ def entropy_of(log_probs: Tensor) -> Tensor:
 def _entropy(log_probs: Tensor) -> Tensor:
     # p log p is 0 where p is, also where log p is −∞
     return -(log_probs.exp() * log_probs.clamp_min(LOWEST)).sum(1)
-
-
-def has_integral(likelihood: Likelihood) -> bool:
-    return isinstance(likelihood, Bernoulli | Categorical)
 
 
 def integrate_classes(
@@ -251,12 +247,10 @@ def at_temperature_one(
     """f̂ and a root of K in units of the temperature, in which the integrals are those of
     temperature 1.
     """
-    assert isinstance(likelihood, Bernoulli | Categorical)
+    temperature = likelihood.logit_temperature
+    assert temperature is not None
     for f, root in parts:
-        yield (
-            likelihood.logits(f),
-            root if likelihood.temperature == 1 else root.scaled(1 / likelihood.temperature),
-        )
+        yield (f, root) if temperature == 1 else (f / temperature, root.scaled(1 / temperature))
 
 
 def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:

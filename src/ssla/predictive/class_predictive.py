@@ -9,7 +9,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Bernoulli
 from ssla.likelihoods.support import Classes
 from ssla.predictive.class_integrals import ClassIntegrals, entropy_of
 from ssla.predictive.law import Law, highest
@@ -68,9 +67,7 @@ class ClassLaw(Law):
 
     @property
     def mean(self) -> Tensor:
-        return (
-            self.probs[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else self.probs
-        )
+        return self.probs[:, 1] if self.log_density.likelihood.one_probability else self.probs
 
     @property
     def variance(self) -> Tensor:
@@ -99,7 +96,7 @@ class ClassLaw(Law):
         share = (integrals.spread / (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)).clamp_max(
             1.0
         )
-        return share[:, 1] if isinstance(self.log_density.likelihood, Bernoulli) else share
+        return share[:, 1] if self.log_density.likelihood.one_probability else share
 
     @cached_property
     def entropy(self) -> Tensor:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ssla._checks import batched
 from ssla.data import Inputs
-from ssla.likelihoods import Gaussian, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
-from ssla.predictive.class_integrals import at_temperature_one, has_integral, integrate_with_graph
+from ssla.predictive.class_integrals import at_temperature_one, integrate_with_graph
 from ssla.predictive.class_predictive import integrated_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.implicit import POINTWISE, pointwise_predictive
+from ssla.predictive.implicit import pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT
 from ssla.refit import Density, NoRefit, OutputRefit, OutputRung, Refit
@@ -74,9 +74,7 @@ def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> P
         )
     if not isinstance(rung, OutputRung):
         _refuse(f"refit={rung.name!r}", "Use refit='output'")
-    if isinstance(likelihood, Gaussian) and not (
-        isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
-    ):
+    if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
         marginal = posterior.outputs_at(x, differentiable=True)
         moments = Moments(likelihood, marginal, rung.moves, posterior.like(marginal))
         no = torch.zeros(len(marginal.mean), dtype=torch.bool)
@@ -86,15 +84,14 @@ def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> P
         return Predictive(
             law, moments.like, Diagnostics(rung.name, no, no, no), differentiable=True
         )
-    pointwise = isinstance(likelihood, POINTWISE)
-    if not pointwise and not has_integral(likelihood):
+    if not likelihood.differentiable and likelihood.logit_temperature is None:
         _refuse(
             f"{type(likelihood).__name__}() with refit={rung.name!r}",
             "posterior.marginal(x, differentiable=True) has gradients for every likelihood",
         )
     if not isinstance(rung, OutputRefit) or rung.steps is not None:
         _refuse(f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'")
-    if pointwise:
+    if likelihood.differentiable:
         return pointwise_predictive(posterior, x, rung)
     parts, outputs = list(_regular(posterior, x)), posterior.network.outputs
     f = torch.cat([torch.empty(0, outputs, dtype=torch.float64), *(f for f, _ in parts)])

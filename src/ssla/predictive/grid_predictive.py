@@ -9,7 +9,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Located
 from ssla.likelihoods.support import Continuous, Real
 from ssla.maths import quadrature
 from ssla.maths.quadrature import Built, Regions
@@ -104,10 +103,8 @@ def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) ->
             unconverged[rows] |= ~density.converged.all(1)
         return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
 
-    located = log_density.likelihood
-    assert isinstance(located, Located)
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    pieces = quadrature.build(evaluate, *located.guess(f, K), accuracy)
+    pieces = quadrature.build(evaluate, *log_density.likelihood.guess(f, K), accuracy)
     inaccurate = torch.zeros_like(fallback)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate

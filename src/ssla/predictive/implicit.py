@@ -21,12 +21,7 @@ from torch import Tensor
 from ssla._checks import outside_transforms
 from ssla.data import Inputs, as_inputs, map_inputs, plain
 from ssla.likelihoods import (
-    Bounded,
-    HeteroscedasticGaussian,
     Likelihood,
-    NegativeBinomial,
-    Poisson,
-    StudentT,
 )
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
@@ -42,8 +37,6 @@ from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
-
-POINTWISE = (Poisson, NegativeBinomial, StudentT, HeteroscedasticGaussian)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +163,7 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
     rows, count = y.shape
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
-    boundary = (
-        likelihood.refit_at_boundary(y, mean, covariance)
-        if isinstance(likelihood, Bounded)
-        else None
-    )
+    boundary = likelihood.refit_at_boundary(y, mean, covariance)
     if boundary is not None:
         # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes
         # the place of these y.

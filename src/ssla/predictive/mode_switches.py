@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import outside_transforms
-from ssla.likelihoods import Likelihood, Started
+from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.maths.quadrature import Grid
 from ssla.refit.increments import Evaluated, at_mode, follow
@@ -49,7 +49,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     """The switches between the nodes of a grid of densities, for outputs N(f̂, K); None where
     there are none.
     """
-    if not isinstance(likelihood, Started):  # one mode
+    if not likelihood.several_modes:
         return None
     f, R = marginal.mean, linalg.root(marginal.covariance)
     y = _between(grid.nodes)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import in_plain_torch
-from ssla.likelihoods import Bounded, Custom, Derivatives, Likelihood, Started
+from ssla.likelihoods import Derivatives, Likelihood
 from ssla.maths import linalg
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
@@ -156,7 +156,7 @@ def _without_steps_outside(
 
     The quadratic model has no meaning there.
     """
-    if likelihood.linear_domain or not isinstance(likelihood, Bounded):
+    if not likelihood.has_boundary:
         return found
     rows = (~torch.isfinite(likelihood.log_prob(y, end))).nonzero().squeeze(-1)
     part = _Tasks(likelihood, y, f, R).take(rows)
@@ -174,9 +174,7 @@ def at_mode(
     of the allowed outputs cuts the integral that the mode stands for, the likelihood has the
     answer.
     """
-    boundary = (
-        likelihood.refit_at_boundary(y, f, R @ R.mT) if isinstance(likelihood, Bounded) else None
-    )
+    boundary = likelihood.refit_at_boundary(y, f, R @ R.mT) if likelihood.has_boundary else None
     if boundary is None:
         return _inside(likelihood, y, f, R, D)
     no = torch.zeros_like(boundary.cut)
@@ -207,7 +205,7 @@ def _with_determinant(
 
 def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
     """The highest of the modes that the likelihood's starts lead to."""
-    starts = likelihood.starts(y, f, R) if isinstance(likelihood, Started) else []
+    starts = likelihood.starts(y, f, R)
     if not starts:
         return _climb(likelihood, y, f, R, torch.zeros_like(f))
     best = _from(likelihood, y, f, R, starts[0])
@@ -293,13 +291,9 @@ def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor, step: bool = Fals
     for a step.
     """
     found = likelihood.derivatives(y, f)
-    if (
-        not isinstance(likelihood, Custom)
-        or bool(found.precision.any())
-        or not likelihood.straight(f)
-    ):
+    if not likelihood.may_be_straight or bool(found.precision.any()) or not likelihood.straight(f):
         return found
-    if likelihood.fisher_function is not None:
+    if likelihood.fisher_in_closed_form:
         return found._replace(precision=likelihood.fisher(f))
     g, flat = found.score, (found.score == 0).all(-1)
     stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
@@ -326,11 +320,7 @@ def _safe_factor(
     bad = ~factor.positive
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)
-        if (
-            score is not None
-            and isinstance(likelihood, Custom)
-            and likelihood.fisher_function is None
-        ):
+        if score is not None and not likelihood.fisher_in_closed_form:
             g = score[rows]
             stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssla.files.exporting import modes
 from ssla.files.exporting.laws import Levels
-from ssla.likelihoods import NegativeBinomial, Poisson
+from ssla.likelihoods import Likelihood
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.predictive.count_predictive import (
     BLOCKS_PER_UNIT,
@@ -109,12 +109,15 @@ class CountLaw:
         return self._chosen(parts)
 
 
-def count_law(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor) -> CountLaw:
-    mean, scale = _location(likelihood, f, K)
+def count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
+    """The law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K)."""
+    overdispersion = likelihood.overdispersion
+    assert overdispersion is not None
+    mean, scale = _location(overdispersion, f, K)
     tables, taken = [], []
     open_rows = torch.isfinite(mean)
     for reach in REACHES:
-        table = _table(likelihood, f, K, mean, scale, reach)
+        table = _table(overdispersion, f, K, mean, scale, reach)
         left, right = tails_of(table, sum(len(counts) for counts in _patterns(reach)[1:]))
         done = open_rows & (left <= TAIL) & (right <= TAIL)
         tables.append(table)
@@ -124,22 +127,18 @@ def count_law(likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor) -> C
     return CountLaw(tuple(tables), tuple(taken))
 
 
-def _location(
-    likelihood: Poisson | NegativeBinomial, f: Tensor, K: Tensor
-) -> tuple[Tensor, Tensor]:
+def _location(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
     """Where the blocks are centred, and their unit: as in `count_predictive`."""
     nodes, weights = normal_nodes(1)
     points = torch.exp(f + K[:, :, 0].clamp(0, SMALL_DOUBT).sqrt() * nodes[:, 0])
-    noise = (
-        points if isinstance(likelihood, Poisson) else points + likelihood.dispersion * points**2
-    )
+    noise = points if overdispersion == 0 else points + overdispersion * points**2
     centre = (weights * points).sum(1, keepdim=True)
     variance = (weights * ((points - centre) ** 2 + noise)).sum(1)
     return torch.exp(f[:, 0]), variance.sqrt().clamp_min(1.0)
 
 
 def _table(
-    likelihood: Poisson | NegativeBinomial,
+    overdispersion: float,
     f: Tensor,
     K: Tensor,
     mean: Tensor,
@@ -149,10 +148,10 @@ def _table(
     edges = _edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
-    if isinstance(likelihood, Poisson):
-        logs = modes.poisson(likelihood, y, f, K)
+    if overdispersion == 0:
+        logs = modes.poisson(y, f, K)
     else:
-        logs = modes.negative_binomial(likelihood, y, f, K)
+        logs = modes.negative_binomial(overdispersion, y, f, K)
     totals, centres, corrections = block_totals(frame, logs)
     totals = torch.where(frame.widths > 0, totals, NOTHING).clamp_min(NOTHING)
     accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH

@@ -26,15 +26,7 @@ from ssla.files.exporting.laws import (
     root_of,
     softmax_probabilities,
 )
-from ssla.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    NegativeBinomial,
-    Poisson,
-)
+from ssla.likelihoods import Likelihood
 from ssla.network import LastLayer, LayerInputs
 from ssla.priors import EXACT
 
@@ -90,11 +82,7 @@ class Graph(nn.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """Of the answers."""
-        return (
-            CLASSES
-            if isinstance(self.parts[0].state.likelihood.predictive, Bernoulli | Categorical)
-            else NUMBERS
-        )
+        return CLASSES if self.parts[0].state.likelihood.logit_temperature is not None else NUMBERS
 
     def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
         if self.inputs is not None:
@@ -133,17 +121,17 @@ class _Moments:
     operator: Operator
 
     def probabilities(self) -> Tensor:
-        assert isinstance(self.likelihood, Bernoulli | Categorical)
-        f, unit = self.likelihood.logits(self.f), self.likelihood.temperature
+        unit = self.likelihood.logit_temperature
+        assert unit is not None
+        f = self.f if unit == 1 else self.f / unit
         if f.shape[1] <= 2:
             return binary_probabilities(f, self.operator.covariance(self.J) / unit**2)
         return softmax_probabilities(f, root_of(self.operator, self.J).scaled(1 / unit))
 
     def law(self) -> Numbers:
         K, likelihood = self.operator.covariance(self.J), self.likelihood
-        if isinstance(likelihood, Gaussian):
+        if likelihood.quadratic:
             return gaussian(self.f, K, likelihood.covariance_for(self.f))
-        assert isinstance(likelihood, Poisson | NegativeBinomial)
         return count_law(likelihood, self.f, K)
 
 
@@ -177,22 +165,22 @@ def refuse(state: Posterior) -> None:
             "export works with the exact convention only, but this posterior has "
             f"convention={state.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
-    if isinstance(likelihood, Poisson | HeteroscedasticGaussian) and not likelihood.linear_domain:
+    if not likelihood.linear_domain:
         raise ValueError(
             f"{likelihood!r} does not allow every output, and its refit has no fixed number of "
             "steps. Use the default: Poisson(link='log') or "
             "HeteroscedasticGaussian(parameters='mean_log_variance')."
         )
-    if not isinstance(likelihood, Gaussian | Bernoulli | Categorical | Poisson | NegativeBinomial):
+    counts = likelihood.overdispersion is not None
+    classes = likelihood.logit_temperature is not None
+    if not (likelihood.quadratic or classes or counts):
         raise ValueError(
             "export writes Gaussian noise, classes and counts, but not "
             f"{type(likelihood).__name__}: its predictive is found by an adaptive search, which a "
             "static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )
-    whole = isinstance(likelihood, Categorical) and not isinstance(
-        state.covariance, KfacOperator | DiagonalOperator
-    )
+    whole = likelihood.softmax and not isinstance(state.covariance, KfacOperator | DiagonalOperator)
     if whole and network.outputs > MOST_CLASSES:
         raise ValueError(
             f"The probabilities of {network.outputs} classes need the root of a "

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import NegativeBinomial, Poisson
 from ssla.maths.portable import log_gamma, softplus
 
 LAMBERT_ROUNDS = 4
@@ -20,7 +19,7 @@ ROUNDING = 1e-7  # relative: after a shorter step only rounding error is left
 SHRINKS = 0.9  # a step of Newton's method is at most that part of the step before
 
 
-def poisson(likelihood: Poisson, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def poisson(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """f̃ = f̂ + K(y − e^f̃): with w = K e^f̃ it is w + log w = log K + f̂ + Ky."""
     v = K[:, :, 0]
     x = v.clamp_min(1e-300).log() + f + v * y
@@ -46,12 +45,12 @@ def _lambert(x: Tensor) -> Tensor:
     return s.exp()
 
 
-def negative_binomial(likelihood: NegativeBinomial, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def negative_binomial(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α.
 
     The root lies between f̂ and log y, and in [f̂ − Kr, f̂ + Ky].
     """
-    v, r, shift = K[:, :, 0], 1 / likelihood.dispersion, math.log(likelihood.dispersion)
+    v, r, shift = K[:, :, 0], 1 / dispersion, math.log(dispersion)
     best = y.clamp_min(1e-300).log()
     low, high = (
         torch.maximum(torch.minimum(f, best), f - v * r),

@@ -27,7 +27,7 @@ from torch import Tensor
 from ssla.curvature.jacobians import Features
 from ssla.curvature.structure import NoFactorError, no_factor
 from ssla.data import as_inputs
-from ssla.likelihoods import Categorical, Likelihood
+from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.weights.anderson import SHARED_STEPS, Found, Progress, ascend, finished
 from ssla.refit.weights.contrasts import Contrasts
@@ -199,12 +199,15 @@ class LastLayerRefit:
         place of the observed curvature, and priors that differ by class.
         """
         prior, base, likelihood = self.prior, self.bases[0], self.posterior.likelihood
-        if not (isinstance(likelihood, Categorical) and prior.gaussian and base.kind == OBSERVED):
+        temperature = likelihood.logit_temperature
+        if temperature is None or not likelihood.softmax or likelihood.power != 1:
+            return None
+        if not prior.gaussian or base.kind != OBSERVED:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
-        contrasts = Contrasts(self.outputs, likelihood.temperature)
+        contrasts = Contrasts(self.outputs, temperature)
         return Base(
             base.kind,
             torch.linalg.cholesky(contrasts.of_blocks(base.matrix)),

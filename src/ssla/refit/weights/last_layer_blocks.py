@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.likelihoods import Categorical, Likelihood, Tempered
-from ssla.likelihoods.products import precision_times
+from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.last_layer_sketch import from_products
 from ssla.refit.weights.refit_rows import Block
@@ -91,8 +90,8 @@ class SharedBlocks:
         def change(v: Tensor) -> Tensor:
             """ΔΛ_i v_i of v (b, C, k)."""
             along = v.permute(2, 0, 1)
-            after = precision_times(likelihood, part.y, f, along, fisher)
-            return (after - precision_times(likelihood, part.y, part.f, along, fisher)).permute(
+            after = likelihood.precision_times(part.y, f, along, fisher)
+            return (after - likelihood.precision_times(part.y, part.f, along, fisher)).permute(
                 1, 2, 0
             )
 
@@ -121,8 +120,8 @@ class SharedBlocks:
         Q = (u.reshape(b * C, S).mT @ weighted.reshape(b * C, S)).double()
         spread = variances.unsqueeze(-1)
         plain = (z * weighted).sum(1).sum(0, dtype=torch.float64)
-        diagonal = curvature_diagonal(likelihood, part.y, f, fisher)
-        diagonal = diagonal - curvature_diagonal(likelihood, part.y, part.f, fisher)
+        diagonal = likelihood.precision_diagonal(part.y, f, fisher)
+        diagonal = diagonal - likelihood.precision_diagonal(part.y, part.f, fisher)
         plain = plain - (weight * (variances * diagonal).sum(1)).sum(dtype=torch.float64)
         squares = self._squares(likelihood, part, f, variances, fisher)
         inside = (weighted * (spread * changed)).sum(1).sum(0, dtype=torch.float64)
@@ -150,17 +149,6 @@ def solve_blocks(inverse: Tensor, values: Tensor) -> Tensor:
     return (parts @ inverse).movedim(0, 1).reshape(values.shape)
 
 
-def curvature_diagonal(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
-    """Λ_cc (..., C), without a C×C matrix for classes."""
-    if isinstance(likelihood, Tempered):
-        return likelihood.beta * curvature_diagonal(likelihood.base, y, f, fisher)
-    if isinstance(likelihood, Categorical):
-        p = likelihood.mean(f)
-        return likelihood.logits(likelihood.logits(p - p * p))
-    precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
-    return precision.expand(*f.shape, f.shape[-1]).diagonal(dim1=-2, dim2=-1)
-
-
 def vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: int) -> int:
     """How many vectors the budget allows beside the blocks; 0 where they do not fit."""
     blocks = 4 * itemsize * outputs * width**2
@@ -186,7 +174,7 @@ def shared_blocks(
         torch.cat(weights) if weights else None,
     )
     C, F = prior.shape[:2]
-    level = rows.weighted(curvature_diagonal(likelihood, rows.y, rows.f, fisher))
+    level = rows.weighted(likelihood.precision_diagonal(rows.y, rows.f, fisher))
     S = prior.clone()
     for c in range(C):
         S[c] += (rows.x * level[:, c, None]).mT @ rows.x
@@ -231,7 +219,7 @@ def curvature_times(
             x, f, y = rows.x[place], rows.f[place], rows.y[place]
             # (m, b, C), stored by output
             v = (by_output @ x.mT).unflatten(0, (C, len(w))).movedim(0, -1)
-            pushed = precision_times(likelihood, y, f, v, fisher)
+            pushed = likelihood.precision_times(y, f, v, fisher)
             if rows.weights is not None:
                 pushed = pushed * rows.weights[place, None]
             total += (

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Features
-from ssla.likelihoods import Categorical
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER, at_mode
 from ssla.refit.weights.anderson import Slope
@@ -195,15 +194,13 @@ class Group:
         total = torch.zeros(C, m, self.phi.shape[1], dtype=kind)
         outside = torch.zeros(m, dtype=torch.bool)
         for _, block, f in self._blocks(point):
-            # Of classes y cancels in the difference.
-            if isinstance(likelihood, Categorical):
-                score = likelihood.logits(
-                    likelihood.mean(block.f).unsqueeze(1) - likelihood.mean(f)
-                )
+            if likelihood.softmax:
+                # Of classes y cancels in the difference.
+                score = likelihood.score_change(block.targets, f, block.f.unsqueeze(1))
             else:
-                score = likelihood.score(block.targets, f) - likelihood.score(
-                    block.y, block.f
-                ).unsqueeze(1)
+                # The scores before are those of the rows alone, once for all tasks.
+                before = likelihood.score(block.y, block.f).unsqueeze(1)
+                score = likelihood.score(block.targets, f) - before
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.weighted(score).to(kind).movedim(-1, 0).mT @ block.x

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.likelihoods.products import precision_times
 from ssla.refit.weights.last_layer_blocks import SharedBlocks
 from ssla.refit.weights.last_layer_curvature import FEW_PROBES
 from ssla.refit.weights.last_layer_sketch import remainder
@@ -170,8 +169,8 @@ class Probing:
         for _, part, _ in group.chunks(m * s * C):
             f = group.moved(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
             v = group.moved(part.x, directions).unflatten(0, (m, s))
-            change = precision_times(likelihood, part.y, f, v, fisher)
-            change = weighted(change - precision_times(likelihood, part.y, part.f, v, fisher), part)
+            change = likelihood.precision_times(part.y, f, v, fisher)
+            change = weighted(change - likelihood.precision_times(part.y, part.f, v, fisher), part)
             form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
             if pull:
                 total += by_component(change).flatten(0, 2) @ part.x

@@ -33,19 +33,12 @@ from ssla.curvature.jacobians import Features
 from ssla.curvature.structure import NoFactorError, no_factor
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.products import (
-    precision_change_along,
-    precision_trace,
-    score_change,
-    shift_invariant,
-)
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER, OBSERVED, at_mode
 from ssla.refit.weights.anderson import Found, Progress, Slope, ascend
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_blocks import (
     SharedBlocks,
-    curvature_diagonal,
     shared_blocks,
     vectors_that_fit,
 )
@@ -333,7 +326,7 @@ class Group:
         total = torch.zeros(C * m, self.phi.shape[1], dtype=refit.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
         for part, f in self.outputs(point):
-            change = score_change(likelihood, part.y, f, part.f)
+            change = likelihood.score_change(part.y, f, part.f)
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(part.y, f)).all(-1)
             total += by_component(weighted(change, part)).flatten(0, 1) @ part.x
@@ -447,18 +440,13 @@ class Group:
         """As `ssla.refit.weights.last_layer_blocks` describes."""
         likelihood, C = self.refit.posterior.likelihood, self.refit.outputs
         value, error = own.value.clone(), own.error.clone()
-        diagonal = curvature_diagonal(
-            likelihood, shared.rows.y, shared.rows.f, shared.kind == FISHER
-        )
+        y, before, fisher = shared.rows.y, shared.rows.f, shared.kind == FISHER
+        diagonal = likelihood.precision_diagonal(y, before, fisher)
         for task, step in enumerate(point.reshape(len(point), C, -1)):
-            f = shared.rows.f + shared.rows.x @ step.mT
-            change = (
-                curvature_diagonal(likelihood, shared.rows.y, f, shared.kind == FISHER) - diagonal
-            )
+            f = before + shared.rows.x @ step.mT
+            change = likelihood.precision_diagonal(y, f, fisher) - diagonal
             by_rows = shared.rows.weighted((shared.variances * change).sum(1))
-            size = shared.variances.sum(1) * score_change(
-                likelihood, shared.rows.y, f, shared.rows.f
-            ).norm(dim=-1)
+            size = shared.variances.sum(1) * likelihood.score_change(y, f, before).norm(dim=-1)
             if not bool(size.any()):
                 continue
             pi = sampling(size, MANY_ROWS_SKETCHED)
@@ -536,27 +524,21 @@ class Group:
             f = self.moved(part.x, step).add_(part.f)
             log_prob += self.log_prob_change(part, f)
             K = refit.covariances(block)[place]
-            change = precision_trace(likelihood, part.y, f, K, fisher)
-            change = change - precision_trace(likelihood, part.y, part.f.unsqueeze(0), K, fisher)
+            change = likelihood.precision_trace(part.y, f, K, fisher)
+            change = change - likelihood.precision_trace(part.y, part.f.unsqueeze(0), K, fisher)
             change = change if part.weights is None else change * part.weights
             trace += change.sum(-1, dtype=torch.float64)
             c = self.moved(part.x, across).unflatten(0, (len(first), len(rows)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, rows of U)
             for tasks, along in zip(tasks_at, c, strict=True):
                 own = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
-                inside = precision_change_along(
-                    likelihood,
-                    part.y,
-                    own,
-                    part.f,
-                    along,
-                    weights=part.weights,
-                    fisher=fisher,
+                inside = likelihood.precision_change_along(
+                    part.y, own, part.f, along, part.weights, fisher
                 )
                 trace[tasks] -= (explained[tasks] * inside).sum((1, 2))
             if refit.vectors is not None:
                 variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-                sizes.append(variances * score_change(likelihood, part.y, f, part.f).norm(dim=-1))
+                sizes.append(variances * likelihood.score_change(part.y, f, part.f).norm(dim=-1))
                 outputs.append(f.movedim(-1, 0))
                 kept.append(c)
         if refit.vectors is None:
@@ -711,7 +693,7 @@ def _contrasts(posterior: Posterior, prior_precision: Tensor) -> Contrasts | Non
     moves along it.
     """
     same = torch.equal(prior_precision, prior_precision[:1].expand_as(prior_precision))
-    if not (shift_invariant(posterior.likelihood) and same) or posterior.mode == AS_IS:
+    if not (posterior.likelihood.shift_invariant and same) or posterior.mode == AS_IS:
         return None
     return Contrasts(posterior.network.outputs)
 

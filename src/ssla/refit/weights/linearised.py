@@ -32,7 +32,6 @@ from torch import Tensor
 
 from ssla.data import Inputs, as_inputs, row_count
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.products import score_change, shift_invariant
 from ssla.maths import linalg
 from ssla.network.frozen import in_chunks
 from ssla.priors import BoundGaussian
@@ -90,7 +89,7 @@ class Size(NamedTuple):
 def contrasts_of(posterior: Posterior) -> Tensor:
     """Q (C, c): contrasts of classes where the likelihood does not depend on their sum, else I."""
     C = posterior.network.outputs
-    if shift_invariant(posterior.likelihood):
+    if posterior.likelihood.shift_invariant:
         return Contrasts(C).matrix
     return torch.eye(C, dtype=torch.float64)
 
@@ -373,7 +372,7 @@ class Group:
         at = self.split(point)
         f = self.outputs(at.moved)
         y = refit.rows.y
-        change = score_change(likelihood, y, f, refit.rows.f.to(f.dtype))
+        change = likelihood.score_change(y, f, refit.rows.f.to(f.dtype))
         change = (refit.rows.weighted(change) @ Q).flatten(1)
         r = change + self.times_precision(at.moved) - at.a
         at_x = self.f + at.at_x.double() @ refit.Q.mT
