@@ -80,7 +80,7 @@ def test_every_module_that_raises_has_a_topic_among_the_failures():
     known = {
         "__init__",
         "demo",
-        "numerics.linalg",
+        "maths.linalg",
     }  # attribute errors of Python, the demo's file name, and an assertion
     assert not [
         m for m in raising - known if not any(m == c or m.startswith(f"{c}.") for c in covered)

@@ -20,7 +20,7 @@ _PACKAGES = {  # public name -> the package or module behind it
     "predictive": "predictive",
     "priors": "priors",
     "sklearn": "sklearn",
-    "structures": "curvature",
+    "structures": "structures",
 }
 _NAMES = {  # public name -> the module that defines it
     "AutoRefit": "refit",
@@ -98,8 +98,8 @@ if TYPE_CHECKING:
         predictive,
         priors,
         sklearn,
+        structures,
     )
-    from ssla import curvature as structures
     from ssla.diagnostics import conflict, credal, local_sensitivity, sensitivity
     from ssla.explicit import ExplicitModel
     from ssla.files import FileError

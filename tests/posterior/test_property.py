@@ -91,27 +91,22 @@ def test_classes(name, scale, shape, seed, dtype, refit, location, y):
     check_finite(increments(*CLASS[name], scale, shape, seed, dtype, refit, location, float(y)))
 
 
-# fmt: off  (hypothesis draws its examples by the text of this function)
+# hypothesis draws its examples by the text of this function, so that it is kept as it was
+# fmt: off
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.sampled_from([0.0, 1e-8, 1e-3, 0.3, 2.0, 30.0]), SHAPES, st.integers(0, 99), DTYPES,
        st.sampled_from(["plug_in", "none", "newton", "output"]), st.floats(-15, 15))  # fmt: skip
 def test_whole_predictives(scale, shape, seed, dtype, refit, location):
     """Mass, moments and quantiles of the two-output Gaussian are finite for any K; what is doubtful is flagged."""
     f = torch.full((3, 2), location, dtype=dtype)
-    p = from_marginal(
-        L.HeteroscedasticGaussian(), f, covariance(2, scale, shape, seed, dtype), refit=refit
-    )
+    p = from_marginal(L.HeteroscedasticGaussian(), f, covariance(2, scale, shape, seed, dtype), refit=refit)
     assert p.mean.dtype == dtype
-    if (
-        refit != "newton"
-    ):  # far from its point a Newton step promises any mass: overflow to infinity is the honest meter
+    if refit != "newton":  # far from its point a Newton step promises any mass: overflow to infinity is the honest meter
         assert torch.isfinite(p.mass.double().log()).all()
     for value in (p.mean, p.icdf(0.5), p.interval(0.9), p.log_prob(p.icdf(0.3)), p.cdf(p.mean)):
         assert torch.isfinite(value).all()
     low, high = p.interval(0.9).unbind(1)
     assert (low < high).all()
-
-
 # fmt: on
 
 
