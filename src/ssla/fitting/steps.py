@@ -359,7 +359,7 @@ def _with_warning_if_moved(draft: Draft) -> Draft:
         return draft
     if plan.likelihood.quadratic:
         spread = (end.squares / start.squares.clamp_min(1e-300)).sqrt()
-        # With a given covariance the squares are those of whitened residuals: there are no raw ones.
+        # Squares under a given covariance are of whitened residuals: there are no raw ones.
         joint = getattr(plan.likelihood, "covariance", None)
         if joint is None and draft.raw_squares is not None:
             after = end.residual_squares(start, draft.theta - plan.network.theta)
