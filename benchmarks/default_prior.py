@@ -47,7 +47,7 @@ from small_networks import (
 from torch import Tensor, nn
 
 import ssla
-from ssla.fitting import prior
+from ssla.fitting import prior_choice
 from ssla.fitting.tuning import tune
 from ssla.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 
@@ -200,7 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    prior.DOUBT = options.doubt or prior.DOUBT
+    prior_choice.DOUBT = options.doubt or prior_choice.DOUBT
     torch.set_num_threads(1)
     seeds, rows = (1, 600) if options.quick else (options.seeds, options.rows)
     uci, tables = (Path(os.environ[name]) for name in ("SSLA_DATA", "SSLA_TABLES"))

@@ -50,6 +50,22 @@ def test_the_top_of_the_package_has_at_most_29_entries():
     ]
 
 
+def test_no_two_modules_have_one_name():
+    """But for the public paths at the top, which are doors to integrations."""
+    doors = {"botorch.py", "mlflow.py"}
+    names = [p.name for p in SOURCE.rglob("*.py") if not p.name.startswith("__")]
+    assert not {name for name in names if names.count(name) > 1} - doors
+
+
+def test_the_core_never_imports_the_tables():
+    """The first floor works without the second: import-linter checks this, too."""
+    code = (
+        "import sys, torch, ssla; ssla.fit; ssla.load; ssla.credal; ssla.distributed; ssla.plots; "
+        "sys.exit(any(name.startswith('ssla.tables') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_core_needs_torch_and_numpy_alone():
     """`import ssla` and a fit work with every extra hidden."""
     code = """

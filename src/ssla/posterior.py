@@ -560,9 +560,8 @@ def fit(
         `ssla.structures.LowRank(rank=50)`.
     mode:
         "polish" (θ̂ moves to the mode), "tilt" (the trained weights count as the mode) or "as_is".
-        By default polish for a last layer, tilt otherwise. The last layer of a classifier without
-        `prior` is polished only if it is not trained; the report says which of the two was chosen,
-        and why.
+        By default tilt. A last layer that is not trained is polished; the report says which of
+        the two was chosen, and why.
     gaussian:
         "variational": the Gaussian nearest to the posterior in KL divergence, found in a few
         passes; or "laplace": the one at the mode, with the curvature there. By default variational,

@@ -291,7 +291,7 @@ class TestTheDefaultGaussian:
         assert "backward passes" not in str(post.report)
 
     def test_beyond_the_budget_it_is_at_the_mode_and_says_so(self, monkeypatch):
-        monkeypatch.setattr("ssla.fitting.plan.KEPT_SHARE", 1 << 30)
+        monkeypatch.setattr("ssla.fitting.fit_plan.KEPT_SHARE", 1 << 30)
         post = self.fit()
         assert post.report.gaussian == "laplace"
         assert post.report.passes == 1
@@ -307,13 +307,13 @@ class TestTheDefaultGaussian:
         assert self.fit(gaussian="variational").report.gaussian == "variational"
 
     def test_the_prior_is_chosen_without_further_passes(self, monkeypatch):
-        monkeypatch.setattr("ssla.fitting.plan.KEPT_SHARE", 1 << 30)
+        monkeypatch.setattr("ssla.fitting.fit_plan.KEPT_SHARE", 1 << 30)
         post = self.fit(prior=None)
         assert post.report.gaussian == "laplace"
         assert post.report.passes == 1
 
     def test_a_dense_curvature_stays_variational(self, monkeypatch):
-        monkeypatch.setattr("ssla.fitting.plan.KEPT_SHARE", 1 << 30)
+        monkeypatch.setattr("ssla.fitting.fit_plan.KEPT_SHARE", 1 << 30)
         assert self.fit(structure="dense").report.gaussian == "variational"
 
 

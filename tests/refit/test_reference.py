@@ -26,18 +26,6 @@ from support.refits import FAMILIES, T, inputs, last_layer, seeded, small_networ
 
 CLOSE = 1e-8  # in log density, of every increment
 ENGINE = {"tolerance": 1e-9}
-ALL_CASES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.xfail(
-            name == "custom poisson",
-            raises=RuntimeError,
-            strict=True,
-            reason="custom counts look at the values of y, which vmap in Determinants._own forbids",
-        ),
-    )
-    for name in CASES
-]
 
 
 @cache
@@ -186,7 +174,7 @@ def test_the_engine_of_products(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["observed", "fisher", "hessian"])
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", list(CASES))
 def test_the_engine_of_all_weights(name, kind):
     assert_equals_reference(*all_weights_problem(name), kind, logdet="exact")
 

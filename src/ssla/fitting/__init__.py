@@ -2,12 +2,12 @@
 
 Start with `fit`, which reads from top to bottom.
 
-fit, steps        the story of a fit, and its steps
-plan, passes      what a fit was asked for and has learned; passes over the data
-sums, noise, mode, trained, variational      the mathematics of the steps
-tuning*, evidence, held_out_scores           a prior by the evidence or by held-out scores
-validation*, choice, score_table, …          a setting by rows that the network has not seen
-price, guard      training rows that the network has memorised
-again, more_data, prior_change               posteriors that change
-ranks             several processes as one
+    fit, steps          the story of a fit, and its steps
+    fit_plan, passes    what a fit was asked for and has learned; passes over the data
+    sums, noise, mode, trained, variational     the mathematics of the steps
+    prior_choice, tuning, evidence, …           a prior by the evidence or by held-out scores
+    validation, choice, score_table, …          a setting by rows that the network has not seen
+    price, guard        training rows that the network has memorised
+    again, more_data, prior_change              posteriors that change
+    ranks               several processes as one
 """

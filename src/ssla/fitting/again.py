@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ssla.data import Source, open_source
 from ssla.fitting.fit import fit_with_prior
+from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.more_data import with_more
 from ssla.fitting.passes import Chunk, Data, Reader
-from ssla.fitting.plan import FitPlan
 from ssla.fitting.ranks import announced, shared
 from ssla.fitting.steps import refitted
 from ssla.fitting.variational import with_rows

@@ -10,8 +10,8 @@ from ssla._checks import one_of
 from ssla.curvature import Structure, resolve
 from ssla.curvature.automatic import AUTO
 from ssla.curvature.memory import DEFAULT_BUDGET
+from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.passes import Data
-from ssla.fitting.plan import FitPlan
 from ssla.likelihoods import Likelihood
 from ssla.priors import Prior, as_prior
 from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.guard import warn_on_training_rows
-from ssla.fitting.plan import FitPlan
 from ssla.fitting.price import affordable
-from ssla.fitting.prior import choose_prior
+from ssla.fitting.prior_choice import choose_prior
 from ssla.fitting.steps import (
     choose_mode,
     find_mode,

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ssla.fitting.choice import mean_and_error
-from ssla.fitting.plan import FitPlan
-from ssla.fitting.prior import described
+from ssla.fitting.fit_plan import FitPlan
+from ssla.fitting.prior_choice import described
 from ssla.fitting.steps import with_averages
 from ssla.fitting.training_rows import TrainingRows
 from ssla.fitting.tuning_space import posterior_prior

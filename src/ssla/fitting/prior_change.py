@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 
 from ssla._checks import one_of
 from ssla.fitting.again import polish_again
-from ssla.fitting.prior import described
+from ssla.fitting.prior_choice import described
 from ssla.fitting.sums import climbing
 from ssla.fitting.variational import recentred
 from ssla.priors import (

@@ -21,10 +21,10 @@ from ssla._checks import warn
 from ssla.curvature import Extent, Kfac, LowRank
 from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import in_words
+from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.mode import NoModeError
 from ssla.fitting.noise import Again, estimate_noise
 from ssla.fitting.passes import extent_of
-from ssla.fitting.plan import FitPlan
 from ssla.fitting.sums import Sums, residual
 from ssla.fitting.trained import Verdict, judged, judged_numbers
 from ssla.fitting.variational import NEW, Choose, Climb, from_there

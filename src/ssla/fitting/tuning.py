@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ssla._checks import one_of, warn
 from ssla.fitting.again import read_again
+from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.held_out_scores import HeldOut, LeftOut
-from ssla.fitting.plan import FitPlan
-from ssla.fitting.prior import (
+from ssla.fitting.prior_choice import (
     SCAN,
     SETTLED,
     alternate,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
+from ssla.fitting.fit_plan import outputs_apart
 from ssla.fitting.noise import at_noise
-from ssla.fitting.plan import outputs_apart
 from ssla.fitting.variational import recentred
 from ssla.likelihoods import Likelihood
 from ssla.priors import BoundGaussian, Flat, trained_scale

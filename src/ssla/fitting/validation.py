@@ -31,12 +31,12 @@ from torch import Tensor
 from ssla.data import Source
 from ssla.fitting.choice import Setting, best_spread, cross_fitted, mean_and_error
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
+from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
 from ssla.fitting.network_itself import best_spread as best_spread_of_network
 from ssla.fitting.network_itself import chosen_row_scale
 from ssla.fitting.noise import at_noise
 from ssla.fitting.passes import Reader, thinned
-from ssla.fitting.plan import FitPlan, InputFactors
 from ssla.fitting.ranks import the_same_rows
 from ssla.fitting.score_table import Scored, ScoreTable
 from ssla.fitting.steps import climb

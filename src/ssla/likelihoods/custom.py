@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssla._checks import differentiated, in_plain_torch, unknown_name, warn
+from ssla._checks import batched, differentiated, in_plain_torch, unknown_name, warn
 from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
@@ -75,6 +75,8 @@ class Custom(Likelihood):
         if (
             isinstance(self.support, Counts)
             and y.is_floating_point()
+            # Inside vmap no step may depend on values; refits ask for whole counts only.
+            and not batched(y)
             and bool((y != y.floor()).any())
         ):
             return self._between_counts(y, f)

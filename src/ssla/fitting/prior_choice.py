@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.fitting.evidence import Evidence, evidence_of
+from ssla.fitting.fit_plan import FitPlan, outputs_apart
 from ssla.fitting.more_data import with_directions
-from ssla.fitting.plan import FitPlan, outputs_apart
 from ssla.fitting.steps import with_averages, with_theta_at_mode
 from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
 from ssla.fitting.variational import with_sums
