@@ -159,3 +159,13 @@ def test_the_seconds_of_an_estimate_are_those_that_were_measured():
         model = nn.Sequential(nn.Identity(), nn.Linear(width, classes))
         found = ssla.estimate_cost(model, rows, gaussian=False).seconds
         assert 0.5 < found / seconds < 2, (rows, width, classes, found)
+
+
+def test_weights_mean_the_same_to_the_estimate_and_to_the_fit():
+    """A module's name counts its parameters; a parameter's own name needs a list."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    assert ssla.estimate_cost(model, 100, weights="0").parameters == 3 * 4 + 4
+    with pytest.raises(ValueError, match="names a parameter"):
+        ssla.estimate_cost(model, 100, weights="0.weight")
+    with pytest.raises(ValueError, match="empty list"):
+        ssla.estimate_cost(model, 100, weights=[])

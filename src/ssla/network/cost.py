@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ssla._checks import in_plain_torch, unknown_name
+from ssla._checks import in_plain_torch
 from ssla.curvature import Extent, Structure, resolve
 from ssla.curvature.automatic import AUTO, choose, seconds_of, time_in_words
 from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import DEFAULT_BUDGET, alternatives, in_words
 from ssla.network.frozen import Output, checked_output
-from ssla.network.opening import ALL, LAST_LAYER, trainable
+from ssla.network.opening import ALL, LAST_LAYER, named_parameters, trainable
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
 GRADIENTS = {
@@ -201,11 +201,7 @@ def _names(
         return list(trainable(model))
     if weights == LAST_LAYER:
         return [name for name, p in own.items() if any(p is q for q in last.parameters())]
-    wanted = [weights] if isinstance(weights, str) else list(weights)
-    for name in wanted:
-        if name not in own:
-            raise ValueError(unknown_name("parameter", name, own))
-    return wanted
+    return list(named_parameters(model, weights))
 
 
 def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:

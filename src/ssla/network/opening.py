@@ -56,7 +56,7 @@ def open_network(
     frozen, watch, f = _freeze(model, x, few, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
-    names = _scope(model, weights, parameters, head)
+    names = _scope(model, weights, head)
     _refuse_links(watch, f, links)
     note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
@@ -340,7 +340,6 @@ def _tied(model: nn.Module, name: str) -> list[str]:
 def _scope(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
-    parameters: Mapping[str, nn.Parameter],
     head: _Head | str,
 ) -> tuple[str, ...]:
     """The names of the free parameters."""
@@ -360,6 +359,14 @@ def _scope(
                 "so the features would change with it. Untie them, or use weights='all'."
             )
         return tuple(name for name in (head.weight, head.bias) if name is not None)
+    return named_parameters(model, weights)
+
+
+def named_parameters(
+    model: nn.Module, weights: str | list[str] | tuple[str, ...]
+) -> tuple[str, ...]:
+    """The parameters of a module's name, or of a list of their own names, in the model's order."""
+    parameters = [name for name, _ in model.named_parameters()]
     if isinstance(weights, str):
         if weights in parameters:
             raise ValueError(
