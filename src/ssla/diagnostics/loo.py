@@ -135,7 +135,11 @@ class Answer(NamedTuple):
 
 
 def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = None) -> LeaveOneOut:
-    """See Posterior.loo."""
+    """Every training row predicted from the others, by cavities; see Posterior.loo.
+
+    The most influential rows of a last layer are refitted. ValueError for another convention than
+    the exact one, and for data that are not those of the fit.
+    """
     if posterior.convention != EXACT:
         raise ValueError(
             "loo() works with the exact convention only, but this posterior has "

@@ -36,7 +36,9 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
 
 
 def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
-    """Warn where some training rows are predicted far worse than by the network itself.
+    """Warn where the mean log density of some training rows is far below the network's own.
+
+    rows: a sample of them; None: there is nothing to compare with.
 
     A comparison on rows that the network has seen favours the network: only a large loss counts.
     """
@@ -44,6 +46,7 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
         return
     scores = rows.scores(posterior)
     loss = mean_and_error(rows.plug_in - scores, rows.weights)
+    # Two standard errors, but never more than twice the limit: few rows must not hide a failure.
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
         _warn("training rows", scores, rows.plug_in, rows.weights)
 

@@ -139,7 +139,7 @@ class Climb:
         """The state with its variational Gaussian: the one with the highest bound that was
         found.
         """
-        here = self._start()
+        here = self._first_place()
         rounds, share, converged = 1, 1.0, False
         while rounds < self.most and not converged:
             there = self._next(here, share)
@@ -173,8 +173,11 @@ class Climb:
         value = self._bound(here.mean, here.covariance, here.averages)
         return here._replace(curvature=here.curvature.positive_part(), bound=value)
 
-    def _start(self) -> Place:
-        """The Gaussian of the state; narrower where averages over it do not exist."""
+    def _first_place(self) -> Place:
+        """The Gaussian of the posterior; narrower where averages over it do not exist.
+
+        ValueError if they exist for none that is tried.
+        """
         mean = self.state.mean if self.moves else self.state.theta
         curvature = self.state.sums.curvature
         for _ in range(MOST_NARROWINGS):

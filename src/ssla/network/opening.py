@@ -56,7 +56,7 @@ def open_network(
     frozen, watch, f = _freeze(model, x, few, output)
     parameters = dict(frozen.module.named_parameters())
     head = _head(watch, f, parameters)
-    names = _scope(model, weights, head)
+    names = _free_names(model, weights, head)
     _refuse_links(watch, f, links)
     note = frozen_note(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
@@ -337,12 +337,16 @@ def _tied(model: nn.Module, name: str) -> list[str]:
     return [other for other, p in named.items() if p is named[name] and other != name]
 
 
-def _scope(
+def _free_names(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
     head: _Head | str,
 ) -> tuple[str, ...]:
-    """The names of the free parameters."""
+    """The names of the free parameters.
+
+    head: the last layer, or why there is none. ValueError if weights='last_layer' has none to use,
+    or its weight is tied to another parameter.
+    """
     if weights == ALL:
         return trainable(model)
     if weights == LAST_LAYER:

@@ -502,7 +502,7 @@ class Group:
             for part, f in self.outputs(point):
                 log_prob += self.log_prob_change(part, f)
             return _Changes(log_prob)
-        places, first = _first(self.where)
+        places, first = _distinct_inputs(self.where)
         # Outputs that the new row says nothing about have no part in G.
         rows = (
             (new.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT)
@@ -577,10 +577,8 @@ class _Changes(NamedTuple):
     rows: _Rows | None = None  # where there are shared vectors
 
 
-def _first(where: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of each task's input among the different ones (m,), and a task with each of
-    them (k,).
-    """
+def _distinct_inputs(where: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of each task's input (m,), and the first task at each distinct input (k,)."""
     unique, index = where.unique(return_inverse=True)
     first = torch.stack([(index == k).nonzero()[0, 0] for k in range(len(unique))])
     return index, first

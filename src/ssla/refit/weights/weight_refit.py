@@ -226,7 +226,7 @@ class WeightRefit:
         size = posterior.theta.numel()
         by_products = self._by_products(posterior)
         if by_products:
-            self._check_traces(posterior)
+            self._need_gaussian_prior(posterior)
             if self.logdet is None:
                 self._check_size(posterior)
         else:
@@ -284,8 +284,8 @@ class WeightRefit:
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
 
-    def _check_traces(self, posterior: Posterior) -> None:
-        """ValueError where a last layer cannot be refitted by products with its features."""
+    def _need_gaussian_prior(self, posterior: Posterior) -> None:
+        """ValueError unless the prior is Gaussian, which refits by products with features need."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
                 "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, "
