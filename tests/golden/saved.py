@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from core_cases import LIKELIHOODS, TESTS, network, rows
 
 import ssla
-from ssla.predictive.class_predictive import smallest_set
+from ssla.predictive.class_law import smallest_set
 
 FOLDER = Path(__file__).with_name("saved")
 CASES = {  # name: (likelihood, weights, structure)

@@ -48,7 +48,7 @@ def test_root_of_a_last_layer_is_that_of_its_covariance(name, bias, dtype):
         root.take(part).times(torch.eye(C, dtype=root.dtype)).double() - R[part]
     ).abs().max() < eps
     # these form nothing of size (B, C, C)
-    assert isinstance(root, ScaledRoot) == name in ("kfac", "diag")
+    assert isinstance(root, ScaledRoot) == (name in ("kfac", "diag"))
 
 
 @pytest.mark.parametrize("name", ["dense", "diag"])

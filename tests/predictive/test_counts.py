@@ -10,7 +10,7 @@ from scipy.special import gammaln
 
 from ssla import likelihoods as L
 from ssla.predictive import from_marginal
-from ssla.predictive.count_predictive import (
+from ssla.predictive.count_law import (
     SINGLE_COUNTS,
     TAIL,
     Table,

@@ -212,7 +212,7 @@ def test_very_many_answers_are_held_in_float32(monkeypatch):
 
 
 def test_sets_of_classes_are_found_by_blocks(monkeypatch):
-    import ssla.predictive.class_predictive as classes
+    import ssla.predictive.class_law as classes
 
     p = torch.softmax(torch.randn(37, 9, generator=torch.Generator().manual_seed(1), **T), 1)
     p[4] = torch.nan

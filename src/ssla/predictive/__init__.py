@@ -19,11 +19,11 @@ from ssla.maths.roots import Root, full_root
 from ssla.predictive.affine import affine
 from ssla.predictive.circular import circular_predictive
 from ssla.predictive.class_integrals import at_temperature_one, integrate_classes
-from ssla.predictive.class_predictive import class_predictive, integrated_predictive
-from ssla.predictive.count_predictive import count_predictive
+from ssla.predictive.class_law import class_predictive, integrated_predictive
+from ssla.predictive.count_law import count_predictive
 from ssla.predictive.differentiable import differentiable_predictive
 from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, additive_law
-from ssla.predictive.grid_predictive import grid_predictive
+from ssla.predictive.grid_law import grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixing import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme

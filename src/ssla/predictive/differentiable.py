@@ -21,7 +21,7 @@ from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
 from ssla.predictive.class_integrals import at_temperature_one, integrate_with_graph
-from ssla.predictive.class_predictive import integrated_predictive
+from ssla.predictive.class_law import integrated_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.implicit import pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive

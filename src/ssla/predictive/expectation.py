@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.predictive.class_predictive import ClassLaw
-from ssla.predictive.count_predictive import CountLaw
+from ssla.predictive.class_law import ClassLaw
+from ssla.predictive.count_law import CountLaw
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.grid_predictive import GridLaw
+from ssla.predictive.grid_law import GridLaw
 from ssla.predictive.predictive import Predictive
 
 GAUSSIAN_NODES = 1201

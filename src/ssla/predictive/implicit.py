@@ -26,8 +26,8 @@ from ssla.likelihoods import (
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
 from ssla.maths.quadrature import Built
-from ssla.predictive.count_predictive import CountLaw, Table, count_predictive
-from ssla.predictive.grid_predictive import GridLaw, grid_predictive
+from ssla.predictive.count_law import CountLaw, Table, count_predictive
+from ssla.predictive.grid_law import GridLaw, grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mode_switches import change_of_jumps
 from ssla.predictive.predictive import Predictive

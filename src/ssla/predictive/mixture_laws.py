@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ssla.maths.quadrature import Regions, bracketed_root
 from ssla.predictive.class_integrals import entropy_of
-from ssla.predictive.class_predictive import (
+from ssla.predictive.class_law import (
     check_classes,
     draw_classes,
     most_probable,
     smallest_set,
 )
-from ssla.predictive.count_predictive import densest_runs
+from ssla.predictive.count_law import densest_runs
 from ssla.predictive.law import Law, ends_of_runs
 from ssla.predictive.predictive import vector_targets
 from ssla.refit.increments import Increments

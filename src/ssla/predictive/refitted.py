@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
-from ssla.predictive.class_predictive import ClassLaw
-from ssla.predictive.count_predictive import count_predictive
+from ssla.predictive.class_law import ClassLaw
+from ssla.predictive.count_law import count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.grid_predictive import grid_predictive
+from ssla.predictive.grid_law import grid_predictive
 from ssla.predictive.interpolation import (
     QUANTILES,
     REGION,

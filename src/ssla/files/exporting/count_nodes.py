@@ -1,4 +1,4 @@
-"""Counts in a static graph: the blocks of `ssla.predictive.count_predictive`, for the first
+"""Counts in a static graph: the blocks of `ssla.predictive.count_law`, for the first
 three reaches.
 """
 
@@ -15,7 +15,7 @@ from ssla.files.exporting import modes
 from ssla.files.exporting.laws import Levels
 from ssla.likelihoods import Likelihood
 from ssla.maths.quadrature.normal import normal_nodes
-from ssla.predictive.count_predictive import (
+from ssla.predictive.count_law import (
     BLOCKS_PER_UNIT,
     FIRST_REACH,
     LARGEST_COUNT,
@@ -159,7 +159,7 @@ def _table(
 
 
 def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
-    """As in `ssla.predictive.count_predictive`.
+    """As in `ssla.predictive.count_law`.
 
     Edges that a row does not have repeat its first one: blocks without a count.
     """
