@@ -9,6 +9,10 @@ from ssla import priors
 from support.bad_input import X, Y, assert_message, fit, net
 
 CASES = {
+    "a likelihood that does not inherit": (
+        lambda: fit(likelihood=object()),
+        "must be an object such as.*inherits from ssla.likelihoods.Likelihood",
+    ),
     "empty arrays": (lambda: fit(data=(X[:0], Y[:0])), "data are empty"),
     "empty loader": (lambda: fit(data=[]), "data are empty.*drop_last"),
     "one row and no noise": (

@@ -34,7 +34,8 @@ def checked_plan(
     if not isinstance(likelihood, type) and not isinstance(likelihood, Likelihood):
         raise TypeError(
             "likelihood must be an object such as ssla.likelihoods.Gaussian(noise='estimate'), "
-            f"but is {likelihood!r}."
+            f"but is {likelihood!r}. A likelihood of your own inherits from "
+            "ssla.likelihoods.Likelihood, or is made by ssla.likelihoods.custom."
         )
     if isinstance(likelihood, type):
         raise TypeError(
